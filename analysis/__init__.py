@@ -1,0 +1,1 @@
+"""Tables, statistics and reports over rounds; runs without torch."""

@@ -1,0 +1,1 @@
+"""Everything that meets a target: prompts in, a trace out."""

@@ -1,0 +1,60 @@
+"""Every way replay refuses. One sentence each: what was seen, what was possible, what to type.
+
+ReplayError
+├── UsageError          an option or argument value that cannot be
+├── WiringError         a wiring that the trace or the head does not fit
+├── CheckpointError     a draft head or target checkpoint that cannot be loaded as it stands
+├── PromptError         a prompt file or a row of it
+├── CaptureError        the target or its engine could not be recorded
+├── OutputError         the place to write to: exists already, is full, cannot be written
+└── TraceError          a trace or rounds file that cannot be trusted
+    ├── TraceVersionError     another format or version
+    ├── TraceIncompleteError  recording has not ended
+    └── TraceCorruptError     bytes, shapes or values that disagree with the header
+
+The command line turns a ReplayError into its message on stderr and exit code 1. Every other exception is a bug.
+"""
+
+
+class ReplayError(Exception):
+    """The user can mend this; the message says how."""
+
+
+class UsageError(ReplayError):
+    """An option or argument value that cannot be."""
+
+
+class WiringError(ReplayError):
+    """A wiring that the trace or the head does not fit."""
+
+
+class CheckpointError(ReplayError):
+    """A draft head or target checkpoint that cannot be loaded as it stands."""
+
+
+class PromptError(ReplayError):
+    """A prompt file, or a row of it, that cannot be used."""
+
+
+class CaptureError(ReplayError):
+    """The target or its engine could not be recorded."""
+
+
+class OutputError(ReplayError):
+    """The place to write to exists already, is full, or cannot be written."""
+
+
+class TraceError(ReplayError):
+    """A trace or rounds file that cannot be trusted."""
+
+
+class TraceVersionError(TraceError):
+    """The file is of another format or version."""
+
+
+class TraceIncompleteError(TraceError):
+    """Recording has not ended, so the trace is not whole."""
+
+
+class TraceCorruptError(TraceError):
+    """Bytes, shapes or values disagree with what the header says."""

@@ -1,0 +1,1 @@
+"""The trace and rounds files: the two joints between recording, simulating and analysing (see SPEC.md)."""
