@@ -1,0 +1,297 @@
+"""Rounds → one summary for each variant: counts first, ratios made from them.
+
+Definitions (SGLang's, as its decode log and per-request counters use them): ``accepted`` leaves the bonus token out;
+accept length = sum(accepted + 1) / rounds; ``histogram[a]`` = rounds with exactly a accepted tokens. A cut round
+counts as a round like every other. ``nan`` stands where a ratio has no denominator; JSON says null there.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay.analysis.bootstrap import percentile_interval, ratios, resampled_sums
+from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
+
+JsonObject = dict[str, Any]
+Counts = npt.NDArray[np.int64]
+
+DEFAULT_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the server reported for the same requests.
+
+    ``requests`` of them reported something. ``accept_length`` = 1 + accepted / rounds where the server gave a
+    histogram, else output tokens / rounds, its own definition. ``histogram`` is empty where none was given.
+    """
+
+    rounds: int
+    accept_length: float
+    histogram: tuple[int, ...]
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class VariantSummary:
+    """One variant's counts and ratios; the fields down to ``observed`` are the JSON of ``replay simulate --json``.
+
+    ``position_joint[j-1]`` = rounds with at least j accepted / rounds; ``position_conditional[j-1]`` = the same
+    over the rounds with at least j-1. ``accept_length_server`` = completion tokens / verify rounds as SGLang's
+    ``meta_info`` counts it (requests without a round are left out; the first token of a request comes from prefill and
+    counts, tokens past the end do not).
+    """
+
+    name: str
+    draft: str
+    wiring: tuple[str, ...]
+    steps: int
+    topk: int
+    num_draft_tokens: int
+    precision: str
+    numerics: str
+    kv: str
+    verify: str
+    temperature: float
+    engine: str
+    faults: tuple[str, ...]
+    requests: int
+    rounds: int
+    drafted: int
+    accepted: int
+    output_tokens: int
+    accept_length: float
+    accept_length_ci95: tuple[float, float]
+    accept_length_server: float
+    histogram: tuple[int, ...]
+    position_joint: tuple[float, ...]
+    position_conditional: tuple[float, ...]
+    all_anchors_accept_length: float
+    ties: int
+    seconds: float
+    observed: Observed | None
+    played_requests: int
+    cut_rounds: int
+    anchors: int
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted / drafted tokens; nan without drafted tokens."""
+        return _ratio(self.accepted, self.drafted)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far a variant's accept length lies from another's, both resampled with the same requests."""
+
+    variant: str
+    difference: float
+    ci95: tuple[float, float]
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse``, ``equal`` (no resample tells them apart) or ``cannot tell`` (0 in the interval)."""
+        low, high = self.ci95
+        if self.difference == low == high == 0:
+            return "equal"
+        return "better" if low > 0 else "worse" if high < 0 else "cannot tell"
+
+
+# Needed to explain a summary, not part of the documented JSON.
+_NOT_IN_JSON = {"played_requests", "cut_rounds", "anchors"}
+
+
+def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> list[VariantSummary]:
+    """One summary for each variant, in the order of ``rounds.variants``.
+
+    The interval is a percentile bootstrap over the requests that have a round, the same draws for all variants;
+    (nan, nan) when fewer than two requests have one.
+    """
+    counts = _per_request(rounds)
+    intervals = _intervals(rounds, counts, seed=seed, resamples=resamples)
+    histograms = _histograms(rounds)
+    return [
+        _summary(variant, rounds.requests, counts[variant.name], histograms[variant.name], intervals[variant.name])
+        for variant in rounds.variants
+    ]
+
+
+def gaps(rounds: Rounds, reference: str, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> dict[str, Gap]:
+    """Accept length of every other variant minus that of ``reference``, by variant name.
+
+    Paired: only requests that have rounds under both count, and one resample draws the same requests for both. The
+    interval is (nan, nan) when fewer than two requests do.
+    """
+    counts = _per_request(rounds)
+    found = {}
+    for variant in rounds.variants:
+        if variant.name == reference:
+            continue
+        pair = np.hstack([counts[variant.name], counts[reference]])
+        pair = pair[(pair[:, 0] > 0) & (pair[:, _WIDTH] > 0)]
+        sums = resampled_sums(pair, seed=seed, resamples=resamples)
+        samples = _length(sums[:, :_WIDTH]) - _length(sums[:, _WIDTH:])
+        total = pair.sum(axis=0, keepdims=True).astype(np.float64)
+        difference = float((_length(total[:, :_WIDTH]) - _length(total[:, _WIDTH:]))[0])
+        interval = percentile_interval(samples) if len(pair) > 1 else (math.nan, math.nan)
+        found[variant.name] = Gap(variant.name, difference, interval)
+    return found
+
+
+def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
+    """The document of ``replay simulate --json``: JSON values only, null in place of nan."""
+    return {"trace": rounds.trace, "draft": rounds.drafts, "variants": [_variant_json(row) for row in summaries]}
+
+
+# Columns of the per-request counts.
+_ROUNDS, _ACCEPTED, _DRAFTED, _CUT, _WIDTH = 0, 1, 2, 3, 4
+
+
+def _per_request(rounds: Rounds) -> dict[str, Counts]:
+    """By variant [requests, 4]: rounds, accepted, drafted, cut rounds of each request, in the order of ``requests``."""
+    import polars as pl
+
+    row_of = {request.request_id: row for row, request in enumerate(rounds.requests)}
+    counts = {variant.name: np.zeros((len(row_of), _WIDTH), dtype=np.int64) for variant in rounds.variants}
+    grouped = rounds.table.group_by("variant", "request_id").agg(
+        pl.len().cast(pl.Int64),
+        pl.col("accepted").cast(pl.Int64).sum(),
+        pl.col("drafted").list.len().cast(pl.Int64).sum(),
+        pl.col("cut").cast(pl.Int64).sum(),
+    )
+    for variant, request_id, *values in grouped.iter_rows():
+        counts[variant][row_of[request_id]] = values
+    return counts
+
+
+def _histograms(rounds: Rounds) -> dict[str, Counts]:
+    """By variant [steps + 1]: rounds with exactly that many accepted tokens."""
+    import polars as pl
+
+    histograms = {variant.name: np.zeros(variant.steps + 1, dtype=np.int64) for variant in rounds.variants}
+    for variant, accepted, count in rounds.table.group_by("variant", "accepted").agg(pl.len()).iter_rows():
+        histograms[variant][accepted] = count
+    return histograms
+
+
+def _intervals(
+    rounds: Rounds, counts: dict[str, Counts], *, seed: int, resamples: int
+) -> dict[str, tuple[float, float]]:
+    """By variant the interval of its accept length. Variants played on the same requests share one set of draws."""
+    intervals: dict[str, tuple[float, float]] = {}
+    alike: dict[bytes, list[str]] = {}
+    for variant in rounds.variants:
+        alike.setdefault((counts[variant.name][:, _ROUNDS] > 0).tobytes(), []).append(variant.name)
+    for names in alike.values():
+        stacked = np.hstack([counts[name] for name in names])
+        stacked = stacked[stacked[:, _ROUNDS] > 0]
+        if len(stacked) < 2:
+            intervals |= dict.fromkeys(names, (math.nan, math.nan))
+            continue
+        sums = resampled_sums(stacked, seed=seed, resamples=resamples).reshape(resamples, len(names), _WIDTH)
+        intervals |= {name: percentile_interval(_length(sums[:, index])) for index, name in enumerate(names)}
+    return intervals
+
+
+def _length(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Accept length [n] of summed counts [n, 4]."""
+    return ratios(sums[:, _ACCEPTED] + sums[:, _ROUNDS], sums[:, _ROUNDS])
+
+
+def _summary(
+    variant: VariantInfo,
+    requests: Sequence[RequestInfo],
+    counts: Counts,
+    histogram: Counts,
+    interval: tuple[float, float],
+) -> VariantSummary:
+    rounds, accepted, drafted, cut = (int(total) for total in counts.sum(axis=0))
+    played = [request for request, row in zip(requests, counts, strict=True) if row[_ROUNDS] > 0]
+    reached = [int(count) for count in histogram[::-1].cumsum()[::-1]]  # reached[j]: rounds with at least j accepted
+    return VariantSummary(
+        name=variant.name,
+        draft=variant.draft,
+        wiring=variant.wiring,
+        steps=variant.steps,
+        topk=variant.topk,
+        num_draft_tokens=variant.num_draft_tokens,
+        precision=variant.precision,
+        numerics=variant.numerics,
+        kv=variant.kv,
+        verify=variant.verify,
+        temperature=variant.temperature,
+        engine=variant.engine,
+        faults=variant.faults,
+        requests=len(requests),
+        rounds=rounds,
+        drafted=drafted,
+        accepted=accepted,
+        output_tokens=sum(request.output_tokens for request in requests),
+        accept_length=_ratio(accepted + rounds, rounds),
+        accept_length_ci95=interval,
+        accept_length_server=_ratio(sum(request.output_tokens for request in played), rounds),
+        histogram=tuple(int(count) for count in histogram),
+        position_joint=tuple(_ratio(count, rounds) for count in reached[1:]),
+        position_conditional=tuple(_ratio(count, before) for before, count in itertools.pairwise(reached)),
+        all_anchors_accept_length=_ratio(variant.anchors_accepted + variant.anchors, variant.anchors),
+        ties=variant.ties,
+        seconds=variant.seconds,
+        observed=observed(requests),
+        played_requests=len(played),
+        cut_rounds=cut,
+        anchors=variant.anchors,
+    )
+
+
+def observed(requests: Sequence[RequestInfo]) -> Observed | None:
+    """The server's own rounds over ``requests``; None when it reported none.
+
+    Only requests with a histogram count when any has one, so that the two definitions are never mixed.
+    """
+    counted = [request for request in requests if request.observed_rounds]
+    drawn = [request.observed_histogram for request in counted if request.observed_histogram]
+    if drawn:
+        histogram = [0] * max(map(len, drawn))
+        for counts in drawn:
+            for accepted, count in enumerate(counts):
+                histogram[accepted] += count
+        rounds = sum(histogram)
+        tokens = rounds + sum(accepted * count for accepted, count in enumerate(histogram))
+        return Observed(rounds, _ratio(tokens, rounds), tuple(histogram), len(drawn))
+    if counted:
+        rounds = sum(request.observed_rounds or 0 for request in counted)
+        tokens = sum(request.output_tokens for request in counted)
+        return Observed(rounds, _ratio(tokens, rounds), (), len(counted))
+    return None
+
+
+def _variant_json(summary: VariantSummary) -> JsonObject:
+    row = {f.name: _json(getattr(summary, f.name)) for f in fields(summary) if f.name not in _NOT_IN_JSON}
+    seen = summary.observed
+    row["observed"] = (
+        None
+        if seen is None
+        else {
+            "rounds": seen.rounds,
+            "accept_length": _json(seen.accept_length),
+            "histogram": list(seen.histogram),
+        }
+    )
+    return row
+
+
+def _json(value: object) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, tuple):
+        return [_json(item) for item in value]
+    return value
+
+
+def _ratio(count: int, of: int) -> float:
+    return count / of if of else math.nan
