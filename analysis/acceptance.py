@@ -7,18 +7,19 @@ counts as a round like every other. ``nan`` stands where a ratio has no denomina
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from replay.analysis.bootstrap import percentile_interval, ratios, resampled_sums
+from replay.analysis.bootstrap import Floats, percentile_interval, ratios, resampled_sums
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 
 JsonObject = dict[str, Any]
 Counts = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 DEFAULT_RESAMPLES = 2000
 
@@ -128,19 +129,23 @@ def gaps(rounds: Rounds, reference: str, *, seed: int = 0, resamples: int = DEFA
     interval is (nan, nan) when fewer than two requests do.
     """
     counts = _per_request(rounds)
-    found = {}
-    for variant in rounds.variants:
-        if variant.name == reference:
-            continue
-        pair = np.hstack([counts[variant.name], counts[reference]])
-        pair = pair[(pair[:, 0] > 0) & (pair[:, _WIDTH] > 0)]
-        sums = resampled_sums(pair, seed=seed, resamples=resamples)
-        samples = _length(sums[:, :_WIDTH]) - _length(sums[:, _WIDTH:])
-        total = pair.sum(axis=0, keepdims=True).astype(np.float64)
-        difference = float((_length(total[:, :_WIDTH]) - _length(total[:, _WIDTH:]))[0])
-        interval = percentile_interval(samples) if len(pair) > 1 else (math.nan, math.nan)
-        found[variant.name] = Gap(variant.name, difference, interval)
-    return found
+    against = counts.pop(reference)
+    return _paired(counts, against, seed=seed, resamples=resamples)
+
+
+def observed_gaps(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> dict[str, Gap]:
+    """Accept length of every variant minus the one the server reported for the same requests, by variant name.
+
+    Paired as in ``gaps``, over the requests for which the server gave a histogram; empty when it gave none.
+    """
+    against = np.zeros((len(rounds.requests), _WIDTH), dtype=np.int64)
+    for row, request in enumerate(rounds.requests):
+        histogram = np.array(request.observed_histogram or (), dtype=np.int64)
+        against[row, _ROUNDS] = histogram.sum()
+        against[row, _ACCEPTED] = histogram @ np.arange(len(histogram))
+    if not against.any():
+        return {}
+    return _paired(_per_request(rounds), against, seed=seed, resamples=resamples)
 
 
 def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
@@ -182,23 +187,49 @@ def _histograms(rounds: Rounds) -> dict[str, Counts]:
 def _intervals(
     rounds: Rounds, counts: dict[str, Counts], *, seed: int, resamples: int
 ) -> dict[str, tuple[float, float]]:
-    """By variant the interval of its accept length. Variants played on the same requests share one set of draws."""
-    intervals: dict[str, tuple[float, float]] = {}
-    alike: dict[bytes, list[str]] = {}
-    for variant in rounds.variants:
-        alike.setdefault((counts[variant.name][:, _ROUNDS] > 0).tobytes(), []).append(variant.name)
-    for names in alike.values():
-        stacked = np.hstack([counts[name] for name in names])
-        stacked = stacked[stacked[:, _ROUNDS] > 0]
-        if len(stacked) < 2:
-            intervals |= dict.fromkeys(names, (math.nan, math.nan))
-            continue
-        sums = resampled_sums(stacked, seed=seed, resamples=resamples).reshape(resamples, len(names), _WIDTH)
-        intervals |= {name: percentile_interval(_length(sums[:, index])) for index, name in enumerate(names)}
-    return intervals
+    """By variant the interval of its accept length."""
+    found: dict[str, tuple[float, float]] = {}
+    for names, played in _alike({name: rows[:, _ROUNDS] > 0 for name, rows in counts.items()}):
+        sums = _stacked_sums([counts[name][played] for name in names], seed=seed, resamples=resamples)
+        found |= {name: _interval(_length(sums[i]), played) for i, name in enumerate(names)}
+    return found
 
 
-def _length(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _paired(counts: dict[str, Counts], against: Counts, *, seed: int, resamples: int) -> dict[str, Gap]:
+    """By variant its accept length minus that of the counts ``against`` [requests, 4]."""
+    found: dict[str, Gap] = {}
+    both = {name: (rows[:, _ROUNDS] > 0) & (against[:, _ROUNDS] > 0) for name, rows in counts.items()}
+    for names, played in _alike(both):
+        kept = [against[played], *(counts[name][played] for name in names)]
+        sums = _stacked_sums(kept, seed=seed, resamples=resamples)
+        totals = _length(np.stack([rows.sum(axis=0) for rows in kept]).astype(np.float64))
+        for i, name in enumerate(names, start=1):
+            interval = _interval(_length(sums[i]) - _length(sums[0]), played)
+            found[name] = Gap(name, float(totals[i] - totals[0]), interval)
+    return found
+
+
+def _alike(played: dict[str, Mask]) -> Iterator[tuple[list[str], Mask]]:
+    """Names grouped by equal masks [requests], so that one set of draws serves a whole sweep."""
+    groups: dict[bytes, list[str]] = {}
+    for name, mask in played.items():
+        groups.setdefault(mask.tobytes(), []).append(name)
+    for names in groups.values():
+        yield names, played[names[0]]
+
+
+def _stacked_sums(counts: Sequence[Counts], *, seed: int, resamples: int) -> Floats:
+    """Resampled sums [len(counts), resamples, 4] of counts [requests, 4], the same requests drawn for all."""
+    sums = resampled_sums(np.hstack(counts), seed=seed, resamples=resamples)
+    return sums.reshape(resamples, len(counts), _WIDTH).transpose(1, 0, 2)
+
+
+def _interval(samples: Floats, played: Mask) -> tuple[float, float]:
+    """The interval of ``samples``; none from a single request, whose resamples are all the same."""
+    return percentile_interval(samples) if played.sum() > 1 else (math.nan, math.nan)
+
+
+def _length(sums: Floats) -> Floats:
     """Accept length [n] of summed counts [n, 4]."""
     return ratios(sums[:, _ACCEPTED] + sums[:, _ROUNDS], sums[:, _ROUNDS])
 
