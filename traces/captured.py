@@ -1,0 +1,183 @@
+"""One captured request, and everything that must hold before it is written.
+
+Shapes: L prompt tokens, n output tokens, T = L + n; row i of T - 1 is the target's state at position i, so row
+L - 1 + j chose output token j; k = topk. See SPEC.md, section 5.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from replay.errors import CaptureError
+from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, RequestRecord
+from replay.traces.schema import TAP_DTYPES, TraceHeader
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCounters:
+    """What the server itself counted for a request; ``histogram[a]`` is the number of rounds that accepted a tokens."""
+
+    completion_tokens: int
+    verify_rounds: int
+    histogram: Sequence[int]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRequest:
+    """A request as a capture hands it to ``TraceWriter.add``.
+
+    ``taps``: name -> [T-1, width] in the dtype that the header announces; ``topk_ids`` int32 [n, k] and
+    ``topk_logprobs`` float32 [n, k], most likely first; ``logsumexp`` float32 [n]. ``tail_ids`` is what the target
+    would choose after the last output token, where it was recorded.
+    """
+
+    request_id: str
+    category: str | None
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    finish_reason: str
+    source: str
+    temperature: float
+    top_p: float
+    top_k: int
+    taps: Mapping[str, "torch.Tensor"]
+    topk_ids: "torch.Tensor"
+    topk_logprobs: "torch.Tensor"
+    logsumexp: "torch.Tensor"
+    tail_ids: Sequence[int] = field(default_factory=list)
+    server: ServerCounters | None = None
+
+    def record(self) -> RequestRecord:
+        """Its row of ``requests.parquet``, not yet placed in a shard."""
+        server = self.server
+        return RequestRecord(
+            request_id=self.request_id,
+            category=self.category,
+            shard="",
+            token_start=0,
+            row_start=0,
+            output_start=0,
+            prompt_tokens=len(self.prompt_ids),
+            output_tokens=len(self.output_ids),
+            finish_reason=self.finish_reason,
+            source=self.source,
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+            top_k=self.top_k,
+            tail_ids=tuple(self.tail_ids),
+            server_completion_tokens=None if server is None else server.completion_tokens,
+            server_verify_rounds=None if server is None else server.verify_rounds,
+            server_histogram=None if server is None else tuple(server.histogram),
+            server_cached_tokens=None if server is None else server.cached_tokens,
+            shard_bytes=0,
+            shard_sha256="",
+        )
+
+
+def request_tensors(request: CapturedRequest) -> dict[str, "torch.Tensor"]:
+    """Its part of every tensor of a shard."""
+    import torch
+
+    return {
+        "tokens": torch.tensor([*request.prompt_ids, *request.output_ids], dtype=torch.int32),
+        "topk_ids": request.topk_ids,
+        "topk_logprobs": request.topk_logprobs,
+        "logsumexp": request.logsumexp,
+        **{f"tap.{name}": tap for name, tap in request.taps.items()},
+    }
+
+
+def check_request(request: CapturedRequest, header: TraceHeader, done: Container[str]) -> None:
+    """Raises CaptureError, naming the request and what it holds, where ``request`` is not what ``header`` announces."""
+    if request.request_id in done:
+        raise CaptureError(
+            f"request_id {request.request_id!r} is in the trace already: give every prompt an id of its own"
+        )
+    name = f"request {request.request_id!r}"
+    _check_words(request, name)
+    if not request.prompt_ids or not request.output_ids:
+        raise CaptureError(
+            f"{name} has {len(request.prompt_ids)} prompt and {len(request.output_ids)} output tokens, at least 1 of "
+            "each is needed"
+        )
+    vocab = header.target.vocab_size
+    for ids in (request.prompt_ids, request.output_ids, request.tail_ids):
+        outside = next((token for token in ids if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise CaptureError(f"{name} holds the token id {outside}, the target's are 0 to {vocab - 1}")
+    _check_taps(request, header, name)
+    _check_logits(request, header, name)
+
+
+def _check_words(request: CapturedRequest, name: str) -> None:
+    if not 0 < len(request.request_id) <= MAX_ID:
+        raise CaptureError(f"a request_id has {len(request.request_id)} characters, 1 to {MAX_ID} are possible")
+    for field_name, value, possible in (
+        ("finish_reason", request.finish_reason, FINISH_REASONS),
+        ("source", request.source, SOURCES),
+    ):
+        if value not in possible:
+            raise CaptureError(f"{name}: {field_name} is {value!r}, possible are {', '.join(possible)}")
+
+
+def _check_taps(request: CapturedRequest, header: TraceHeader, name: str) -> None:
+    if set(request.taps) != set(header.taps):
+        raise CaptureError(
+            f"{name} holds the taps {', '.join(request.taps)}, the trace stores {', '.join(header.taps)}"
+        )
+    rows = len(request.prompt_ids) + len(request.output_ids) - 1
+    for tap, info in header.taps.items():
+        _check_tensor(request.taps[tap], info.dtype, (rows, info.width), f"{name}: tap {tap}")
+
+
+def _check_logits(request: CapturedRequest, header: TraceHeader, name: str) -> None:
+    count = len(request.output_ids)
+    _check_tensor(request.topk_ids, "int32", (count, header.topk), f"{name}: topk_ids")
+    _check_tensor(request.topk_logprobs, "float32", (count, header.topk), f"{name}: topk_logprobs")
+    _check_tensor(request.logsumexp, "float32", (count,), f"{name}: logsumexp")
+    low, high = int(request.topk_ids.min()), int(request.topk_ids.max())
+    if low < 0 or high >= header.target.vocab_size:
+        raise CaptureError(
+            f"{name}: topk_ids reach from {low} to {high}, the target's ids are 0 to {header.target.vocab_size - 1}"
+        )
+    if bool((request.topk_logprobs.diff(dim=1) > 0).any()):
+        raise CaptureError(f"{name}: topk_logprobs rise within a row; the most likely token must come first")
+
+
+def _check_tensor(tensor: "torch.Tensor", dtype: str, shape: tuple[int, ...], name: str) -> None:
+    """dtype, shape, and (for float dtypes) finiteness."""
+    seen = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    if seen != (dtype, shape):
+        raise CaptureError(f"{name} is {seen[0]} {list(seen[1])}, must be {dtype} {list(shape)}")
+    if tensor.is_floating_point() and (bad := unfinite_row(tensor)) is not None:
+        raise CaptureError(f"{name} holds NaN or Inf, first in row {bad}")
+
+
+def unfinite_row(tensor: "torch.Tensor") -> int | None:
+    """The first row of ``tensor`` [R, ...] with a NaN or Inf; None where all values are finite."""
+    finite = tensor.isfinite()
+    if bool(finite.all()):
+        return None
+    return int(finite.reshape(len(tensor), -1).all(dim=1).logical_not().nonzero()[0, 0])
+
+
+def check_weights(embed: "torch.Tensor", lm_head: "torch.Tensor | None", header: TraceHeader) -> None:
+    """Raises CaptureError unless both are [V, H] in a storable dtype, and ``lm_head`` is None exactly where tied."""
+    shape = (header.target.vocab_size, header.target.hidden_size)
+    for name, tensor in (("embed", embed), ("lm_head", lm_head)):
+        if tensor is None:
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tuple(tensor.shape) != shape or dtype not in TAP_DTYPES:
+            raise CaptureError(
+                f"the target's {name} is {dtype} {list(tensor.shape)}, must be {list(shape)} in {', '.join(TAP_DTYPES)}"
+            )
+    if (lm_head is None) != header.target.tie_word_embeddings:
+        raise CaptureError(
+            f"tie_word_embeddings is {header.target.tie_word_embeddings}, so lm_head must "
+            + ("be None" if header.target.tie_word_embeddings else "be given")
+        )

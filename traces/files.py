@@ -1,0 +1,130 @@
+"""Files of a trace folder: names, whole-or-nothing writing, the writers' lock, and opening that follows no links."""
+
+import fcntl
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from replay.errors import OutputError, TraceCorruptError
+
+HEADER = "trace.json"
+REQUESTS = "requests.parquet"
+ROUNDS = "rounds.parquet"
+WEIGHTS = "target.safetensors"
+LOCK = ".lock"
+TEMPORARY = ".tmp"
+
+MAX_SHARDS = 100_000
+_SHARD = re.compile(r"shard-(\d{5})\.safetensors", re.ASCII)
+_BLOCK = 1 << 22
+
+
+def shard_name(number: int) -> str:
+    """The file name of shard ``number``, counting from 0."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def shard_number(name: str) -> int | None:
+    """The number of a shard's file name; None for any other name."""
+    match = _SHARD.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_ours(name: str) -> bool:
+    """Whether ``name`` is a file that a TraceWriter makes."""
+    final = name.removesuffix(TEMPORARY)
+    return final in (HEADER, REQUESTS, ROUNDS, WEIGHTS) or shard_number(final) is not None
+
+
+def write_whole(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    """Write ``blocks`` to ``path`` so that it is there whole or not at all, whenever the process or machine dies.
+
+    A temporary neighbour is written, synced and renamed, then the folder is synced. The old file stays as it was for
+    whoever has it mapped. Raises OSError; the temporary file is removed then, and on Ctrl-C.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        with open(temporary, "wb") as file:
+            for block in blocks:
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in ``folder`` outlast a power cut. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock_folder(folder: Path) -> int:
+    """Take the writers' lock of ``folder``: a descriptor that holds it until it is closed or its process dies.
+
+    Raises OutputError where another process writes there.
+    """
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise OutputError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise OutputError(
+                f"another process is writing to {folder}: wait for it or choose another folder"
+            ) from error
+        raise OutputError(f"cannot lock {folder}: {error.strerror}; choose a folder on a local disk") from error
+    return descriptor
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """A read-only descriptor of the regular file ``path``; no link is followed and no pipe waited for.
+
+    Raises TraceCorruptError, with a sentence that names the file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink():
+            raise TraceCorruptError(f"{path} is a symbolic link; a trace holds plain files only") from error
+        raise TraceCorruptError(f"cannot open {path}: {error.strerror}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise TraceCorruptError(f"{path} is not a plain file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The whole of a file of at most ``limit`` bytes. Raises TraceCorruptError."""
+    with open_regular(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise TraceCorruptError(f"{path} holds {size} bytes, at most {limit} are possible")
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read(limit)
+
+
+def sha256_of(path: Path, start: int = 0) -> str:
+    """SHA-256 of a file's bytes from ``start`` on, in lower-case hexadecimal; memory stays flat."""
+    digest = hashlib.sha256()
+    with open_regular(path) as descriptor:
+        position = start
+        while block := os.pread(descriptor, _BLOCK, position):
+            digest.update(block)
+            position += len(block)
+    return digest.hexdigest()

@@ -1,0 +1,222 @@
+"""Reading a trace: everything distrusted at opening, rows mapped one request at a time. See SPEC.md, 8."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, WiringError
+from replay.traces import files
+from replay.traces.captured import unfinite_row
+from replay.traces.records import RequestRecord, check_same, read_table, scan_shards, to_frame
+from replay.traces.schema import TraceHeader
+from replay.traces.served import MAX_BYTES, read_served, rounds_of, served_schema
+from replay.traces.taps import EMBED, sort_taps
+from replay.traces.tensors import Layout, map_rows
+from replay.traces.weights import find_weight, load_weight
+from replay.traces.writer import read_header
+
+if TYPE_CHECKING:
+    import polars as pl
+    import torch
+
+    from replay.traces.check import Finding
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """One request of a trace: L prompt tokens, n output tokens, T = L + n.
+
+    ``tokens`` [T] int64; ``taps`` name -> [T-1, width], row i being the target's state at position i; ``tail_ids`` [.]
+    int64 is what the target would choose after the last output token, where recorded.
+    """
+
+    request_id: str
+    category: str | None
+    prompt_tokens: int
+    output_tokens: int
+    tokens: "torch.Tensor"
+    taps: Mapping[str, "torch.Tensor"]
+    tail_ids: "torch.Tensor"
+    temperature: float
+    source: str
+
+
+class Trace:
+    """An opened trace. ``records`` are its requests in the order of capture; indices count in that order.
+
+    >>> trace = Trace.open("trace")  # doctest: +SKIP
+    >>> rows = trace.read(0, ["embed", "3", "final"])  # doctest: +SKIP
+    >>> rows.taps["3"].shape  # doctest: +SKIP
+    torch.Size([211, 576])
+    """
+
+    def __init__(
+        self, path: Path, header: TraceHeader, records: Sequence[RequestRecord], layouts: Sequence[Layout]
+    ) -> None:
+        self.path = path
+        self.header = header
+        self.records = tuple(records)
+        self._layouts = {layout.path.name: layout for layout in layouts}
+
+    @classmethod
+    def open(cls, path: str | Path, *, allow_incomplete: bool = False) -> Self:
+        """Open the trace in the folder ``path``; headers and the request table are read and checked, rows are not.
+
+        Raises TraceError where there is none, TraceVersionError for another version, TraceIncompleteError where its
+        recording has not ended (unless ``allow_incomplete``), TraceCorruptError for anything that disagrees.
+        """
+        folder = Path(path)
+        if not (folder / files.HEADER).exists():
+            raise TraceError(
+                f"{folder} holds no {files.HEADER}, so it is no trace: give the folder that a capture wrote"
+            )
+        header = read_header(folder)
+        layouts, records = scan_shards(folder, header)
+        if header.state == "complete":
+            _check_table(folder, header, records)
+        elif not allow_incomplete:
+            raise TraceIncompleteError(
+                f"the recording of {folder} has not ended, {len(records)} requests are whole: type the capture command "
+                "again with --resume"
+            )
+        return cls(folder, header, records, layouts)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @cached_property
+    def requests(self) -> "pl.DataFrame":
+        """One row per request, in the order of capture; columns as SPEC.md, section 4 has them."""
+        return to_frame(self.records)
+
+    @cached_property
+    def taps(self) -> tuple[str, ...]:
+        """The taps that ``read`` can give, in the order of the stream; ``embed`` where stored or to be looked up."""
+        return sort_taps([*self.header.taps, *([EMBED] if self._can_look_up() else [])])
+
+    def _can_look_up(self) -> bool:
+        if self.header.embed != "lookup":
+            return False
+        try:
+            find_weight(self.path, self.header, EMBED)
+        except TraceCorruptError:
+            raise
+        except TraceError:
+            return False
+        return True
+
+    def read(self, index: int, taps: Sequence[str]) -> RequestRows:
+        """Request ``index`` with ``taps`` (canonical names). Only its own rows are touched.
+
+        The tensors are private mappings of the shard: they live on after the trace, and writing to them changes no
+        file. Raises WiringError for a tap that the trace lacks, TraceCorruptError for NaN, Inf or impossible ids.
+        """
+        import torch
+
+        record = self.records[index]
+        tokens = self._rows(record, "tokens", record.token_start, record.tokens).to(torch.int64)
+        self._check_ids(record, "tokens", tokens)
+        return RequestRows(
+            request_id=record.request_id,
+            category=record.category,
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=record.output_tokens,
+            tokens=tokens,
+            taps={tap: self._tap(record, tap, tokens) for tap in taps},
+            tail_ids=torch.tensor(record.tail_ids, dtype=torch.int64),
+            temperature=record.temperature,
+            source=record.source,
+        )
+
+    def logits(self, index: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
+        """The target's choices for the n output tokens of request ``index``.
+
+        topk_ids [n, k] int64, topk_logprobs [n, k] float32 (most likely first), logsumexp [n] float32 of the logits.
+        Raises TraceCorruptError for NaN, Inf or impossible ids.
+        """
+        import torch
+
+        record = self.records[index]
+        where = (record.output_start, record.output_tokens)
+        ids = self._rows(record, "topk_ids", *where).to(torch.int64)
+        self._check_ids(record, "topk_ids", ids)
+        return ids, self._finite(record, "topk_logprobs", *where), self._finite(record, "logsumexp", *where)
+
+    def embed_weight(self) -> "torch.Tensor":
+        """The target's embedding rows [V, H], mapped. Raises TraceError where no sidecar or checkpoint is here."""
+        return self._embed
+
+    def lm_head_weight(self) -> "torch.Tensor":
+        """The target's output rows [V, H], mapped; the embedding's where they are tied. Raises TraceError."""
+        return self._lm_head
+
+    def served_rounds(self) -> "pl.DataFrame":
+        """The server's own rounds of the requests that are there (SPEC.md, section 6); empty where it told none.
+
+        Raises TraceCorruptError.
+        """
+        import polars as pl
+
+        path = self.path / files.ROUNDS
+        if not (self.header.rounds or (self.header.state == "recording" and path.exists())):
+            return pl.DataFrame(schema=served_schema())
+        data = files.read_small(path, MAX_BYTES)
+        if self.header.rounds_sha256 is not None and hashlib.sha256(data).hexdigest() != self.header.rounds_sha256:
+            raise TraceCorruptError(f"{path} is not the file that was finished: its SHA-256 differs from trace.json's")
+        return rounds_of(read_served(path, data), {record.request_id for record in self.records})
+
+    def check(self, *, device: str = "cpu", rows: int | None = None) -> Iterator["Finding"]:
+        """Self-check, finding by finding, in flat memory; see ``replay.traces.check.check_trace``."""
+        from replay.traces.check import check_trace
+
+        return check_trace(self, device=device, rows=rows)
+
+    @cached_property
+    def _embed(self) -> "torch.Tensor":
+        return load_weight(self.path, self.header, "embed")
+
+    @cached_property
+    def _lm_head(self) -> "torch.Tensor":
+        return self._embed if self.header.target.tie_word_embeddings else load_weight(self.path, self.header, "lm_head")
+
+    def _tap(self, record: RequestRecord, tap: str, tokens: "torch.Tensor") -> "torch.Tensor":
+        if tap in self.header.taps:
+            return self._finite(record, f"tap.{tap}", record.row_start, record.rows)
+        if tap == EMBED and self.header.embed == "lookup":
+            return self._embed[tokens[:-1]]
+        raise WiringError(f"{self.path} holds no tap {tap}; it holds {', '.join(self.taps)}: choose among these")
+
+    def _rows(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
+        return map_rows(self._layouts[record.shard], name, start, start + count)
+
+    def _finite(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
+        tensor = self._rows(record, name, start, count)
+        bad = unfinite_row(tensor)
+        if bad is not None:
+            raise TraceCorruptError(
+                f"{self.path / record.shard}: {name} holds NaN or Inf in row {bad} of request {record.request_id!r}"
+            )
+        return tensor
+
+    def _check_ids(self, record: RequestRecord, name: str, ids: "torch.Tensor") -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.header.target.vocab_size:
+            raise TraceCorruptError(
+                f"{self.path / record.shard}: {name} of request {record.request_id!r} reach from {low} to {high}, the "
+                f"target's ids are 0 to {self.header.target.vocab_size - 1}"
+            )
+
+
+def _check_table(folder: Path, header: TraceHeader, records: Sequence[RequestRecord]) -> None:
+    """``requests.parquet`` is the finished one and says what the shards say. Raises TraceCorruptError."""
+    path = folder / files.REQUESTS
+    data = files.read_small(path, MAX_BYTES)
+    if hashlib.sha256(data).hexdigest() != header.requests_sha256:
+        raise TraceCorruptError(f"{path} is not the file that was finished: its SHA-256 differs from trace.json's")
+    table = read_table(data, header, str(path))
+    if len(table) != header.requests:
+        raise TraceCorruptError(f"{path} lists {len(table)} requests, trace.json says {header.requests}")
+    check_same(table, records, str(path))

@@ -1,0 +1,267 @@
+"""One record per request: what it was, and where its rows lie. See SPEC.md, sections 4 and 5.
+
+A shard carries the records of its own requests (so that one rename makes a batch of them whole); ``requests.parquet``
+gathers all of them when the trace is finished. Both say the same, and a reader checks that they do.
+"""
+
+import io
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay.errors import TraceCorruptError, TraceVersionError
+from replay.traces.files import shard_name, shard_number
+from replay.traces.schema import MAX_COUNT, MAX_VOCAB, VERSION, Fields, TraceHeader, parse_json
+from replay.traces.tensors import NAMES, Layout, parse_layout
+
+if TYPE_CHECKING:
+    import polars as pl
+
+FINISH_REASONS = ("stop", "length", "forced", "abort")
+SOURCES = ("generated", "forced")
+SHARD_FORMAT = "replay-trace-shard"
+MAX_TOKENS = 1 << 31
+MAX_ID = 1024
+
+# columns that say where a request lies; a shard's own records lack them, since they follow from its order
+PLACE = ("shard", "token_start", "row_start", "output_start", "shard_bytes", "shard_sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One row of ``requests.parquet``, in the order of its columns.
+
+    ``token_start``, ``row_start`` and ``output_start`` are the request's first element in the shard's ``tokens``, its
+    ``tap.*`` and its logits tensors; it owns T = prompt_tokens + output_tokens, T - 1 and output_tokens of them.
+    ``shard_sha256`` is that of the shard's bytes after its safetensors header.
+    """
+
+    request_id: str
+    category: str | None
+    shard: str
+    token_start: int
+    row_start: int
+    output_start: int
+    prompt_tokens: int
+    output_tokens: int
+    finish_reason: str
+    source: str
+    temperature: float
+    top_p: float
+    top_k: int
+    tail_ids: tuple[int, ...]
+    server_completion_tokens: int | None
+    server_verify_rounds: int | None
+    server_histogram: tuple[int, ...] | None
+    server_cached_tokens: int | None
+    shard_bytes: int
+    shard_sha256: str
+
+    @property
+    def tokens(self) -> int:
+        """T, the tokens of prompt and output."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def rows(self) -> int:
+        """Recorded target rows: every position but the last."""
+        return self.tokens - 1
+
+
+def shard_metadata(records: Sequence[RequestRecord], data_sha256: str) -> dict[str, str]:
+    """The free-text metadata of the shard that holds ``records``."""
+    rows = [{name: value for name, value in asdict(record).items() if name not in PLACE} for record in records]
+    text = json.dumps(rows, separators=(",", ":"), allow_nan=False)
+    return {"format": SHARD_FORMAT, "version": str(VERSION), "data_sha256": data_sha256, "requests": text}
+
+
+def shard_records(layout: Layout, header: TraceHeader) -> list[RequestRecord]:
+    """The records that a shard carries, and its tensors checked against them and against the header.
+
+    Raises TraceVersionError, TraceCorruptError.
+    """
+    where = str(layout.path)
+    metadata = Fields(where, dict(layout.metadata))
+    if metadata.values.get("format") != SHARD_FORMAT:
+        raise TraceCorruptError(f"{where} is not a shard of a replay trace: it names no format {SHARD_FORMAT}")
+    if metadata.text("version") != str(VERSION):
+        raise TraceVersionError(f"{where} is of version {metadata.text('version')}, this replay reads {VERSION}")
+    rows = parse_json(metadata.text("requests"), f"{where}: requests")
+    if not isinstance(rows, list) or not rows:
+        raise TraceCorruptError(f"{where}: requests must be a list of at least one record")
+    sha256 = metadata.sha256("data_sha256")
+    place: dict[str, object] = {"token_start": 0, "row_start": 0, "output_start": 0}
+    place |= {"shard": layout.path.name, "shard_bytes": layout.size, "shard_sha256": sha256}
+    bare = []
+    for index, value in enumerate(rows):
+        own = Fields(f"{where}: request {index}", value)
+        bare.append(_record(Fields(own.where, {**own.values, **place}), header))
+    records = placed(bare, layout.path.name, layout.size, sha256)
+    last = records[-1]
+    ends = (last.token_start + last.tokens, last.row_start + last.rows, last.output_start + last.output_tokens)
+    _check_tensors(layout, header, *ends)
+    return records
+
+
+def placed(records: Sequence[RequestRecord], shard: str, size: int, data_sha256: str) -> list[RequestRecord]:
+    """``records`` with the columns that say where each lies, the rows of one after those of the one before."""
+    result, token, row, output = [], 0, 0, 0
+    for bare in records:
+        here = replace(bare, shard=shard, shard_bytes=size, shard_sha256=data_sha256)
+        result.append(replace(here, token_start=token, row_start=row, output_start=output))
+        token, row, output = token + bare.tokens, row + bare.rows, output + bare.output_tokens
+    return result
+
+
+def expected_tensors(
+    header: TraceHeader, tokens: int, rows: int, outputs: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (torch dtype name, shape) of every tensor of a shard with so many tokens, rows and output tokens.
+
+    Wider items come first, so that every tensor is aligned.
+    """
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        "tokens": ("int32", (tokens,)),
+        "topk_ids": ("int32", (outputs, header.topk)),
+        "topk_logprobs": ("float32", (outputs, header.topk)),
+        "logsumexp": ("float32", (outputs,)),
+    }
+    for name, tap in sorted(header.taps.items(), key=lambda item: item[1].dtype != "float32"):
+        tensors[f"tap.{name}"] = (tap.dtype, (rows, tap.width))
+    return tensors
+
+
+def _check_tensors(layout: Layout, header: TraceHeader, tokens: int, rows: int, outputs: int) -> None:
+    for name, (dtype, shape) in expected_tensors(header, tokens, rows, outputs).items():
+        place = layout.tensors.get(name)
+        if place is None:
+            raise TraceCorruptError(f"{layout.path} lacks the tensor {name} that trace.json announces")
+        if (place.dtype, place.shape) != (NAMES[dtype], shape):
+            raise TraceCorruptError(
+                f"{layout.path}: {name} is {place.dtype} {list(place.shape)}, "
+                f"trace.json and the requests make it {NAMES[dtype]} {list(shape)}"
+            )
+
+
+def _record(values: Fields, header: TraceHeader) -> RequestRecord:
+    if shard_number(values.text("shard")) is None:
+        raise values.refuse("shard", "a file name like shard-00000.safetensors")
+    if not 0 < len(values.text("request_id")) <= MAX_ID:
+        raise values.refuse("request_id", f"1 to {MAX_ID} characters")
+    return RequestRecord(
+        request_id=values.text("request_id"),
+        category=values.optional_text("category"),
+        shard=values.text("shard"),
+        token_start=values.integer("token_start", 0, MAX_COUNT),
+        row_start=values.integer("row_start", 0, MAX_COUNT),
+        output_start=values.integer("output_start", 0, MAX_COUNT),
+        prompt_tokens=values.integer("prompt_tokens", 1, MAX_TOKENS),
+        output_tokens=values.integer("output_tokens", 1, MAX_TOKENS),
+        finish_reason=values.choice("finish_reason", FINISH_REASONS),
+        source=values.choice("source", SOURCES),
+        temperature=values.number("temperature", 0.0, 1e6),
+        top_p=values.number("top_p", 0.0, 1.0),
+        top_k=values.integer("top_k", -MAX_COUNT, MAX_COUNT),
+        tail_ids=values.integers("tail_ids", 0, min(MAX_VOCAB, header.target.vocab_size - 1)),
+        server_completion_tokens=values.optional_integer("server_completion_tokens", 0, MAX_COUNT),
+        server_verify_rounds=values.optional_integer("server_verify_rounds", 0, MAX_COUNT),
+        server_histogram=values.optional_integers("server_histogram", 0, MAX_COUNT),
+        server_cached_tokens=values.optional_integer("server_cached_tokens", 0, MAX_COUNT),
+        shard_bytes=values.integer("shard_bytes", 8, MAX_COUNT),
+        shard_sha256=values.sha256("shard_sha256"),
+    )
+
+
+def check_distinct(records: Sequence[RequestRecord], where: str) -> None:
+    """Raises TraceCorruptError where two records bear one request_id."""
+    seen: set[str] = set()
+    for record in records:
+        if record.request_id in seen:
+            raise TraceCorruptError(f"{where} holds the request_id {record.request_id!r} twice")
+        seen.add(record.request_id)
+
+
+def table_schema() -> "pl.Schema":
+    """Columns of ``requests.parquet``."""
+    import polars as pl
+
+    kinds: dict[Any, pl.DataType] = {str: pl.String(), int: pl.Int64(), float: pl.Float64()}
+    kinds |= {str | None: pl.String(), int | None: pl.Int64()}
+    special: dict[str, pl.DataType] = {"tail_ids": pl.List(pl.Int32), "server_histogram": pl.List(pl.Int64)}
+    return pl.Schema({item.name: special.get(item.name) or kinds[item.type] for item in fields(RequestRecord)})
+
+
+def to_frame(records: Sequence[RequestRecord]) -> "pl.DataFrame":
+    """One row per record, in their order."""
+    import polars as pl
+
+    return pl.DataFrame([asdict(record) for record in records], schema=table_schema(), orient="row")
+
+
+def read_table(data: bytes, header: TraceHeader, where: str) -> list[RequestRecord]:
+    """The records of a ``requests.parquet`` with the bytes ``data``. Raises TraceCorruptError."""
+    import polars as pl
+
+    try:
+        frame = pl.read_parquet(io.BytesIO(data))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        raise TraceCorruptError(f"{where} is no readable parquet file: {str(error).splitlines()[0]}") from error
+    for name, kind in table_schema().items():
+        if name not in frame.columns:
+            raise TraceCorruptError(f"{where} lacks the column {name}")
+        if frame.schema[name] != kind:
+            raise TraceCorruptError(f"{where}: the column {name} is {frame.schema[name]}, must be {kind}")
+    records = [_record(Fields(f"{where}: row {index}", row), header) for index, row in enumerate(frame.to_dicts())]
+    check_distinct(records, where)
+    _check_places(records, where)
+    return records
+
+
+def _check_places(records: Sequence[RequestRecord], where: str) -> None:
+    """Shards in order from 0, each request's rows right after those of the one before it in the shard."""
+    for number, (shard, group) in enumerate(itertools.groupby(records, key=lambda record: record.shard)):
+        if shard_number(shard) != number:
+            raise TraceCorruptError(
+                f"{where}: shard number {number} is called {shard}; shards stand in order from 00000"
+            )
+        expected = (0, 0, 0)
+        for record in group:
+            places = (record.token_start, record.row_start, record.output_start)
+            if places != expected:
+                raise TraceCorruptError(
+                    f"{where}: request {record.request_id!r} is said to begin at token, row and output {places} of "
+                    f"{shard}, the requests before it end at {expected}"
+                )
+            ends = zip(places, (record.tokens, record.rows, record.output_tokens), strict=True)
+            expected = tuple(start + length for start, length in ends)  # type: ignore[assignment]
+
+
+def scan_shards(folder: Path, header: TraceHeader) -> tuple[list[Layout], list[RequestRecord]]:
+    """Every shard of ``folder`` in order and the records they carry. Raises TraceCorruptError, TraceVersionError."""
+    numbers = sorted(number for name in os.listdir(folder) if (number := shard_number(name)) is not None)
+    layouts, records = [], []
+    for expected, number in enumerate(numbers):
+        if number != expected:
+            raise TraceCorruptError(f"{folder} lacks {shard_name(expected)}, but holds {shard_name(number)}")
+        layout = parse_layout(folder / shard_name(number))
+        layouts.append(layout)
+        records.extend(shard_records(layout, header))
+    check_distinct(records, str(folder))
+    return layouts, records
+
+
+def check_same(table: Sequence[RequestRecord], shards: Sequence[RequestRecord], where: str) -> None:
+    """Raises TraceCorruptError where ``requests.parquet`` and the shards disagree, naming the first difference."""
+    for one, other in zip(table, shards, strict=False):
+        for item in fields(one):
+            told, held = getattr(one, item.name), getattr(other, item.name)
+            if told != held:
+                raise TraceCorruptError(
+                    f"{where}: {item.name} of request {one.request_id!r} is {told!r}, its shard says {held!r}"
+                )
+    if len(table) != len(shards):
+        raise TraceCorruptError(f"{where} lists {len(table)} requests, the shards hold {len(shards)}")

@@ -1,0 +1,360 @@
+"""The header of a trace (``trace.json``): what was recorded, of which target, by which engine. See SPEC.md, section 3.
+
+Reading is strict: every field is checked for type and size before anything else trusts it, and the message of the
+TraceCorruptError names the field, what it held and what was possible.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from replay.errors import TraceCorruptError, TraceVersionError, UsageError
+from replay.traces.taps import EMBED, FINAL, parse_tap, sort_taps
+
+FORMAT = "replay-trace"
+VERSION = 1
+
+TAP_DTYPES = ("bfloat16", "float16", "float32")
+STATES = ("recording", "complete")
+EMBED_WAYS = ("lookup", "stored")
+
+MAX_LAYERS = 9_999  # tap names have at most four digits
+MAX_WIDTH = 1 << 20
+MAX_VOCAB = (1 << 31) - 1  # token ids are int32
+MAX_TOPK = 4_096
+MAX_COUNT = 1 << 40
+
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """The model whose states were recorded; ``path`` is where its checkpoint lay (a folder or a hub id)."""
+
+    name: str
+    path: str
+    architecture: str
+    model_type: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    tie_word_embeddings: bool
+    max_position_embeddings: int | None
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The program that ran the target; ``details`` holds whatever else decides its numbers (device, attention, ...)."""
+
+    name: str
+    version: str
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TapInfo:
+    """One stored tap: ``dtype`` is one of TAP_DTYPES, ``width`` the number of values in a row."""
+
+    dtype: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSettings:
+    """What the capture was asked for; a resumed capture must ask for the same. ``top_k`` < 1 means no limit."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    raw: bool
+    prompts_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """The sidecar with the target's embedding and output rows; its size in bytes and SHA-256."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """Everything a reader must know before it opens a shard.
+
+    ``taps`` are the stored ones (``final`` always; ``embed`` only where it is no plain lookup). ``requests``,
+    ``requests_sha256``, ``rounds`` and ``rounds_sha256`` are set by ``TraceWriter.finish``, ``weights`` by
+    ``TraceWriter.write_target_weights``; who captures leaves them at their defaults.
+    """
+
+    created: str
+    replay_version: str
+    target: TargetInfo
+    engine: EngineInfo
+    taps: Mapping[str, TapInfo]
+    topk: int
+    capture: CaptureSettings
+    embed: str = "lookup"
+    missing: tuple[str, ...] = ()
+    weights: WeightsInfo | None = None
+    requests: int | None = None
+    requests_sha256: str | None = None
+    rounds: bool = False
+    rounds_sha256: str | None = None
+    state: str = "recording"
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        """The text of ``trace.json``. Reading it back gives an equal header."""
+        body = asdict(self)
+        order = ("version", "state")
+        first = {"format": FORMAT, **{name: body.pop(name) for name in order}}
+        body["missing"] = list(self.missing)
+        return json.dumps({**first, **body}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "trace.json") -> "TraceHeader":
+        """Parse and check ``text``; ``source`` names it in messages.
+
+        Raises TraceVersionError for another format or version, TraceCorruptError for anything else that is wrong.
+        """
+        root = Fields(source, parse_json(text, source))
+        _check_version(root, source)
+        target = _target(root.object("target"))
+        header = cls(
+            created=root.text("created"),
+            replay_version=root.text("replay_version"),
+            target=target,
+            engine=_engine(root.object("engine")),
+            taps=_taps(root, target),
+            topk=root.integer("topk", 1, min(MAX_TOPK, target.vocab_size)),
+            capture=_capture(root.object("capture")),
+            embed=root.choice("embed", EMBED_WAYS),
+            missing=root.texts("missing"),
+            weights=_weights(root),
+            requests=root.optional_integer("requests", 0, MAX_COUNT),
+            requests_sha256=root.optional_sha256("requests_sha256"),
+            rounds=root.flag("rounds"),
+            rounds_sha256=root.optional_sha256("rounds_sha256"),
+            state=root.choice("state", STATES),
+            version=VERSION,
+        )
+        _check_agreement(header, source)
+        return header
+
+
+class Fields:
+    """Typed access to one JSON object; each refusal names the field, its value and what was possible."""
+
+    def __init__(self, where: str, value: object) -> None:
+        if not isinstance(value, dict):
+            raise TraceCorruptError(f"{where} holds {_show(value)} where a JSON object must stand")
+        self.where = where
+        self.values: dict[str, Any] = value
+
+    def get(self, name: str) -> Any:
+        if name not in self.values:
+            raise TraceCorruptError(f"{self.where} lacks the field {name}")
+        return self.values[name]
+
+    def refuse(self, name: str, must: str) -> TraceCorruptError:
+        return TraceCorruptError(f"{self.where}: {name} is {_show(self.values.get(name))}, must be {must}")
+
+    def object(self, name: str) -> "Fields":
+        return Fields(f"{self.where}: {name}", self.get(name))
+
+    def text(self, name: str) -> str:
+        value = self.get(name)
+        if not isinstance(value, str):
+            raise self.refuse(name, "a string")
+        return value
+
+    def optional_text(self, name: str) -> str | None:
+        return None if self.get(name) is None else self.text(name)
+
+    def choice(self, name: str, possible: tuple[str, ...]) -> str:
+        value = self.text(name)
+        if value not in possible:
+            raise self.refuse(name, "one of " + ", ".join(possible))
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false")
+        return value
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        value = self.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.refuse(name, f"an integer from {low} to {high}")
+        return value
+
+    def optional_integer(self, name: str, low: int, high: int) -> int | None:
+        return None if self.get(name) is None else self.integer(name, low, high)
+
+    def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
+        value = self.get(name)
+        if not isinstance(value, list) or not all(
+            isinstance(item, int) and not isinstance(item, bool) and low <= item <= high for item in value
+        ):
+            raise self.refuse(name, f"a list of integers from {low} to {high}")
+        return tuple(value)
+
+    def optional_integers(self, name: str, low: int, high: int) -> tuple[int, ...] | None:
+        return None if self.get(name) is None else self.integers(name, low, high)
+
+    def number(self, name: str, low: float, high: float) -> float:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self.refuse(name, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self.get(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refuse(name, "a list of strings")
+        return tuple(value)
+
+    def sha256(self, name: str) -> str:
+        value = self.text(name)
+        if not _SHA256.fullmatch(value):
+            raise self.refuse(name, "64 hexadecimal digits in lower case")
+        return value
+
+    def optional_sha256(self, name: str) -> str | None:
+        return None if self.get(name) is None else self.sha256(name)
+
+
+def parse_json(text: str | bytes, source: str) -> object:
+    """JSON as RFC 8259 has it: no NaN, no repeated keys. Raises TraceCorruptError."""
+    try:
+        return json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise TraceCorruptError(f"{source} is not valid JSON: {error}") from error
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return result
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _show(value: object) -> str:
+    """A value short enough for a one-sentence message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_version(root: Fields, source: str) -> None:
+    kind = root.values.get("format")
+    if kind != FORMAT:
+        raise TraceVersionError(
+            f"{source} is not the header of a replay trace: its format is {_show(kind)}, not {FORMAT}"
+        )
+    version = root.integer("version", 0, MAX_COUNT)
+    if version > VERSION:
+        raise TraceVersionError(
+            f"{source} is of trace format version {version}, this replay reads version {VERSION}: update replay"
+        )
+    if version < VERSION:
+        raise TraceVersionError(
+            f"{source} is of trace format version {version}, this replay reads version {VERSION}: capture it again"
+        )
+
+
+def _target(fields: Fields) -> TargetInfo:
+    return TargetInfo(
+        name=fields.text("name"),
+        path=fields.text("path"),
+        architecture=fields.text("architecture"),
+        model_type=fields.text("model_type"),
+        layers=fields.integer("layers", 1, MAX_LAYERS),
+        hidden_size=fields.integer("hidden_size", 1, MAX_WIDTH),
+        vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
+        dtype=fields.text("dtype"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        max_position_embeddings=fields.optional_integer("max_position_embeddings", 1, MAX_COUNT),
+        fingerprint=fields.text("fingerprint"),
+    )
+
+
+def _engine(fields: Fields) -> EngineInfo:
+    details = fields.object("details")
+    return EngineInfo(
+        name=fields.text("name"),
+        version=fields.text("version"),
+        details={name: details.text(name) for name in details.values},
+    )
+
+
+def _taps(root: Fields, target: TargetInfo) -> dict[str, TapInfo]:
+    fields = root.object("taps")
+    for name in fields.values:
+        try:
+            canonical = parse_tap(name, layers=target.layers)
+        except UsageError as error:
+            raise TraceCorruptError(f"{fields.where}: {error}") from error
+        if canonical != name:
+            raise TraceCorruptError(f"{fields.where}: the tap {canonical} is written {name!r}")
+    return {name: _tap(fields.object(name)) for name in sort_taps(list(fields.values))}
+
+
+def _tap(fields: Fields) -> TapInfo:
+    return TapInfo(dtype=fields.choice("dtype", TAP_DTYPES), width=fields.integer("width", 1, MAX_WIDTH))
+
+
+def _capture(fields: Fields) -> CaptureSettings:
+    return CaptureSettings(
+        max_new_tokens=fields.integer("max_new_tokens", 0, MAX_COUNT),
+        temperature=fields.number("temperature", 0.0, 1e6),
+        top_p=fields.number("top_p", 0.0, 1.0),
+        top_k=fields.integer("top_k", -MAX_COUNT, MAX_COUNT),
+        seed=fields.integer("seed", -(1 << 63), (1 << 64) - 1),
+        raw=fields.flag("raw"),
+        prompts_sha256=fields.text("prompts_sha256"),
+    )
+
+
+def _weights(root: Fields) -> WeightsInfo | None:
+    if root.get("weights") is None:
+        return None
+    fields = root.object("weights")
+    return WeightsInfo(
+        file=fields.choice("file", ("target.safetensors",)),  # a fixed name cannot leave the folder
+        bytes=fields.integer("bytes", 1, MAX_COUNT),
+        sha256=fields.sha256("sha256"),
+    )
+
+
+def _check_agreement(header: TraceHeader, source: str) -> None:
+    """What no single field shows."""
+    if FINAL not in header.taps:
+        raise TraceCorruptError(f"{source}: taps lacks {FINAL}, which every trace holds")
+    if (header.embed == "stored") != (EMBED in header.taps):
+        raise TraceCorruptError(
+            f"{source}: embed is {header.embed!r} and the stored taps are {', '.join(header.taps)}: "
+            f"{EMBED} must be among them exactly when it is 'stored'"
+        )
+    for name, tap in header.taps.items():
+        if name != EMBED and tap.width != header.target.hidden_size:
+            raise TraceCorruptError(
+                f"{source}: tap {name} is {tap.width} wide, the target's hidden_size is {header.target.hidden_size}"
+            )
+    if header.state == "complete" and (header.requests is None or header.requests_sha256 is None):
+        raise TraceCorruptError(f"{source}: state is 'complete' but requests or requests_sha256 is null")
+    if header.state == "complete" and header.rounds != (header.rounds_sha256 is not None):
+        raise TraceCorruptError(f"{source}: rounds is {header.rounds} but rounds_sha256 is {header.rounds_sha256!r}")

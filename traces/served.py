@@ -1,0 +1,82 @@
+"""The rounds that the server itself ran, where it told us (``rounds.parquet``). See SPEC.md, section 6."""
+
+import io
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from replay.errors import CaptureError, TraceCorruptError
+from replay.traces.files import read_small
+
+if TYPE_CHECKING:
+    import polars as pl
+
+MAX_BYTES = 1 << 32
+
+
+def served_schema() -> "pl.Schema":
+    """Columns of ``rounds.parquet``."""
+    import polars as pl
+
+    return pl.Schema(
+        {
+            "request_id": pl.String(),
+            "round": pl.Int32(),
+            "anchor": pl.Int32(),
+            "drafted": pl.List(pl.Int32),
+            "accepted": pl.Int32(),
+        }
+    )
+
+
+def read_served(path: Path, data: bytes | None = None) -> "pl.DataFrame":
+    """The rounds in ``path`` (or in ``data``, its bytes). Raises TraceCorruptError."""
+    import polars as pl
+
+    try:
+        frame = pl.read_parquet(io.BytesIO(read_small(path, MAX_BYTES) if data is None else data))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise TraceCorruptError(f"{path} is no readable parquet file: {str(error).splitlines()[0]}") from error
+    problem = _problem(frame)
+    if problem:
+        raise TraceCorruptError(f"{path}: {problem}")
+    return frame.select(served_schema().names())
+
+
+def merge_rounds(earlier: "pl.DataFrame | None", later: "pl.DataFrame") -> "pl.DataFrame":
+    """Both, in order; the rounds of a request that ``later`` holds replace those of ``earlier``.
+
+    Raises CaptureError where ``later`` is no table of rounds.
+    """
+    import polars as pl
+
+    problem = _problem(later)
+    if problem:
+        raise CaptureError(f"the server's rounds: {problem}")
+    later = later.select(served_schema().names())
+    if earlier is None:
+        return later
+    return pl.concat([earlier.join(later.select("request_id").unique(), on="request_id", how="anti"), later])
+
+
+def rounds_of(rounds: "pl.DataFrame", request_ids: Collection[str]) -> "pl.DataFrame":
+    """The rounds of the requests that are there, in their order."""
+    return rounds.filter(rounds["request_id"].is_in(list(request_ids)))
+
+
+def _problem(frame: "pl.DataFrame") -> str | None:
+    """What is wrong with a table of rounds, in half a sentence."""
+    for name, kind in served_schema().items():
+        if name not in frame.columns:
+            return f"the column {name} is missing"
+        if frame.schema[name] != kind:
+            return f"the column {name} is {frame.schema[name]}, must be {kind}"
+        if frame[name].null_count():
+            return f"the column {name} holds {frame[name].null_count()} nulls"
+    for name in ("round", "anchor", "accepted"):
+        if (frame[name] < 0).any():
+            return f"the column {name} holds {frame[name].min()}, must be 0 or more"
+    beyond = frame.filter(frame["accepted"] > frame["drafted"].list.len())
+    if len(beyond):
+        return f"{beyond['accepted'][0]} of {len(beyond['drafted'][0])} drafted tokens accepted"
+    return None

@@ -1,0 +1,79 @@
+"""The target's embedding and output rows: from the trace's sidecar, or from the checkpoint it was captured with."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from replay.errors import TraceCorruptError, TraceError
+from replay.traces import files
+from replay.traces.schema import TraceHeader
+from replay.traces.tensors import Layout, map_rows, parse_layout
+
+if TYPE_CHECKING:
+    import torch
+
+# a text model by itself, and as the language part of a model that also sees
+EMBED_NAMES = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
+LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_JSON = 1 << 26
+
+
+def find_weight(folder: Path, header: TraceHeader, which: str) -> tuple[Layout, str]:
+    """The file and tensor that hold ``which`` ("embed" or "lm_head"); the tied lm_head is the embedding.
+
+    Only headers are read. Raises TraceError, saying what to do, where neither sidecar nor checkpoint has it.
+    """
+    wanted = "embed" if header.target.tie_word_embeddings else which
+    if header.weights is not None:
+        layout = parse_layout(folder / files.WEIGHTS)
+        if layout.size != header.weights.bytes:
+            raise TraceCorruptError(f"{layout.path} holds {layout.size} bytes, trace.json says {header.weights.bytes}")
+        return _checked(layout, wanted, header)
+    checkpoint = Path(header.target.path)
+    if not checkpoint.is_dir():
+        raise TraceError(
+            f"{folder} holds no {files.WEIGHTS} and the target's folder {header.target.path} is not here: put the "
+            "checkpoint there, or capture again with the sidecar"
+        )
+    for name in EMBED_NAMES if wanted == "embed" else LM_HEAD_NAMES:
+        path = _file_of(checkpoint, name)
+        if path is not None:
+            layout = parse_layout(path.resolve())  # hub caches are folders of links
+            if name in layout.tensors:
+                return _checked(layout, name, header)
+    raise TraceError(f"{checkpoint} holds no tensor {wanted} under any known name: capture again with the sidecar")
+
+
+def load_weight(folder: Path, header: TraceHeader, which: str) -> "torch.Tensor":
+    """``which`` ("embed" or "lm_head") [V, H], mapped. Raises TraceError, TraceCorruptError."""
+    return map_rows(*find_weight(folder, header, which))
+
+
+def _file_of(checkpoint: Path, tensor: str) -> Path | None:
+    """The file of a checkpoint that should hold ``tensor``."""
+    index = checkpoint / INDEX
+    if not index.exists():
+        single = checkpoint / SINGLE
+        return single if single.exists() else None
+    try:
+        name = json.loads(files.read_small(index.resolve(), _MAX_JSON))["weight_map"].get(tensor)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(f"{index} is no index of a checkpoint: fetch the checkpoint again") from error
+    if name is None:
+        return None
+    if not isinstance(name, str) or Path(name).name != name:
+        raise TraceError(f"{index} places {tensor} in {name!r}, which is no file name: fetch the checkpoint again")
+    return checkpoint / name
+
+
+def _checked(layout: Layout, name: str, header: TraceHeader) -> tuple[Layout, str]:
+    shape = (header.target.vocab_size, header.target.hidden_size)
+    if name not in layout.tensors:
+        raise TraceCorruptError(f"{layout.path} lacks the tensor {name}")
+    if layout.tensors[name].shape != shape:
+        raise TraceCorruptError(
+            f"{layout.path}: {name} is {list(layout.tensors[name].shape)}, the trace's target makes it {list(shape)}"
+        )
+    return layout, name

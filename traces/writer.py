@@ -1,0 +1,320 @@
+"""Writing a trace: every batch of requests is there whole or not at all, whenever the process dies. See SPEC.md, 7."""
+
+import hashlib
+import io
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from replay.errors import OutputError, TraceCorruptError, TraceError
+from replay.traces import files
+from replay.traces.captured import CapturedRequest, ServerCounters, check_request, check_weights, request_tensors
+from replay.traces.records import RequestRecord, expected_tensors, placed, scan_shards, shard_metadata, to_frame
+from replay.traces.schema import FORMAT, TraceHeader, WeightsInfo, parse_json
+from replay.traces.served import merge_rounds, read_served, rounds_of
+from replay.traces.tensors import pack_header, tensor_bytes
+
+if TYPE_CHECKING:
+    import polars as pl
+    import torch
+
+__all__ = ["CapturedRequest", "ServerCounters", "TraceWriter", "read_header"]
+
+_MAX_HEADER_FILE = 1 << 24
+_MAY_CHANGE = {("target", "name"), ("target", "path"), ("engine", "details")}
+
+
+def read_header(folder: Path) -> TraceHeader:
+    """The header of the trace in ``folder``. Raises TraceVersionError, TraceCorruptError."""
+    path = folder / files.HEADER
+    return TraceHeader.from_json(_utf8(files.read_small(path, _MAX_HEADER_FILE), path), str(path))
+
+
+class TraceWriter:
+    """The one writer of a trace folder, from ``create`` or ``resume`` until ``finish`` or ``close``.
+
+    Finished requests are on disk when ``add`` returns. A second writer of the same folder is refused; the lock dies
+    with the process. Use it in a ``with`` block.
+
+    >>> with TraceWriter.create(Path("trace"), header) as writer:  # doctest: +SKIP
+    ...     writer.add(requests)
+    ...     writer.finish()
+    """
+
+    def __init__(self, path: Path, header: TraceHeader, lock: int) -> None:
+        self.path = path
+        self.header = header
+        self._lock: int | None = lock
+        self._records: list[RequestRecord] = []
+        self._shards = 0
+
+    @classmethod
+    def create(cls, path: Path, header: TraceHeader, *, force: bool = False) -> Self:
+        """Begin a trace in the new or empty folder ``path``; with ``force`` an earlier trace there is deleted.
+
+        Raises OutputError where something is there already, another process writes, or the disk refuses.
+        """
+        return cls._begin(path, header, "force" if force else "new")
+
+    @classmethod
+    def resume(cls, path: Path, header: TraceHeader) -> Self:
+        """Go on with the trace in ``path``, or begin it where none was begun. ``done_ids`` are the finished requests.
+
+        Raises TraceError where target, taps, topk or settings differ from those it was begun with, naming both values;
+        OutputError as ``create``.
+        """
+        return cls._begin(path, header, "resume")
+
+    @classmethod
+    def _begin(cls, path: Path, header: TraceHeader, way: str) -> Self:
+        with _says_what_is_kept(path):
+            if path.exists() and not path.is_dir():
+                raise OutputError(f"{path} is a file, a trace is a folder: choose another name")
+            path.mkdir(parents=True, exist_ok=True)
+            fresh = replace(header, state="recording", weights=None, requests=None, requests_sha256=None)
+            fresh = replace(fresh, rounds=False, rounds_sha256=None)
+            writer = cls(path, fresh, files.lock_folder(path))
+        try:
+            with _says_what_is_kept(path):
+                writer._take_over(way)
+        except BaseException:  # Ctrl-C too must give the lock back
+            writer.close()
+            raise
+        return writer
+
+    def _take_over(self, way: str) -> None:
+        names = set(os.listdir(self.path)) - {files.LOCK, files.HEADER + files.TEMPORARY}
+        if names and way == "new":
+            raise OutputError(f"{self.path} is not empty: type --resume to go on with its trace, --force to replace it")
+        if names and way == "force":
+            self._clear(names)
+        if names and way == "resume":
+            self._load(names)
+        else:
+            self._write_header(self.header)
+
+    def _clear(self, names: set[str]) -> None:
+        if not _is_trace(self.path):
+            raise OutputError(f"{self.path} is not empty and is no trace, so --force spares it: choose another folder")
+        for name in sorted(filter(files.is_ours, names), key=lambda name: name == files.HEADER):
+            (self.path / name).unlink()  # the header last: until then the folder is known as a trace
+
+    def _load(self, names: set[str]) -> None:
+        if files.HEADER not in names:
+            raise OutputError(f"{self.path} is not empty and holds no {files.HEADER}: choose another folder")
+        begun = read_header(self.path)
+        _check_agreement(begun, self.header, self.path)
+        self.header = begun
+        for name in names:
+            if name.endswith(files.TEMPORARY) and files.is_ours(name):
+                (self.path / name).unlink()
+        self._scan()
+
+    def _scan(self) -> None:
+        layouts, self._records = scan_shards(self.path, self.header)
+        self._shards = len(layouts)
+
+    @property
+    def done_ids(self) -> frozenset[str]:
+        """The request_id of every request that is whole on disk."""
+        return frozenset(record.request_id for record in self._records)
+
+    def add(self, requests: Sequence[CapturedRequest]) -> None:
+        """Write ``requests`` as one shard: all of them are there when this returns, none where it raises.
+
+        A shard a batch: prefer some tens of requests to one, and about a GB at most. Raises CaptureError where a
+        request is not what the header announces or holds NaN or Inf, OutputError where the disk refuses.
+        """
+        self._check_open()
+        if not requests:
+            return
+        with self._saying():
+            if (self.path / files.shard_name(self._shards)).exists():  # an earlier add was interrupted after its rename
+                self._scan()
+            done = set(self.done_ids)
+            for request in requests:
+                check_request(request, self.header, done)
+                done.add(request.request_id)
+            if self._shards >= files.MAX_SHARDS:
+                raise OutputError(
+                    f"{self.path} holds {self._shards} shards, the most possible: add more requests at once"
+                )
+            if self.header.state == "complete":
+                self._write_header(replace(self.header, state="recording"))
+            self._write_shard(requests)
+
+    def _write_shard(self, requests: Sequence[CapturedRequest]) -> None:
+        tensors = [request_tensors(request) for request in requests]
+        totals = (sum(len(part[name]) for part in tensors) for name in ("tokens", "tap.final", "logsumexp"))
+        shapes = expected_tensors(self.header, *totals)
+        blocks = [tensor_bytes(part[name]) for name in shapes for part in tensors]
+        digest = hashlib.sha256()
+        for block in blocks:
+            digest.update(block)
+        bare = [request.record() for request in requests]
+        head = pack_header(shapes, shard_metadata(bare, digest.hexdigest()))
+        path = self.path / files.shard_name(self._shards)
+        files.write_whole(path, [head, *blocks])
+        size = len(head) + sum(len(block) for block in blocks)
+        self._records += placed(bare, path.name, size, digest.hexdigest())
+        self._shards += 1
+
+    def write_target_weights(self, embed: "torch.Tensor", lm_head: "torch.Tensor | None") -> None:
+        """Keep the target's embedding rows [V, H] and, unless tied, its output rows [V, H] beside the trace.
+
+        Optional: without it a reader takes both from the checkpoint at ``header.target.path``. A sidecar that is
+        there already stays. Raises CaptureError for shapes or dtypes that cannot be, OutputError.
+        """
+        self._check_open()
+        check_weights(embed, lm_head, self.header)
+        if self.header.weights is not None:
+            return
+        tensors = {"embed": embed} | ({} if lm_head is None else {"lm_head": lm_head})
+        shapes = {
+            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()
+        }
+        blocks: list[bytes | memoryview] = [pack_header(shapes, {})]
+        blocks += [tensor_bytes(tensor) for tensor in tensors.values()]
+        digest = hashlib.sha256()
+        for block in blocks:
+            digest.update(block)
+        info = WeightsInfo(files.WEIGHTS, sum(len(block) for block in blocks), digest.hexdigest())
+        with self._saying():
+            files.write_whole(self.path / files.WEIGHTS, blocks)
+            self._write_header(replace(self.header, weights=info))
+
+    def add_rounds(self, rounds: "pl.DataFrame") -> None:
+        """Keep the server's own rounds: columns request_id, round, anchor, drafted, accepted (SPEC.md, section 6).
+
+        Rounds of a request that came before are replaced. Call it before ``add`` of the same requests, so that a
+        finished request never lacks its rounds; rounds of requests that never finish are dropped by ``finish``.
+        Raises CaptureError for other columns or impossible values, OutputError.
+        """
+        self._check_open()
+        with self._saying():
+            merged = merge_rounds(self._rounds(), rounds)
+            if self.header.state == "complete":
+                self._write_header(replace(self.header, state="recording"))
+            self._write_bytes(files.ROUNDS, _parquet(merged))
+
+    def finish(self) -> None:
+        """Make the trace complete: index its requests, mark the header, give the lock back.
+
+        Killed in its middle, the trace is still incomplete and can be resumed and finished again. Raises OutputError.
+        """
+        self._check_open()
+        with self._saying():
+            self._scan()  # what is on disk counts, whatever this process remembers
+            table = _parquet(to_frame(self._records))
+            rounds = self._rounds()
+            header = replace(self.header, requests=len(self._records), requests_sha256=_sha256(table), state="complete")
+            header = replace(header, rounds=False, rounds_sha256=None)
+            if rounds is not None:
+                kept = _parquet(rounds_of(rounds, self.done_ids))
+                self._write_bytes(files.ROUNDS, kept)
+                header = replace(header, rounds=True, rounds_sha256=_sha256(kept))
+            self._write_bytes(files.REQUESTS, table)
+            self._write_header(header)
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back; an unfinished trace stays resumable."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _rounds(self) -> "pl.DataFrame | None":
+        return read_served(self.path / files.ROUNDS) if (self.path / files.ROUNDS).exists() else None
+
+    def _write_header(self, header: TraceHeader) -> None:
+        text = header.to_json()
+        TraceHeader.from_json(text, "the header")  # nothing is written that no reader would take
+        self._write_bytes(files.HEADER, text.encode())
+        self.header = header
+
+    def _write_bytes(self, name: str, data: bytes) -> None:
+        files.write_whole(self.path / name, [data])
+
+    def _check_open(self) -> None:
+        if self._lock is None:
+            raise ValueError("the TraceWriter is closed")
+
+    def _saying(self) -> AbstractContextManager[None]:
+        return _says_what_is_kept(self.path, len(self._records))
+
+
+@contextmanager
+def _says_what_is_kept(path: Path, kept: int | None = None) -> Iterator[None]:
+    """Turns an OSError into the one sentence that says what to do; ``kept`` is None while nothing was looked at."""
+    try:
+        yield
+    except OSError as error:
+        finished = "finished requests" if kept is None else f"the {kept} finished requests"
+        raise OutputError(
+            f"cannot write to {path}: {error.strerror or error}; {finished} are kept: mend this and type --resume"
+        ) from error
+
+
+def _is_trace(folder: Path) -> bool:
+    """Whether ``folder`` holds a trace of any version."""
+    try:
+        header = parse_json(files.read_small(folder / files.HEADER, _MAX_HEADER_FILE), files.HEADER)
+    except TraceCorruptError:
+        return False
+    return isinstance(header, dict) and header.get("format") == FORMAT
+
+
+def _check_agreement(begun: TraceHeader, now: TraceHeader, path: Path) -> None:
+    """What a resumed capture must share with its beginning; the target may have moved (name, path)."""
+    for place in ("target", "engine", "capture"):
+        for item in fields(getattr(begun, place)):
+            if (place, item.name) not in _MAY_CHANGE:
+                _check_equal(begun, now, f"{place}.{item.name}", path)
+    for name in ("taps", "topk", "embed"):
+        _check_equal(begun, now, name, path)
+
+
+def _check_equal(begun: TraceHeader, now: TraceHeader, name: str, path: Path) -> None:
+    old, new = operator.attrgetter(name)(begun), operator.attrgetter(name)(now)
+    if old != new:
+        raise TraceError(
+            f"{path} was begun with {name} {_say(old)}, now it is {_say(new)}: resume with the former, or type --force "
+            "to begin anew"
+        )
+
+
+def _say(value: object) -> str:
+    """A setting as a message shows it."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} ({tap.dtype} x {tap.width})" for name, tap in value.items())
+    return str(value)
+
+
+def _parquet(frame: "pl.DataFrame") -> bytes:
+    buffer = io.BytesIO()
+    frame.write_parquet(buffer)
+    return buffer.getvalue()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _utf8(data: bytes, path: Path) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise TraceCorruptError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
