@@ -1,0 +1,70 @@
+"""replay: predict the accept length that a server would show, offline, and name what keeps it short.
+
+The public names below load what they need on first use, so that importing the package costs nothing.
+See docs/python.md for a runnable example of each.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ReplayError": "replay.errors",
+    "CaptureOptions": "replay.capture.record",
+    "capture_local": "replay.capture.record",
+    "Trace": "replay.traces.reader",
+    "load_head": "replay.head",
+    "head_from_tensors": "replay.head",
+    "Wiring": "replay.wiring",
+    "parse_wiring": "replay.wiring",
+    "Variant": "replay.variant",
+    "sweep": "replay.variant",
+    "simulate": "replay.simulate",
+    "Rounds": "replay.traces.rounds",
+    "read_rounds": "replay.traces.rounds",
+    "write_rounds": "replay.traces.rounds",
+    "summarise": "replay.analysis.acceptance",
+    "render": "replay.analysis.report",
+}
+
+__all__ = [
+    "CaptureOptions",
+    "ReplayError",
+    "Rounds",
+    "Trace",
+    "Variant",
+    "Wiring",
+    "capture_local",
+    "head_from_tensors",
+    "load_head",
+    "parse_wiring",
+    "read_rounds",
+    "render",
+    "simulate",
+    "summarise",
+    "sweep",
+    "write_rounds",
+]
+
+if TYPE_CHECKING:
+    from replay.analysis.acceptance import summarise
+    from replay.analysis.report import render
+    from replay.capture.record import CaptureOptions, capture_local
+    from replay.errors import ReplayError
+    from replay.head import head_from_tensors, load_head
+    from replay.simulate import simulate
+    from replay.traces.reader import Trace
+    from replay.traces.rounds import Rounds, read_rounds, write_rounds
+    from replay.variant import Variant, sweep
+    from replay.wiring import Wiring, parse_wiring
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'replay' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

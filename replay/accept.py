@@ -1,0 +1,55 @@
+"""Which drafted tokens the target takes, and the rounds a server runs through. Pure functions on arrays.
+
+Suffixes: A anchors, K steps, T tokens of a request (prompt and output).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One draft and one verify: ``anchor`` tokens are committed, ``accepted`` of the drafted ones are taken.
+
+    ``cut``: accepted + 1 tokens run past the end of the recorded output, so not all of them were emitted.
+    """
+
+    anchor: int
+    accepted: int
+    cut: bool
+
+
+def continuations(
+    tokens_T: NDArray[np.int64], tail: NDArray[np.int64], anchors_A: NDArray[np.int64], steps: int
+) -> NDArray[np.int64]:
+    """What the target chose after the known token of each anchor [A, K]: x[S+1] .. x[S+K]; -1 where not recorded.
+
+    ``tail`` continues ``tokens_T`` beyond the end of the output where the target's choices there are known.
+    """
+    known = np.concatenate([tokens_T, tail, np.full(steps, -1, dtype=np.int64)])
+    return known[anchors_A[:, None] + 1 + np.arange(steps)]
+
+
+def count_accepted(drafted_AK: NDArray[np.int64], chosen_AK: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Length of the longest prefix of each drafted chain that equals the target's choices, 0..K [A].
+
+    Greedy verification of a chain (SGLang 0.5.23 speculative/eagle_utils.py ``eagle_sample``). On a sampled output it
+    is one draw of the target-only rule, which takes a drafted token with probability p(token).
+    """
+    return np.cumprod(drafted_AK == chosen_AK, axis=1).sum(axis=1)
+
+
+def served_walk(accepted_A: NDArray[np.int64], *, prompt_tokens: int, tokens: int) -> list[Round]:
+    """The rounds of one request: from S = prompt length on, each advancing by accepted + 1, until the output ends.
+
+    ``accepted_A[a]`` belongs to anchor prompt_tokens + a. The output's first token is known before the first round.
+    """
+    rounds = []
+    anchor = prompt_tokens
+    while anchor < tokens - 1:
+        accepted = int(accepted_A[anchor - prompt_tokens])
+        rounds.append(Round(anchor, accepted, cut=anchor + accepted + 1 > tokens - 1))
+        anchor += accepted + 1
+    return rounds

@@ -1,0 +1,74 @@
+"""Attention of draft rows over the committed draft KV and over each anchor's own chain.
+
+Shape suffixes: A queries (one per anchor), R committed rows, J chain steps so far, N heads, M key-value heads,
+G queries per key-value head (N = M*G), H features per head.
+"""
+
+import torch
+from torch import Tensor
+
+from replay.engines import Numerics
+
+# Scores of one block of queries, in elements: bounds memory on long requests (64 MiB in fp32).
+_BLOCK = 1 << 24
+
+
+def attend_committed_and_chain(
+    q_ANH: Tensor,
+    base_k_RMH: Tensor,
+    base_v_RMH: Tensor,
+    reach_A: Tensor,
+    chain_k_JAMH: Tensor,
+    chain_v_JAMH: Tensor,
+    numerics: Numerics,
+) -> Tensor:
+    """Mixed values [A, N*H]: query a sees committed rows 0..reach[a]-1 and its own J chain rows, in that order.
+
+    One softmax spans both. J may be 0. Queries run in blocks, so memory grows with R, not with A*R.
+    """
+    heads, kv_heads = q_ANH.shape[1], base_k_RMH.shape[1]
+    rows = base_k_RMH.shape[0]
+    block = max(1, _BLOCK // (heads * max(1, rows + chain_k_JAMH.shape[0])))
+    out = [
+        _attend_block(
+            q_ANH[start : start + block].unflatten(1, (kv_heads, -1)),
+            base_k_RMH,
+            base_v_RMH,
+            reach_A[start : start + block],
+            chain_k_JAMH[:, start : start + block],
+            chain_v_JAMH[:, start : start + block],
+            numerics,
+        )
+        for start in range(0, q_ANH.shape[0], block)
+    ]
+    return torch.cat(out) if out else q_ANH.flatten(1)
+
+
+def _attend_block(
+    q_AMGH: Tensor,
+    base_k_RMH: Tensor,
+    base_v_RMH: Tensor,
+    reach_A: Tensor,
+    chain_k_JAMH: Tensor,
+    chain_v_JAMH: Tensor,
+    numerics: Numerics,
+) -> Tensor:
+    dtype = q_AMGH.dtype
+    if numerics.attention_fp32:
+        q_AMGH, base_k_RMH, base_v_RMH = q_AMGH.float(), base_k_RMH.float(), base_v_RMH.float()
+        chain_k_JAMH, chain_v_JAMH = chain_k_JAMH.float(), chain_v_JAMH.float()
+    queries, _, group, width = q_AMGH.shape
+    rows = base_k_RMH.shape[0]
+    # The queries of one key-value head form the rows of one product: [M, G*A, H] x [M, H, R].
+    q_MgH = q_AMGH.permute(1, 2, 0, 3).flatten(1, 2)
+    base_MgR = q_MgH @ base_k_RMH.permute(1, 2, 0) * width**-0.5
+    base_MGAR = base_MgR.unflatten(1, (group, queries))
+    unseen_AR = torch.arange(rows, device=reach_A.device) >= reach_A[:, None]
+    base_MGAR = base_MGAR.masked_fill(unseen_AR, float("-inf"))
+    chain_MGAJ = torch.einsum("amgh,jamh->mgaj", q_AMGH, chain_k_JAMH) * width**-0.5
+    weights = torch.cat([base_MGAR, chain_MGAJ], dim=-1).float().softmax(dim=-1).to(q_AMGH.dtype)
+    base_w, chain_w = weights[..., :rows], weights[..., rows:]
+    out_MgH = base_w.flatten(1, 2) @ base_v_RMH.transpose(0, 1)
+    out_MGAH = out_MgH.unflatten(1, (group, queries))
+    out_MGAH = out_MGAH + torch.einsum("mgaj,jamh->mgah", chain_w, chain_v_JAMH)
+    return out_MGAH.permute(2, 0, 1, 3).flatten(1).to(dtype)

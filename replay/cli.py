@@ -1,0 +1,448 @@
+"""The command line: parse, call, print. No numbers are made here, and heavy imports wait inside the commands."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replay import __version__
+from replay.errors import OutputError, ReplayError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from replay.capture.record import CaptureOptions, CaptureResult
+    from replay.traces.rounds import Rounds
+
+
+class _Refusal(click.ClickException):
+    """One sentence on stderr, exit code 1."""
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"replay: {self.message}", err=True)
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ReplayError as error:
+            raise _Refusal(str(error)) from error
+        except KeyboardInterrupt as error:
+            raise _Refusal("interrupted; nothing was written") from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="replay")
+def cli() -> None:
+    """Replay EAGLE-3 draft heads offline: predict a server's accept length, and name what keeps it short.
+
+    capture records what a target did into a trace, simulate runs draft heads on it, report shows the result again.
+    """
+
+
+def main() -> None:
+    """Entry point of the ``replay`` command."""
+    cli()
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
+_trace_argument = click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
+
+
+@cli.command()
+@click.option("--model", required=True, metavar="PATH_OR_ID", help="Target: a checkpoint folder or a hub id.")
+@click.option(
+    "--prompts",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE.jsonl",
+    help="Rows with `prompt`, `messages` or `input_ids`; optional `id`, `category`, `response`/`output_ids`.",
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="TRACE",
+    help="Folder to write the trace into.",
+)
+@click.option(
+    "--taps",
+    metavar="T",
+    help="Taps to record, e.g. embed,3,31,final.  "
+    "[default: the engines' default taps with their neighbours, embed and final]",
+)
+@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Most output tokens per request.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from this much probability.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Sample from this many tokens; 0 is all.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    help="Of the target.",
+)
+@click.option("--device", default="auto", show_default=True, help="Where the target runs, e.g. cpu or cuda.")
+@click.option("--concurrency", type=int, default=64, show_default=True, help="Most requests in one batch.")
+@click.option("--raw", is_flag=True, help="Send `prompt` as it stands, without the chat template.")
+@click.option(
+    "--no-weights",
+    is_flag=True,
+    help="Leave the target's embedding out of the trace; readers then need the target's checkpoint.",
+)
+@click.option("--resume", is_flag=True, help="Go on with an unfinished trace.")
+@click.option("--force", is_flag=True, help="Replace an existing trace.")
+@_json_option
+def capture(
+    model: str, prompts: Path, output: Path, taps: str | None, max_new_tokens: int, temperature: float, top_p: float,
+    top_k: int, seed: int, dtype: str, device: str, concurrency: int, raw: bool, no_weights: bool, resume: bool,
+    force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Run prompts through a target in this process and record a trace."""
+    from dataclasses import asdict
+
+    from replay.capture.record import CaptureOptions
+
+    options = CaptureOptions(
+        model=model, prompts=prompts, out=output, taps=taps, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_p=top_p, top_k=top_k, seed=seed, raw=raw, dtype=dtype, device=device, concurrency=concurrency,
+        weights=not no_weights, resume=resume, force=force,
+    )  # fmt: skip
+    result = _capture(options)
+    if as_json:
+        _print_json({**asdict(result), "path": str(result.path)})
+    else:
+        click.echo(
+            f"{result.path}: {result.requests} requests ({result.recorded} recorded now, {result.output_tokens} output "
+            f"tokens in {result.seconds:.0f} s), taps {','.join(result.taps)}"
+        )
+
+
+@cli.command()
+@_trace_argument
+@click.option(
+    "--draft",
+    "drafts",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Draft head's folder; repeat to score several.",
+)
+@click.option(
+    "--wiring",
+    "wirings",
+    multiple=True,
+    metavar="W",
+    help="Taps fed to the head, e.g. embed,3,31; repeat "
+    "to compare.  [default: what the head states, as the engine reads it]",
+)
+@click.option(
+    "--steps", multiple=True, type=int, metavar="K", help="Drafted tokens per round; repeat to compare.  [default: 5]"
+)
+@click.option("--topk", multiple=True, type=int, metavar="N", help="Branches per step: 1, a chain.  [default: 1]")
+@click.option(
+    "--num-draft-tokens",
+    multiple=True,
+    type=int,
+    metavar="N",
+    help="Tokens verified per round; a chain always has steps + 1, as in SGLang.",
+)
+@click.option(
+    "--precision", "precisions", multiple=True, metavar="P", help="fp32, bf16 or fp16.  [default: the target's]"
+)
+@click.option("--numerics", multiple=True, metavar="N", help="Rounding order: sglang or hf.  [default: the engine's]")
+@click.option(
+    "--kv",
+    "kvs",
+    multiple=True,
+    metavar="P",
+    help="Draft KV: refresh, rewritten from target features after each verify.  [default: refresh]",
+)
+@click.option("--verify", default="greedy", show_default=True, metavar="RULE", help="Acceptance rule.")
+@click.option("--temperature", type=float, metavar="X", help="Must be the one that the trace was recorded at.")
+@click.option("--engine", default="sglang", show_default=True, metavar="PROFILE", help="sglang or eagle.")
+@click.option("--device", default="cpu", show_default=True, help="Where the head runs, e.g. cpu or cuda.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="ROUNDS.parquet", help="Write every round.")
+@click.option("--force", is_flag=True, help="Replace an existing rounds file.")
+@_json_option
+def simulate(
+    trace: Path, drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...], topk: tuple[int, ...],
+    num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], numerics: tuple[str, ...], kvs: tuple[str, ...],
+    verify: str, temperature: float | None, engine: str, device: str, output: Path | None, force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Run draft heads on a trace and predict the accept length a server would show.
+
+    Repeated options make a sweep: every combination is replayed on the same trace.
+    """
+    from replay.traces.reader import Trace
+    from replay.traces.rounds import write_rounds
+    from replay.variant import sweep
+    from replay.weights import read_checkpoint
+    from replay.wiring import parse_wiring
+
+    if not drafts:
+        raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
+    if output is not None:
+        _refuse_existing(output, force)
+    opened = Trace.open(trace)
+    _check_temperature(temperature, opened.header.capture.temperature)
+    layers = opened.header.target.layers
+    checkpoints = {name: read_checkpoint(path) for name, path in _name_drafts(drafts).items()}
+    variants = sweep(
+        draft=list(checkpoints),
+        wiring=[parse_wiring(text, layers=layers) for text in wirings] or [None],
+        steps=list(steps or (5,)),
+        topk=list(topk or (1,)),
+        precision=list(precisions) or [None],
+        numerics=list(numerics) or [None],
+        kv=list(kvs or ("refresh",)),
+        verify=[verify],
+        engine=[engine],
+    )
+    for wanted in num_draft_tokens:
+        for variant in variants:
+            if wanted != variant.num_draft_tokens:
+                _say(f"note: topk 1 with {variant.steps} steps verifies {variant.num_draft_tokens} tokens a round, not "
+                     f"{wanted}; SGLang sets it so as well")  # fmt: skip
+    rounds = _simulate(opened, checkpoints, variants, device)
+    if output is not None:
+        write_rounds(rounds, output, force=force)
+    _show(rounds, as_json)
+
+
+@cli.command()
+@click.argument("rounds", type=click.Path(path_type=Path), metavar="ROUNDS")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the report as a web page as well.")
+@click.option("--peers", is_flag=True, help="Add the metrics of other projects, made from the same rounds.")
+@click.option("--force", is_flag=True, help="Replace an existing web page.")
+@_json_option
+def report(rounds: Path, html: Path | None, peers: bool, force: bool, as_json: bool) -> None:
+    """Show the report of a rounds file that simulate -o wrote."""
+    from replay.traces.rounds import read_rounds
+
+    if html is not None:
+        _refuse_existing(html, force)
+    table = read_rounds(rounds)
+    if html is not None:
+        _write_html(table, html, peers)
+    _show(table, as_json, peers=peers)
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path), metavar="TRACE|DRAFT")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Check a trace whole: checksums, lengths, finiteness, lm_head(final) against recorded choices.",
+)
+@_json_option
+def inspect(path: Path, check: bool, as_json: bool) -> None:
+    """Say what lies in a trace or a draft head's folder."""
+    from dataclasses import asdict
+
+    from replay.inspection import draft_facts, kind_of, render_facts, trace_facts
+    from replay.traces.reader import Trace
+
+    if kind_of(path) == "draft":
+        draft = draft_facts(path)
+        return _print_json(asdict(draft)) if as_json else _print(render_facts(draft))
+    trace = Trace.open(path, allow_incomplete=not check)
+    facts = trace_facts(trace)
+    findings = [asdict(finding) for finding in trace.check()] if check else None
+    if as_json:
+        _print_json({**asdict(facts), **({} if findings is None else {"findings": findings})})
+    else:
+        _print(render_facts(facts))
+        for finding in findings or []:
+            click.echo(_spell_finding(finding))
+    errors = sum(finding["severity"] == "error" for finding in findings or [])
+    if errors:
+        raise ReplayError(f"{path} fails its self-check with {errors} errors; capture it again before judging a head")
+
+
+@cli.command()
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("replay-demo"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder for the trace and the rounds.",
+)
+@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Output tokens per prompt.")
+@click.option("--force", is_flag=True, help="Capture again even if the trace is there.")
+@_json_option
+def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
+    """Record a small real target and replay its draft head under right and wrong wirings."""
+    from replay.demo import WIRINGS, demo_options, sample_head
+    from replay.traces.reader import Trace
+    from replay.traces.rounds import write_rounds
+    from replay.variant import sweep
+    from replay.weights import read_checkpoint
+    from replay.wiring import parse_wiring
+
+    options = demo_options(output, max_new_tokens, force=force, tell=_say)
+    if options is None:
+        _say(f"using the trace in {output / 'trace'} (--force captures it again)")
+    else:
+        _capture(options)
+    trace = Trace.open(output / "trace")
+    head = read_checkpoint(sample_head())
+    variants = sweep(draft=[head.name], wiring=[parse_wiring(text) for text in WIRINGS], steps=[5])
+    rounds = _simulate(trace, {head.name: head}, variants, "cpu")
+    write_rounds(rounds, output / "rounds.parquet", force=True)
+    _show(rounds, as_json)
+    _say(
+        f"\nNext, on the same trace:\n  replay simulate {output / 'trace'} --draft {sample_head()} "
+        f"--steps 1 --steps 3 --steps 7\n  replay report {output / 'rounds.parquet'} --peers"
+    )
+
+
+# ---- between the commands and the terminal ----
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _print(renderable: "RenderableType") -> None:
+    from rich.console import Console
+
+    Console(soft_wrap=False).print(renderable)
+
+
+def _print_json(document: object) -> None:
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _show(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None:
+    from replay.analysis.acceptance import summarise, to_json
+
+    summaries = summarise(rounds)
+    if as_json:
+        _print_json(to_json(rounds, summaries))
+    else:
+        _print(_report(rounds, peers))
+
+
+def _report(rounds: "Rounds", peers: bool) -> "RenderableType":
+    from rich.console import Group
+
+    from replay.analysis.acceptance import summarise
+    from replay.analysis.report import render
+
+    parts: list[Any] = [render(rounds, summarise(rounds))]
+    if peers:
+        from replay.analysis.peers import peer_metrics, render_peers
+
+        parts += [render_peers(peer_metrics(rounds, variant.name)) for variant in rounds.variants]
+    return Group(*parts)
+
+
+def _write_html(rounds: "Rounds", path: Path, peers: bool) -> None:
+    import io
+
+    from rich.console import Console
+
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    console.print(_report(rounds, peers))
+    try:
+        path.write_text(console.export_html(), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written ({error.strerror}); choose another --html") from error
+
+
+def _spell_finding(finding: dict[str, Any]) -> str:
+    request = f" {finding['request_id']}:" if finding.get("request_id") else ""
+    return f"{finding['severity']}:{request} {finding['what']}"
+
+
+def _refuse_existing(path: Path, force: bool) -> None:
+    """Before the work, so that nothing is lost after it."""
+    if path.exists() and not force:
+        raise OutputError(f"{path} exists already; type another name, or --force to replace it")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path.parent} is not a folder, so {path.name} cannot be written there; make it first")
+
+
+def _check_temperature(wanted: float | None, recorded: float) -> None:
+    if wanted is not None and wanted != recorded:
+        raise UsageError(
+            f"temperature {wanted:g} was asked for, the trace was recorded at {recorded:g} and is replayed as recorded; "
+            f"capture one with --temperature {wanted:g}"
+        )
+
+
+def _name_drafts(paths: tuple[Path, ...]) -> dict[str, Path]:
+    """Folder names, or whole paths where two folders are called alike."""
+    resolved = list(dict.fromkeys(path.resolve() for path in paths))
+    names = [path.name for path in resolved]
+    return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, resolved, strict=True)}
+
+
+@contextmanager
+def _progress(console: "Console") -> Iterator[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def _capture(options: "CaptureOptions") -> "CaptureResult":
+    """Capture with a progress bar on stderr: tokens done, rate, time left."""
+    from rich.console import Console
+
+    from replay.capture import record
+
+    with _progress(Console(stderr=True)) as progress:
+        task = progress.add_task("loading target", total=None, rate="")
+
+        def on_event(event: record.Event) -> None:
+            match event:
+                case record.Noted(text):
+                    progress.console.print(f"note: {text}", highlight=False, markup=False)
+                case record.Progress():
+                    progress.update(
+                        task,
+                        description=f"{event.requests_done}/{event.requests} requests",
+                        total=event.output_tokens + event.output_tokens_left,
+                        completed=event.output_tokens,
+                        rate=f"tokens, {event.tokens_per_second:.0f}/s",
+                    )
+                case _:
+                    pass
+
+        return record.capture_local(options, on_event)
+
+
+def _simulate(trace: Any, checkpoints: Any, variants: Any, device: str) -> "Rounds":
+    from rich.console import Console
+
+    from replay.simulate import Progress, simulate
+
+    _check_device(device)
+    with _progress(Console(stderr=True)) as progress:
+        task = progress.add_task("replaying", total=None, rate="requests")
+
+        def on_event(event: Progress) -> None:
+            progress.update(task, completed=event.done, total=event.total)
+
+        return simulate(trace, checkpoints, variants, device=device, on_event=on_event)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from error

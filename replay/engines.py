@@ -1,0 +1,61 @@
+"""Conventions of each engine as data: what a server of that kind does with a head, and in which rounding order."""
+
+from dataclasses import dataclass
+
+from replay.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """A rounding order; all orders agree in fp32 up to its own rounding.
+
+    - ``sglang``: SGLang 0.5.23 ``forward_native`` (layers/layernorm.py, rotary_embedding/base.py): a norm takes the
+      unrounded fp32 sum of stream and residual and multiplies by its weight before rounding; attention in fp32.
+    - ``hf``: Transformers and SpecForge: the sum is rounded first, the norm rounded before its weight multiplies;
+      attention scores and probabilities are rounded to the compute dtype.
+    """
+
+    name: str
+    norm_sums_unrounded: bool
+    attention_fp32: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """One engine's conventions.
+
+    - ``sglang``: 0.5.23 replaces the head's own embedding by the target's where the widths agree
+      (speculative/eagle_worker_v2.py ``init_lm_head``) and builds q, k and v without bias (models/llama_eagle3.py).
+    - ``eagle``: SafeAILab/EAGLE ``eagle/model/cnets.py`` uses what the checkpoint has.
+    """
+
+    name: str
+    own_embedding: bool
+    attention_bias: bool
+    numerics: str
+
+
+NUMERICS = {
+    "sglang": Numerics("sglang", norm_sums_unrounded=True, attention_fp32=True),
+    "hf": Numerics("hf", norm_sums_unrounded=False, attention_fp32=False),
+}
+ENGINES = {
+    "sglang": EngineProfile("sglang", own_embedding=False, attention_bias=False, numerics="sglang"),
+    "eagle": EngineProfile("eagle", own_embedding=True, attention_bias=True, numerics="hf"),
+}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def engine_profile(name: str) -> EngineProfile:
+    """The profile called ``name``. Raises UsageError for one that replay does not know."""
+    if name not in ENGINES:
+        raise UsageError(f"engine {name!r} is not known; possible are {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def precision_of_dtype(dtype: str) -> str:
+    """``bfloat16`` → ``bf16``; a server loads the draft in the target's dtype. Raises UsageError for others."""
+    for precision, name in PRECISIONS.items():
+        if name == dtype:
+            return precision
+    raise UsageError(f"the target ran in {dtype}; say the draft's with --precision {', '.join(PRECISIONS)}")

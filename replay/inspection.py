@@ -1,0 +1,155 @@
+"""What lies in a trace or a draft head's folder: counted, then rendered. Behind ``replay inspect``."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from replay.traces.reader import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFacts:
+    """A trace in numbers; tokens and bytes are sums over its requests and files."""
+
+    path: str
+    state: str
+    target: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    engine: str
+    taps: tuple[str, ...]
+    topk: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    categories: dict[str, int]
+    finish_reasons: dict[str, int]
+    sources: dict[str, int]
+    temperature: float
+    max_new_tokens: int
+    observed_requests: int
+    missing: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """A draft head in numbers, and the wiring its config states for a target of the Llama kind."""
+
+    path: str
+    parameters: int
+    bytes: int
+    hidden_size: int
+    target_hidden_size: int
+    taps: int
+    layers: int
+    attention: str
+    intermediate_size: int
+    vocabulary: str
+    lm_head: str
+    rope: str
+    switches: tuple[str, ...]
+    dtype: str | None
+    layer_ids: tuple[int, ...] | None
+    notes: tuple[str, ...]
+
+
+def kind_of(path: Path) -> str:
+    """``trace`` or ``draft``, by the file that marks each. Raises UsageError."""
+    if (path / "trace.json").is_file():
+        return "trace"
+    if (path / "config.json").is_file():
+        return "draft"
+    raise UsageError(
+        f"{path} is neither a trace (a folder with trace.json) nor a draft head (a folder with config.json)"
+    )
+
+
+def trace_facts(trace: "Trace") -> TraceFacts:
+    """Count what ``trace`` holds, from its header and request table alone."""
+    header, requests = trace.header, trace.requests
+    return TraceFacts(
+        path=str(trace.path),
+        state=header.state,
+        target=header.target.name,
+        layers=header.target.layers,
+        hidden_size=header.target.hidden_size,
+        vocab_size=header.target.vocab_size,
+        dtype=header.target.dtype,
+        engine=f"{header.engine.name} {header.engine.version}",
+        taps=tuple(trace.taps),
+        topk=header.topk,
+        requests=len(requests),
+        prompt_tokens=int(requests["prompt_tokens"].sum()),
+        output_tokens=int(requests["output_tokens"].sum()),
+        categories=dict(Counter(category or "none" for category in requests["category"])),
+        finish_reasons=dict(Counter(requests["finish_reason"])),
+        sources=dict(Counter(requests["source"])),
+        temperature=header.capture.temperature,
+        max_new_tokens=header.capture.max_new_tokens,
+        observed_requests=int(requests["server_verify_rounds"].count()),
+        missing=tuple(header.missing),
+        bytes=sum(file.stat().st_size for file in trace.path.iterdir() if file.is_file()),
+    )
+
+
+def draft_facts(path: Path) -> DraftFacts:
+    """Load a head strictly and count it. Raises CheckpointError."""
+    from replay.weights import read_checkpoint
+
+    checkpoint = read_checkpoint(path)
+    config, tensors = checkpoint.config, checkpoint.tensors
+    flags = ("norm_before_fc", "fc_norm", "norm_output", "fc_bias", "attention_bias", "mlp_bias")
+    rope = f"{config.rope.type}, theta {config.rope.theta:g}"
+    if config.rope.type != "default":
+        rope += f", factor {config.rope.factor:g}"
+    return DraftFacts(
+        path=str(path),
+        parameters=sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.target_hidden_size,
+        taps=config.num_taps,
+        layers=config.num_layers,
+        attention=f"{config.num_heads} heads, {config.num_kv_heads} key-value heads, {config.head_dim} features each",
+        intermediate_size=config.intermediate_size,
+        vocabulary=f"{config.draft_vocab_size} of {config.vocab_size} tokens",
+        lm_head=config.lm_head,
+        rope=f"{rope}, up to position {config.max_position_embeddings}",
+        switches=tuple(flag for flag in flags if getattr(config, flag)),
+        dtype=config.dtype,
+        layer_ids=config.layer_ids,
+        notes=checkpoint.notes,
+    )
+
+
+def render_facts(facts: TraceFacts | DraftFacts) -> "RenderableType":
+    """Two columns: what, and how much."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in asdict(facts).items():
+        table.add_row(name.replace("_", " "), _spell(name, value))
+    return table
+
+
+def _spell(name: str, value: Any) -> str:
+    if value is None:
+        return "not stated"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
+    if isinstance(value, tuple | list):
+        return ", ".join(str(item) for item in value) or "none"
+    if name == "bytes":
+        return f"{value / 1e6:,.1f} MB"
+    return f"{value:,}" if isinstance(value, int) else str(value)

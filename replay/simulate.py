@@ -1,0 +1,315 @@
+"""A trace, heads and variants become rounds: what a server would have done, request by request."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from replay.accept import Round, continuations, count_accepted, served_walk
+from replay.engines import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
+from replay.errors import CheckpointError, UsageError
+from replay.head import Head
+from replay.passes import DraftInput, Drafts, draft_every_anchor
+from replay.traces.reader import RequestRows, Trace
+from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
+from replay.variant import Variant, name_variants
+from replay.weights import Checkpoint
+from replay.wiring import Wiring, check_wiring, sglang_wiring
+
+if TYPE_CHECKING:
+    import polars as pl
+
+# Rows packed into one pass. Bounds memory whatever the trace holds; large enough to fill the matrix units.
+PACK_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """``done`` of ``total`` requests replayed under all variants."""
+
+    done: int
+    total: int
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Running sums of one variant."""
+
+    seconds: float = 0.0
+    anchors: int = 0
+    anchors_accepted: int = 0
+    ties: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Variants that differ in nothing but steps: one run at the largest number of steps serves them all."""
+
+    head: Head
+    wiring: Wiring
+    steps: int
+    members: tuple[int, ...]
+
+
+def resolve(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Variant:
+    """The variant with wiring, precision and numerics filled in as its engine would. Raises WiringError, UsageError."""
+    target = trace.header.target
+    wiring = variant.wiring or sglang_wiring(
+        checkpoint.config.layer_ids, model_type=target.model_type, layers=target.layers
+    )
+    return replace(
+        variant,
+        wiring=wiring,
+        precision=variant.precision or precision_of_dtype(target.dtype),
+        numerics=variant.numerics or ENGINES[variant.engine].numerics,
+    )
+
+
+def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
+    """Refuse a head or wiring that does not fit the trace, from names and sizes alone.
+
+    Raises WiringError or CheckpointError.
+    """
+    target = trace.header.target
+    config = checkpoint.config
+    if config.target_hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"draft head {checkpoint.name} reads features {config.target_hidden_size} wide, the trace's target "
+            f"{target.name} is {target.hidden_size} wide; give a head that was made for this target"
+        )
+    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=config.fc_inputs)
+
+
+def simulate(
+    trace: Trace,
+    checkpoints: Mapping[str, Checkpoint],
+    variants: Sequence[Variant],
+    *,
+    device: str = "cpu",
+    on_event: Callable[[Progress], None] = lambda _: None,
+) -> Rounds:
+    """Replay every request of ``trace`` under every variant; memory does not grow with the number of requests.
+
+    ``checkpoints`` maps the variants' ``draft`` to heads. All checks stand before the first tensor is read.
+    Raises WiringError, CheckpointError, UsageError or TraceError.
+
+    >>> rounds = replay.simulate(trace, {"head": head}, [replay.Variant("head", steps=3)])
+    >>> rounds.variants[0].steps
+    3
+    """
+    if not variants:
+        raise UsageError("no variant was given; give at least one draft head with --draft")
+    resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
+    for variant in resolved:
+        assert variant.wiring is not None
+        check_fit(checkpoints[variant.draft], variant.wiring, trace)
+    names = name_variants(resolved)
+    groups = _group(resolved, checkpoints, trace, device)
+    tallies = [_Tally() for _ in resolved]
+    table = _RoundsTable(names)
+    total = len(trace.requests)
+    with torch.inference_mode():
+        done = 0
+        for pack in _packs(trace, groups):
+            for group in groups:
+                _replay_pack(group, pack, resolved, tallies, table)
+            done += len(pack)
+            on_event(Progress(done, total))
+    return Rounds(
+        table=table.frame(),
+        variants=tuple(
+            _variant_info(name, variant, tally, trace)
+            for name, variant, tally in zip(names, resolved, tallies, strict=True)
+        ),
+        requests=tuple(_request_info(row) for row in trace.requests.iter_rows(named=True)),
+        trace=describe_trace(trace),
+        drafts={name: _describe_head(checkpoint, groups) for name, checkpoint in checkpoints.items()},
+    )
+
+
+def build_head(checkpoint: Checkpoint, variant: Variant, trace: Trace, device: str = "cpu") -> Head:
+    """The head of a resolved variant, bound to the trace's target tables."""
+    assert variant.precision is not None and variant.numerics is not None
+    return Head(
+        checkpoint,
+        target_embed_VE=trace.embed_weight(),
+        target_lm_head_VE=trace.lm_head_weight() if checkpoint.config.lm_head == "target" else None,
+        profile=ENGINES[variant.engine],
+        numerics=NUMERICS[variant.numerics],
+        dtype=getattr(torch, PRECISIONS[variant.precision]),
+        device=device,
+    )
+
+
+def draft_input(rows: RequestRows, wiring: Wiring) -> DraftInput:
+    """One request of the trace as the engine takes it."""
+    features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
+    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens)
+
+
+def _group(
+    variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint], trace: Trace, device: str
+) -> list[_Group]:
+    alike: dict[Variant, list[int]] = {}
+    for place, variant in enumerate(variants):
+        alike.setdefault(replace(variant, steps=1), []).append(place)
+    heads: dict[Variant, Head] = {}
+    groups = []
+    for members in alike.values():
+        first = variants[members[0]]
+        assert first.wiring is not None
+        wiringless = replace(first, steps=1, wiring=None)
+        if wiringless not in heads:
+            heads[wiringless] = build_head(checkpoints[first.draft], first, trace, device)
+        steps = max(variants[member].steps for member in members)
+        groups.append(_Group(heads[wiringless], first.wiring, steps, tuple(members)))
+    return groups
+
+
+def _packs(trace: Trace, groups: Sequence[_Group]) -> Iterator[list[RequestRows]]:
+    """Requests in trace order, a few thousand rows at a time, with every tap that some variant reads."""
+    taps = tuple(dict.fromkeys(tap for group in groups for tap in group.wiring.taps))
+    pack: list[RequestRows] = []
+    rows = 0
+    for index in range(len(trace.requests)):
+        request = trace.read(index, taps)
+        if pack and rows + len(request.tokens) > PACK_ROWS:
+            yield pack
+            pack, rows = [], 0
+        pack.append(request)
+        rows += len(request.tokens)
+    if pack:
+        yield pack
+
+
+def _replay_pack(
+    group: _Group,
+    pack: Sequence[RequestRows],
+    variants: Sequence[Variant],
+    tallies: Sequence[_Tally],
+    table: "_RoundsTable",
+) -> None:
+    start = perf_counter()
+    drafts = draft_every_anchor(group.head, [draft_input(rows, group.wiring) for rows in pack], group.steps)
+    seconds = perf_counter() - start
+    for member in group.members:
+        tallies[member].seconds += seconds
+        for rows, draft in zip(pack, drafts, strict=True):
+            _walk(rows, draft, variants[member].steps, tallies[member], table, member)
+
+
+def _walk(rows: RequestRows, drafts: Drafts, steps: int, tally: _Tally, table: "_RoundsTable", member: int) -> None:
+    drafted_AK = drafts.drafted_AK[:, :steps].numpy()
+    anchors_A = rows.prompt_tokens + np.arange(len(drafted_AK))
+    chosen_AK = continuations(rows.tokens.numpy(), rows.tail_ids.numpy(), anchors_A, steps)
+    accepted_A = count_accepted(drafted_AK, chosen_AK)
+    walk = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
+    visited = [played.anchor - rows.prompt_tokens for played in walk]
+    tally.anchors += len(accepted_A)
+    tally.anchors_accepted += int(accepted_A.sum())
+    tally.ties += int(drafts.tied_AK[visited, :steps].sum())
+    table.add(member, rows.request_id, walk, drafted_AK[visited])
+
+
+class _RoundsTable:
+    """Collects rounds column by column: a few numbers per round, whatever the trace's width."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._columns: dict[str, list[Any]] = {
+            name: [] for name in ("variant", "request_id", "round", "anchor", "drafted", "accepted", "cut")
+        }
+        self._members: list[int] = []
+
+    def add(self, member: int, request_id: str, walk: Sequence[Round], drafted_RK: "np.ndarray[Any, Any]") -> None:
+        """One request's rounds under one variant."""
+        columns = self._columns
+        columns["variant"] += [self._names[member]] * len(walk)
+        columns["request_id"] += [request_id] * len(walk)
+        columns["round"] += range(len(walk))
+        columns["anchor"] += [played.anchor for played in walk]
+        columns["drafted"] += drafted_RK.tolist()
+        columns["accepted"] += [played.accepted for played in walk]
+        columns["cut"] += [played.cut for played in walk]
+        self._members += [member] * len(walk)
+
+    def frame(self) -> "pl.DataFrame":
+        """The table, variants in their order, requests in trace order."""
+        import polars as pl
+
+        from replay.traces.rounds import table_schema
+
+        order = np.argsort(np.asarray(self._members, dtype=np.int64), kind="stable")
+        return pl.DataFrame(self._columns, schema=table_schema())[order]
+
+
+def _variant_info(name: str, variant: Variant, tally: _Tally, trace: Trace) -> VariantInfo:
+    assert variant.wiring is not None and variant.precision is not None and variant.numerics is not None
+    return VariantInfo(
+        name=name,
+        draft=variant.draft,
+        wiring=variant.wiring.taps,
+        steps=variant.steps,
+        topk=variant.topk,
+        num_draft_tokens=variant.num_draft_tokens,
+        precision=variant.precision,
+        numerics=variant.numerics,
+        kv=variant.kv,
+        verify=variant.verify,
+        temperature=trace.header.capture.temperature,
+        engine=variant.engine,
+        faults=(),
+        seconds=round(tally.seconds, 3),
+        anchors=tally.anchors,
+        anchors_accepted=tally.anchors_accepted,
+        ties=tally.ties,
+    )
+
+
+def _request_info(row: Mapping[str, Any]) -> RequestInfo:
+    histogram = row["server_histogram"]
+    return RequestInfo(
+        request_id=row["request_id"],
+        category=row["category"],
+        prompt_tokens=row["prompt_tokens"],
+        output_tokens=row["output_tokens"],
+        observed_rounds=row["server_verify_rounds"],
+        observed_histogram=None if histogram is None else tuple(histogram),
+        source=row["source"],
+        temperature=row["temperature"],
+    )
+
+
+def describe_trace(trace: Trace) -> dict[str, Any]:
+    """What a report and ``simulate --json`` say of the trace."""
+    header = trace.header
+    return {
+        "path": str(trace.path),
+        "target": header.target.name,
+        "model_type": header.target.model_type,
+        "layers": header.target.layers,
+        "hidden_size": header.target.hidden_size,
+        "engine": header.engine.name,
+        "engine_version": header.engine.version,
+        "taps": list(trace.taps),
+        "dtype": header.target.dtype,
+        "missing": list(header.missing),
+        "requests": len(trace.requests),
+    }
+
+
+def _describe_head(checkpoint: Checkpoint, groups: Sequence[_Group]) -> dict[str, Any]:
+    config = checkpoint.config
+    notes = [note for group in groups if group.head.name == checkpoint.name for note in group.head.notes]
+    return {
+        "taps": config.num_taps,
+        "layers": config.num_layers,
+        "draft_vocab_size": config.draft_vocab_size,
+        "vocab_size": config.vocab_size,
+        "layer_ids": None if config.layer_ids is None else list(config.layer_ids),
+        "dtype": config.dtype,
+        "notes": list(dict.fromkeys([*checkpoint.notes, *notes])),
+    }

@@ -1,0 +1,57 @@
+"""Small random draft heads for tests: seeded, every option of the config, sharp enough to disagree with each other."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replay.weights import Checkpoint, HeadConfig, check_checkpoint, expected_tensors, parse_config
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """A config.json of a small head; ``changes`` replace or (None) remove fields."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "vocab_size": 96,
+        "draft_vocab_size": 40,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 256,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 2]},
+    }
+    config |= changes
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def random_tensors(config: HeadConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Tensors of the shapes that ``config`` calls for; d2t spreads the draft ids over the whole vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, shape in expected_tensors(config).items():
+        if name == "d2t":
+            chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+            tensors[name] = chosen - torch.arange(config.draft_vocab_size)
+        elif len(shape) == 1:
+            tensors[name] = 1 + 0.2 * torch.randn(shape, generator=generator)
+        else:
+            tensors[name] = torch.randn(shape, generator=generator) * 2 / shape[-1] ** 0.5
+    return tensors
+
+
+def tiny_checkpoint(seed: int = 0, **changes: Any) -> Checkpoint:
+    """A checked random head of ``tiny_config``."""
+    config = parse_config(tiny_config(**changes))
+    return check_checkpoint("tiny", config, random_tensors(config, seed))
+
+
+def target_tables(checkpoint: Checkpoint, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Embedding and lm_head [V, E] of an imagined target."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (checkpoint.config.vocab_size, checkpoint.config.hidden_size)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)

@@ -1,0 +1,128 @@
+"""The pass-per-step engine equals its slow twin: every option of a head, any steps, any packing."""
+
+import pytest
+import torch
+from heads import target_tables, tiny_checkpoint
+
+from replay.accept import continuations, count_accepted, served_walk
+from replay.engines import ENGINES, NUMERICS
+from replay.head import Head
+from replay.passes import DraftInput, draft_every_anchor
+from replay.twin import draft_one_round, replay_request
+
+HEADS = {
+    "plain": {},
+    "two layers": {"num_hidden_layers": 2},
+    "three layers": {"num_hidden_layers": 3},
+    "every norm": {"fc_norm": True, "norm_output": True, "eagle_config": {"norm_before_fc": True}},
+    "whole vocabulary": {"draft_vocab_size": 96},
+    "target's lm_head": {"draft_vocab_size": None},
+    "tied": {"draft_vocab_size": None, "tie_word_embeddings": True},
+    "one tap, wider target": {"target_hidden_size": 20, "num_aux_hidden_states": 1},
+    "one tap as wide as the head": {"num_aux_hidden_states": 1},
+    "biases": {"bias": True, "attention_bias": True, "mlp_bias": True},
+    "no grouping": {"num_key_value_heads": 4, "head_dim": 8},
+    "llama3 rope": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+                                        "original_max_position_embeddings": 16}},
+    "yarn rope": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "linear rope, part of each head": {"rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                                       "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+def make_head(
+    name: str, *, engine: str = "sglang", numerics: str = "sglang", dtype: torch.dtype = torch.float64
+) -> Head:
+    checkpoint = tiny_checkpoint(**HEADS[name])
+    embed_VE, lm_head_VE = target_tables(checkpoint)
+    return Head(
+        checkpoint,
+        target_embed_VE=embed_VE,
+        target_lm_head_VE=lm_head_VE,
+        profile=ENGINES[engine],
+        numerics=NUMERICS[numerics],
+        dtype=dtype,
+    )
+
+
+def requests(head: Head, shapes: list[tuple[int, int]]) -> list[DraftInput]:
+    generator = torch.Generator().manual_seed(5)
+    width = head.config.fc_inputs
+    return [
+        DraftInput(
+            torch.randint(head.config.vocab_size, (prompt + output,), generator=generator),
+            torch.randn(prompt + output - 1, width, generator=generator),
+            prompt,
+        )
+        for prompt, output in shapes
+    ]
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_anchor_of_every_head_equals_the_twin(name: str, engine: str) -> None:
+    head = make_head(name, engine=engine, dtype=torch.float32)
+    inputs = requests(head, [(3, 9), (1, 4), (6, 1), (2, 2)])
+    for item, drafts in zip(inputs, draft_every_anchor(head, inputs, 4), strict=True):
+        anchors = range(item.prompt_tokens, len(item.tokens_T) - 1)
+        expected = [draft_one_round(head, item.tokens_T, item.features_RKD, anchor, 4) for anchor in anchors]
+        assert drafts.drafted_AK.tolist() == expected
+    assert len({tuple(row) for row in expected}) == len(expected)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_equals_the_twin_but_for_near_ties(numerics: str, dtype: torch.dtype) -> None:
+    head = make_head("plain", numerics=numerics, dtype=dtype)
+    (item,) = requests(head, [(3, 60)])
+    (drafts,) = draft_every_anchor(head, [item], 3)
+    expected = [draft_one_round(head, item.tokens_T, item.features_RKD, anchor, 3) for anchor in range(3, 62)]
+    # Products over other numbers of rows round differently; a flip needs a near tie, and the rest of its chain follows.
+    differing = sum(row != other for row, other in zip(drafts.drafted_AK.tolist(), expected, strict=True))
+    assert differing <= 3
+
+
+def test_packing_changes_no_draft() -> None:
+    head = make_head("two layers", dtype=torch.float32)
+    inputs = requests(head, [(3, 9), (1, 14), (6, 2)])
+    together = draft_every_anchor(head, inputs, 3)
+    for item, drafts in zip(inputs, together, strict=True):
+        (alone,) = draft_every_anchor(head, [item], 3)
+        assert torch.equal(alone.drafted_AK, drafts.drafted_AK)
+
+
+def test_fewer_steps_are_a_prefix_of_more() -> None:
+    head = make_head("plain", dtype=torch.float32)
+    (item,) = requests(head, [(4, 12)])
+    (long,), (short,) = draft_every_anchor(head, [item], 5), draft_every_anchor(head, [item], 2)
+    assert torch.equal(long.drafted_AK[:, :2], short.drafted_AK)
+
+
+def test_long_requests_run_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head("two layers", dtype=torch.float32)
+    (item,) = requests(head, [(5, 30)])
+    (whole,) = draft_every_anchor(head, [item], 3)
+    monkeypatch.setattr("replay.attention._BLOCK", 4 * 33 * 2)
+    (blocked,) = draft_every_anchor(head, [item], 3)
+    assert torch.equal(whole.drafted_AK, blocked.drafted_AK)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_served_walk_equals_the_twin_round_for_round(steps: int) -> None:
+    """Random heads accept next to nothing, so the tokens are made of what the head drafts, with errors strewn in."""
+    head = make_head("plain", dtype=torch.float32)
+    (item,) = requests(head, [(3, 40)])
+    tokens_T = item.tokens_T.clone()
+    for anchor in range(3, 42, 7):
+        drafted = draft_one_round(head, tokens_T, item.features_RKD, anchor, 6)
+        for place, token in enumerate(drafted[: anchor % 5 + 1]):
+            if anchor + 1 + place < len(tokens_T):
+                tokens_T[anchor + 1 + place] = token
+    tail = (1, 2)
+    expected = replay_request(head, tokens_T, item.features_RKD, 3, steps, tail)
+    (drafts,) = draft_every_anchor(head, [DraftInput(tokens_T, item.features_RKD, 3)], steps)
+    anchors_A = torch.arange(3, len(tokens_T) - 1).numpy()
+    chosen_AK = continuations(tokens_T.numpy(), torch.tensor(tail).numpy(), anchors_A, steps)
+    walk = served_walk(count_accepted(drafts.drafted_AK.numpy(), chosen_AK), prompt_tokens=3, tokens=len(tokens_T))
+    assert [(played.anchor, played.accepted) for played in walk] == [(r.anchor, r.accepted) for r in expected]
+    assert max(played.accepted for played in walk) >= min(steps, 2)
