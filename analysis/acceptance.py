@@ -5,10 +5,10 @@ accept length = sum(accepted + 1) / rounds; ``histogram[a]`` = rounds with exact
 counts as a round like every other. ``nan`` stands where a ratio has no denominator; JSON says null there.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ class VariantSummary:
     @property
     def accept_rate(self) -> float:
         """Accepted / drafted tokens; nan without drafted tokens."""
-        return _ratio(self.accepted, self.drafted)
+        return ratio(self.accepted, self.drafted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
     The interval is a percentile bootstrap over the requests that have a round, the same draws for all variants;
     (nan, nan) when fewer than two requests have one.
     """
-    counts = _per_request(rounds)
+    counts = per_request(rounds)
     intervals = _intervals(rounds, counts, seed=seed, resamples=resamples)
     histograms = _histograms(rounds)
     return [
@@ -128,7 +128,7 @@ def gaps(rounds: Rounds, reference: str, *, seed: int = 0, resamples: int = DEFA
     Paired: only requests that have rounds under both count, and one resample draws the same requests for both. The
     interval is (nan, nan) when fewer than two requests do.
     """
-    counts = _per_request(rounds)
+    counts = per_request(rounds)
     against = counts.pop(reference)
     return _paired(counts, against, seed=seed, resamples=resamples)
 
@@ -145,7 +145,7 @@ def observed_gaps(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RES
         against[row, _ACCEPTED] = histogram @ np.arange(len(histogram))
     if not against.any():
         return {}
-    return _paired(_per_request(rounds), against, seed=seed, resamples=resamples)
+    return _paired(per_request(rounds), against, seed=seed, resamples=resamples)
 
 
 def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
@@ -157,7 +157,7 @@ def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
 _ROUNDS, _ACCEPTED, _DRAFTED, _CUT, _WIDTH = 0, 1, 2, 3, 4
 
 
-def _per_request(rounds: Rounds) -> dict[str, Counts]:
+def per_request(rounds: Rounds) -> dict[str, Counts]:
     """By variant [requests, 4]: rounds, accepted, drafted, cut rounds of each request, in the order of ``requests``."""
     import polars as pl
 
@@ -243,7 +243,7 @@ def _summary(
 ) -> VariantSummary:
     rounds, accepted, drafted, cut = (int(total) for total in counts.sum(axis=0))
     played = [request for request, row in zip(requests, counts, strict=True) if row[_ROUNDS] > 0]
-    reached = [int(count) for count in histogram[::-1].cumsum()[::-1]]  # reached[j]: rounds with at least j accepted
+    joint, conditional = position_rates(histogram)
     return VariantSummary(
         name=variant.name,
         draft=variant.draft,
@@ -263,13 +263,13 @@ def _summary(
         drafted=drafted,
         accepted=accepted,
         output_tokens=sum(request.output_tokens for request in requests),
-        accept_length=_ratio(accepted + rounds, rounds),
+        accept_length=ratio(accepted + rounds, rounds),
         accept_length_ci95=interval,
-        accept_length_server=_ratio(sum(request.output_tokens for request in played), rounds),
+        accept_length_server=ratio(sum(request.output_tokens for request in played), rounds),
         histogram=tuple(int(count) for count in histogram),
-        position_joint=tuple(_ratio(count, rounds) for count in reached[1:]),
-        position_conditional=tuple(_ratio(count, before) for before, count in itertools.pairwise(reached)),
-        all_anchors_accept_length=_ratio(variant.anchors_accepted + variant.anchors, variant.anchors),
+        position_joint=joint,
+        position_conditional=conditional,
+        all_anchors_accept_length=ratio(variant.anchors_accepted + variant.anchors, variant.anchors),
         ties=variant.ties,
         seconds=variant.seconds,
         observed=observed(requests),
@@ -277,6 +277,21 @@ def _summary(
         cut_rounds=cut,
         anchors=variant.anchors,
     )
+
+
+def position_rates(histogram: Sequence[int] | Counts) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Joint and conditional acceptance of draft positions 1..K from ``histogram`` [K + 1].
+
+    Joint j: rounds with at least j accepted / rounds. Conditional j: the same / rounds with at least j - 1.
+    """
+    reached = reached_positions(histogram)
+    joint = tuple(ratio(count, reached[0]) for count in reached[1:])
+    return joint, tuple(ratio(count, before) for before, count in pairwise(reached))
+
+
+def reached_positions(histogram: Sequence[int] | Counts) -> list[int]:
+    """Rounds with at least j accepted, j from 0, of ``histogram`` [K + 1]."""
+    return [int(count) for count in np.cumsum(np.asarray(histogram)[::-1])[::-1]]
 
 
 def observed(requests: Sequence[RequestInfo]) -> Observed | None:
@@ -293,11 +308,11 @@ def observed(requests: Sequence[RequestInfo]) -> Observed | None:
                 histogram[accepted] += count
         rounds = sum(histogram)
         tokens = rounds + sum(accepted * count for accepted, count in enumerate(histogram))
-        return Observed(rounds, _ratio(tokens, rounds), tuple(histogram), len(drawn))
+        return Observed(rounds, ratio(tokens, rounds), tuple(histogram), len(drawn))
     if counted:
         rounds = sum(request.observed_rounds or 0 for request in counted)
         tokens = sum(request.output_tokens for request in counted)
-        return Observed(rounds, _ratio(tokens, rounds), (), len(counted))
+        return Observed(rounds, ratio(tokens, rounds), (), len(counted))
     return None
 
 
@@ -324,5 +339,6 @@ def _json(value: object) -> Any:
     return value
 
 
-def _ratio(count: int, of: int) -> float:
+def ratio(count: int, of: int) -> float:
+    """``count / of``; nan when there is nothing to divide by."""
     return count / of if of else math.nan

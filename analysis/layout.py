@@ -1,0 +1,77 @@
+"""Tables that fit the console: whole columns move to a second table before any text is cut."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+_GAP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A heading (lines split by newline) over one cell for each row."""
+
+    heading: str
+    cells: tuple[Text, ...]
+    justify: Literal["left", "right"] = "right"
+
+    @property
+    def width(self) -> int:
+        """Cells of a terminal that the widest line takes."""
+        lines = [*self.heading.split("\n"), *(cell.plain for cell in self.cells)]
+        return max(map(cell_len, lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Rows that the ``names`` columns tell apart, in one table, or where that is too wide in one for each group.
+
+    Where even the names leave no room for the widest group, rows are numbered and the names stand in a list above.
+    """
+
+    names: tuple[Column, ...]
+    groups: tuple[tuple[Column, ...], ...]
+    labels: tuple[str, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        every = [column for group in self.groups for column in group]
+        names, room = self.names, options.max_width
+        if names and max(_width([*names, *group]) for group in self.groups) > room:
+            numbers = tuple(Text(str(row)) for row in range(1, len(self.labels) + 1))
+            names = (Column("", numbers),)
+            digits = len(str(len(self.labels)))
+            for number, label in zip(numbers, self.labels, strict=True):
+                yield Text(f"{number.plain:>{digits}}  {label}", overflow="fold")
+            yield Text()
+        if _width([*names, *every]) <= room:
+            yield _table([*names, *every])
+            return
+        for index, group in enumerate(self.groups):
+            if index:
+                yield Text()
+            yield _table([*names, *group])
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, options.max_width)
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(column.width for column in columns) + _GAP * (len(columns) - 1)
+
+
+def _table(columns: Sequence[Column]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold"
+    )
+    for column in columns:
+        table.add_column(column.heading, justify=column.justify, no_wrap=True, vertical="bottom")
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
+    return table

@@ -1,0 +1,213 @@
+"""Summaries → what a person reads: answer line, table, doubts, provenance.
+
+``assess`` decides what there is to say; ``render`` only lays it out. Nothing here prints.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from replay.analysis import wording
+from replay.analysis.acceptance import DEFAULT_RESAMPLES, Gap, VariantSummary, gaps, observed_gaps
+from replay.analysis.doubts import Case, doubts
+from replay.analysis.peers import PeerMetric, peer_metrics
+from replay.analysis.provenance import provenance
+from replay.analysis.variant_table import position_table, variant_table
+from replay.traces.rounds import Rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything a report says, before it is laid out.
+
+    ``best`` has the largest accept length (the first of equals; None without rounds), ``nearest`` lies closest to
+    what the server reported (None where it reported nothing). ``gaps`` are paired against ``best``, ``observed_gaps``
+    against the server. ``facts`` name what differs between the variants.
+    """
+
+    summaries: tuple[VariantSummary, ...]
+    best: VariantSummary | None
+    nearest: VariantSummary | None
+    gaps: Mapping[str, Gap]
+    observed_gaps: Mapping[str, Gap]
+    facts: tuple[str, ...]
+    doubts: tuple[str, ...]
+    provenance: tuple[tuple[str, str], ...]
+    peers: Mapping[str, Sequence[PeerMetric]]
+
+
+def render(rounds: Rounds, summaries: Sequence[VariantSummary], *, peers: bool = False) -> RenderableType:
+    """The report of ``summarise(rounds)`` as a rich renderable that adapts to the console's width.
+
+    With ``peers`` every other project's metric follows for the best variant.
+    """
+    return lay_out(assess(rounds, summaries, peers=peers))
+
+
+def assess(
+    rounds: Rounds,
+    summaries: Sequence[VariantSummary],
+    *,
+    peers: bool = False,
+    seed: int = 0,
+    resamples: int = DEFAULT_RESAMPLES,
+) -> Report:
+    """What there is to say about ``summaries``: comparisons, doubts, provenance."""
+    played = [summary for summary in summaries if summary.rounds]
+    best = max(played, key=lambda summary: summary.accept_length, default=None)
+    seen = observed_gaps(rounds, seed=seed, resamples=resamples)
+    nearest = _nearest(played, seen)
+    return Report(
+        summaries=tuple(summaries),
+        best=best,
+        nearest=nearest,
+        gaps=gaps(rounds, best.name, seed=seed, resamples=resamples) if best else {},
+        observed_gaps=seen,
+        facts=wording.varying(summaries),
+        doubts=doubts(Case(rounds, summaries, best, nearest, seen)),
+        provenance=tuple(provenance(rounds, summaries, seed=seed, resamples=resamples)),
+        peers={best.name: peer_metrics(rounds, best.name)} if peers and best else {},
+    )
+
+
+def _nearest(played: Sequence[VariantSummary], seen: Mapping[str, Gap]) -> VariantSummary | None:
+    if seen:
+        return min(played, key=lambda row: abs(seen[row.name].difference), default=None)
+    reported = [(row, row.observed.accept_length) for row in played if row.observed is not None]
+    return min(reported, key=lambda pair: abs(pair[0].accept_length_server - pair[1]))[0] if reported else None
+
+
+def lay_out(report: Report) -> RenderableType:
+    """The report as a renderable."""
+    parts: list[RenderableType] = [Text(answer(report), style="bold")]
+    if sentence := observed_sentence(report):
+        parts.append(Text(sentence))
+    parts += [Text(), Text(_shared(report), style="dim"), Text()]
+    parts.append(variant_table(report.summaries, report.facts, report.gaps, report.best))
+    if len(report.summaries) == 1:
+        parts += [Text(), position_table(report.summaries[0])]
+    for name, metrics in report.peers.items():
+        parts += [Text(), _heading(f"Other projects' metrics, {name}"), peer_table(metrics)]
+    parts += [Text(), _heading("Doubts")]
+    parts += [_bullet(doubt) for doubt in report.doubts] or [Text("  none of the checks raised one")]
+    parts += [Text(), _heading("Provenance"), _pairs(report.provenance)]
+    return Group(*parts)
+
+
+def answer(report: Report) -> str:
+    """The first line: how much is accepted, under which variant, and what the others lose."""
+    best = report.best
+    if best is None:
+        total = sum(row.requests for row in report.summaries[:1])
+        return f"No rounds: {wording.counted(total, 'request')}, none with an output of more than one token."
+    if len(report.summaries) == 1:
+        return (
+            f"Accept length {wording.decimal(best.accept_length)}{_within(best)}: "
+            f"{wording.counted(best.rounds, 'round')} of {wording.counted(best.played_requests, 'request')} accepted "
+            f"{wording.count(best.accepted)} of {wording.counted(best.drafted, 'drafted token')}."
+        )
+    return (
+        f"Best of {len(report.summaries)} variants: {wording.label(best, report.facts)}, accept length "
+        f"{wording.decimal(best.accept_length)}{_within(best)} over {wording.counted(best.rounds, 'round')} of "
+        f"{wording.counted(best.played_requests, 'request')}; {_losses(report)}."
+    )
+
+
+def _within(summary: VariantSummary) -> str:
+    bounds = wording.interval(summary.accept_length_ci95)
+    return "" if bounds == wording.NOTHING else f" (95 % interval {bounds})"
+
+
+def _losses(report: Report) -> str:
+    """What the variants that are not the best lose, and how many of them cannot be told from it."""
+    others = [gap for gap in report.gaps.values() if gap.difference == gap.difference]
+    equal = sum(gap.verdict == "equal" for gap in others)
+    unsure = sum(gap.verdict == "cannot tell" for gap in others)
+    if not others:
+        return "the others have no rounds"
+    if equal == len(others):
+        return "the other gives the same" if equal == 1 else f"all {equal} others give the same"
+    lost = sorted(-gap.difference for gap in others)
+    if len(others) == 1:
+        tail = ", which cannot be told from noise" if unsure else f" (95 % interval {_lost_interval(others[0])})"
+        return f"the other loses {wording.decimal(lost[0])}{tail}"
+    said = f"the others lose {wording.decimal(lost[0])} to {wording.decimal(lost[-1])}"
+    apart = [f"{equal} of them nothing"] * bool(equal) + [f"{unsure} of them cannot be told from it"] * bool(unsure)
+    return ", ".join([said, *apart])
+
+
+def _lost_interval(gap: Gap) -> str:
+    low, high = gap.ci95
+    return wording.interval((-high, -low))
+
+
+def observed_sentence(report: Report) -> str:
+    """What the server reported and which variant lies nearest; empty where it reported nothing."""
+    nearest = report.nearest
+    if nearest is None or nearest.observed is None:
+        return ""
+    seen = nearest.observed
+    said = (
+        f"The server reported {wording.decimal(seen.accept_length)} over {wording.counted(seen.rounds, 'round')} of "
+        f"{wording.counted(seen.requests, 'request')}"
+    )
+    who = "the replay" if len(report.summaries) == 1 else f"nearest is {wording.label(nearest, report.facts)}, which"
+    gap = report.observed_gaps.get(nearest.name)
+    if gap is None:
+        ours = wording.decimal(nearest.accept_length_server)
+        return f"{said}, counting output tokens / rounds; {who} gives {ours} so counted."
+    if gap.verdict == "equal":
+        return f"{said}; {who} gives the same."
+    side = "more" if gap.difference > 0 else "less"
+    unsure = ", which cannot be told from noise" if gap.verdict == "cannot tell" else ""
+    return f"{said}; {who} gives {wording.decimal(abs(gap.difference))} {side}{unsure}."
+
+
+def _shared(report: Report) -> str:
+    """The facts that all variants have in common, said once."""
+    if not report.summaries:
+        return ""
+    elsewhere = ("numerics", "engine")  # said under provenance
+    first = report.summaries[0]
+    facts = [name for name in wording.FACTS if name not in report.facts and name not in elsewhere]
+    if "steps" in report.facts and first.num_draft_tokens == first.steps + 1:
+        facts.remove("num_draft_tokens")
+    said = " · ".join(wording.phrase(first, name) for name in facts)
+    return said if len(report.summaries) == 1 else f"All variants: {said}"
+
+
+def peer_table(metrics: Sequence[PeerMetric]) -> Table:
+    """Project, name, value, counts and definition of each metric."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("project", "metric", "value", "counts", "definition"):
+        table.add_column(heading, overflow="fold")
+    for row in metrics:
+        values = " ".join(wording.decimal(value) for value in row.values)
+        table.add_row(*map(Text, (row.project, row.metric, values, row.counts, row.definition)))
+    return table
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _bullet(text: str) -> RenderableType:
+    return _grid([("•", text)], style="yellow")
+
+
+def _pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
+    return _grid(rows, style="dim")
+
+
+def _grid(rows: Sequence[tuple[str, str]], *, style: str) -> RenderableType:
+    """Hanging paragraphs: a first column as wide as its words, a second that folds."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style=style, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for left, right in rows:
+        grid.add_row(Text(left), Text(right))
+    return Padding(grid, (0, 0, 0, 2))
