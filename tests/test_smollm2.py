@@ -134,6 +134,7 @@ def test_the_checkpoint_is_plain_bf16_with_a_tied_embedding(target_dir: Path) ->
     assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == (30, 576, 49152)
     assert config["tie_word_embeddings"] is True
     assert "quantization_config" not in config
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 100000.0  # Transformers 4, and 5
     with safe_open(target_dir / "model.safetensors", framework="pt") as file:
         kinds = {file.get_slice(name).get_dtype() for name in file.keys()}
         assert kinds == {"BF16"}
@@ -155,4 +156,7 @@ def test_the_target_answers_through_its_chat_template(target_dir: Path) -> None:
     with torch.inference_mode():
         tokens = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(tokens, skip_special_tokens=True)
+    # Its own pre-tokenizer: every digit stands alone, so a blank line before one keeps its token.
+    assert tokenizer.tokenize("No.\n\n2 in 1969") == ["No", ".", "ĊĊ", "2", "Ġin", "Ġ", "1", "9", "6", "9"]
+    assert tokens[-1] == tokenizer.eos_token_id
     assert tokens[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
