@@ -1,0 +1,318 @@
+"""A Transformers causal LM in this process: loaded, its taps hooked, and both checked on a real input."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay.capture.encode import Limits
+from replay.errors import CaptureError, UsageError
+from replay.traces.taps import EMBED, FINAL, tap_index, tap_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+_INSTALL = "pip install 'eagle-replay[local]'"
+
+
+def resolve_target(model: str) -> Path:
+    """The local folder of a path or hub id (fetched into the hub's own cache when missing). Raises CaptureError."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CaptureError(
+                f"{folder} holds no config.json: --model takes a Transformers checkpoint folder or a hub id"
+            )
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CaptureError(f"{model} is no folder, and a hub id needs transformers: {_INSTALL}") from error
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CaptureError(
+            f"{model} is neither a folder nor a hub id that can be fetched ({reason}): "
+            "give --model a Transformers checkpoint folder or a hub id"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """What is known of a target before its weights are read."""
+
+    name: str
+    folder: Path
+    config: "PretrainedConfig"  # of the text model
+    tokenizer: "PreTrainedTokenizerBase | None"
+    eos_ids: frozenset[int]
+
+    @property
+    def layers(self) -> int:
+        """N, the number of decoder layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def limits(self) -> Limits:
+        """Vocabulary and context of the target."""
+        context = getattr(self.config, "max_position_embeddings", None)
+        return Limits(int(self.config.vocab_size), None if context is None else int(context))
+
+
+def open_target(model: str) -> TargetFiles:
+    """Config, tokenizer and end-of-sequence ids of a target. Raises CaptureError when Transformers cannot read them."""
+    try:
+        from transformers import AutoConfig, AutoTokenizer
+    except ImportError as error:
+        raise CaptureError(
+            f"capture --model runs the target in Transformers, which is not installed: {_INSTALL}"
+        ) from error
+    folder = resolve_target(model)
+    name = folder.resolve().name if Path(model).expanduser().is_dir() else model
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder) if _has_tokenizer(folder) else None
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _refusal(folder, error) from error
+    return TargetFiles(name, folder, config.get_text_config(), tokenizer, _eos_ids(folder, config))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
+def _refusal(folder: Path, error: Exception) -> CaptureError:
+    reason = " ".join(str(error).split())[:300]
+    return CaptureError(f"Transformers cannot load the target in {folder} ({reason}): give --model another checkpoint")
+
+
+def _eos_ids(folder: Path, config: "PretrainedConfig") -> frozenset[int]:
+    """End-of-sequence ids: generation_config.json where it names any, else config.json, as engines read them."""
+    named: Any = None
+    path = folder / "generation_config.json"
+    if path.is_file():
+        try:
+            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise CaptureError(f"{path} is not a JSON object ({error}): mend or remove it") from error
+    if named is None:
+        named = getattr(config.get_text_config(), "eos_token_id", None)
+    return frozenset() if named is None else frozenset([named] if isinstance(named, int) else named)
+
+
+@dataclass(slots=True)
+class LocalTarget:
+    """A loaded target and the rows its hooks last saw."""
+
+    model: Any  # transformers.PreTrainedModel, whose stubs know too little of what it holds
+    decoder: Any
+    layers: "nn.ModuleList"
+    lm_head: Any
+    embed_weight: "Tensor"  # [V, H]
+    eos_ids: frozenset[int]
+    device: "torch.device"
+    cache_argument: str
+    _seen: "dict[str, Tensor]" = field(default_factory=dict)
+
+    def new_cache(self) -> Any:
+        """An empty key-value cache of the target's own kind."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.decoder.config)
+
+    def forward(self, ids: "Tensor", mask: "Tensor", positions: "Tensor", cache: Any | None) -> "dict[str, Tensor]":
+        """Run the decoder on ids [B, S]; the rows [B, S, width] of the taps now recorded, and ``final`` always.
+
+        mask is [B, keys so far], positions [B, S]; the cache (None: no cache) is extended in place.
+        """
+        self._seen.clear()
+        extra = {} if cache is None else {self.cache_argument: cache}
+        out = self.decoder(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=cache is not None, **extra
+        )
+        return {**self._seen, FINAL: out.last_hidden_state}
+
+    @contextmanager
+    def recording(self, taps: Sequence[str]) -> Iterator[None]:
+        """While open, forward() also gives these taps: R[i] is the input of layer i, R[N] the output of the last."""
+        handles = []
+        try:
+            for name in taps:
+                index = tap_index(name)
+                if index is None:
+                    continue  # final is the decoder's own result
+                if index < len(self.layers):
+                    handles.append(
+                        self.layers[index].register_forward_pre_hook(self._keep_input(name), with_kwargs=True)
+                    )
+                else:
+                    handles.append(self.layers[-1].register_forward_hook(self._keep_output(name)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._seen.clear()
+
+    def _keep_input(self, name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A copy: a layer may add to its input in place.
+            self._seen[name] = (args[0] if args else kwargs["hidden_states"]).clone()
+
+        return hook
+
+    def _keep_output(self, name: str) -> Callable[[Any, Any, Any], None]:
+        def hook(_: Any, __: Any, output: Any) -> None:
+            self._seen[name] = (output[0] if isinstance(output, tuple) else output).clone()
+
+        return hook
+
+    @property
+    def lm_head_weight(self) -> "Tensor | None":
+        """[V, H], or None where it is the embedding itself."""
+        weight: Tensor = self.lm_head.weight
+        return None if weight.data_ptr() == self.embed_weight.data_ptr() else weight
+
+
+def load_target(files: TargetFiles, *, dtype: str, device: str) -> LocalTarget:
+    """Read the weights (safetensors only). Raises CaptureError where the checkpoint or its form is not supported."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    place = _device(device)
+    try:
+        with _quiet_loading():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                files.folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype), use_safetensors=True
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _refusal(files.folder, error) from error
+    model.to(place).eval()
+    return _dissect(model, files, place)
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(name)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"--device {name} cannot be used ({reason}): type auto, cpu or cuda:0") from error
+    return place
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without Transformers' own progress bar, which would run into the caller's."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _dissect(model: Any, files: TargetFiles, device: "torch.device") -> LocalTarget:
+    from torch import nn
+
+    decoder = model.get_decoder()
+    found = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == files.layers]
+    if len(found) != 1:
+        raise CaptureError(
+            f"{type(decoder).__name__} has {len(found)} lists of {files.layers} layers where one was looked for: "
+            "its residual stream cannot be tapped in process; capture it from an SGLang server (--server)"
+        )
+    lm_head, embed = model.get_output_embeddings(), model.get_input_embeddings()
+    if lm_head is None or getattr(lm_head, "bias", None) is not None:
+        raise CaptureError(
+            f"{type(model).__name__} has {'no lm_head' if lm_head is None else 'an lm_head with a bias'}, which a "
+            "trace cannot hold: give --model a causal LM whose logits are lm_head(final)"
+        )
+    arguments = inspect.signature(decoder.forward).parameters
+    cache = next((name for name in ("cache", "past_key_values") if name in arguments), None)
+    if cache is None:
+        raise CaptureError(f"{type(decoder).__name__} takes no key-value cache: give --model a transformer decoder")
+    return LocalTarget(model, decoder, found[0], lm_head, embed.weight, files.eos_ids, device, cache)
+
+
+def check_target(target: LocalTarget, prompt_ids: Sequence[int]) -> bool:
+    """Hold the hooks against ``output_hidden_states=True`` on a real input [L]; True when R[0] is embed_weight[ids].
+
+    In one pass R[i] must be hidden_states[i] for i < N bit for bit, and R[N] what a final norm turns into the last of
+    them; the logits must be lm_head(final), with no scaling or soft cap behind it. Raises CaptureError otherwise.
+    """
+    import torch
+
+    count = len(target.layers)
+    ids = torch.tensor([list(prompt_ids)], device=target.device)
+    mask, positions = torch.ones_like(ids), torch.arange(ids.shape[1], device=target.device)[None]
+    norms: list[tuple[Any, Any]] = []
+    handles = [child.register_forward_hook(_keep_pass(norms)) for child in target.decoder.children()]
+    try:
+        with torch.inference_mode(), target.recording([tap_name(i) for i in range(count + 1)]):
+            full = target.model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, output_hidden_states=True, use_cache=False
+            )
+            seen = dict(target._seen)
+            final = target.forward(ids, mask, positions, None)[FINAL]
+            logits = target.lm_head(final)
+            lookup = torch.nn.functional.embedding(ids, target.embed_weight)
+    finally:
+        for handle in handles:
+            handle.remove()
+    states = full.hidden_states
+    if len(states) != count + 1:
+        raise CaptureError(
+            f"the target gives {len(states)} hidden states for {count} layers: it cannot be tapped in process"
+        )
+    wrong = [tap_name(i) for i in range(count) if not torch.equal(seen[tap_name(i)], states[i])]
+    if not any(torch.equal(out, states[count]) and torch.equal(seen[tap_name(count)], into) for into, out in norms):
+        wrong.append(tap_name(count))
+    if not _near(final, states[count]):
+        wrong.append(FINAL)
+    if wrong:
+        raise CaptureError(
+            f"the target's hidden_states are not what its layers take and give (taps {', '.join(wrong)} differ): "
+            "it cannot be tapped in process; capture it from an SGLang server (--server)"
+        )
+    if not _near(logits, full.logits):
+        raise CaptureError(
+            f"{type(target.model).__name__} scales or caps its logits after lm_head, which a trace cannot hold: "
+            "give --model a target whose logits are lm_head(final)"
+        )
+    return torch.equal(seen[EMBED], lookup)
+
+
+def _keep_pass(kept: list[tuple[Any, Any]]) -> Callable[[Any, tuple[Any, ...], Any], None]:
+    def hook(_: Any, args: tuple[Any, ...], output: Any) -> None:
+        import torch
+
+        if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
+            kept.append((args[0], output))
+
+    return hook
+
+
+def _near(a: "Tensor", b: "Tensor") -> bool:
+    """Equal but for rounding: two passes over the same input may run in another order."""
+    import torch
+
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-3}.get(a.dtype, 1.6e-2)
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())

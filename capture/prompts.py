@@ -1,0 +1,147 @@
+"""Prompt files: JSON Lines, one request a row, checked before any model is touched.
+
+A row holds exactly one of
+
+- ``prompt``: one user turn (put into the target's chat template where it has one, unless raw),
+- ``messages``: a chat, a list of ``{"role": ..., "content": ...}``,
+- ``input_ids``: token ids as they are,
+
+and optionally ``id`` (a string, becomes the request id; otherwise the row's number counted from 0), ``category``, and
+one of ``response`` (text) or ``output_ids`` (token ids), which the target then follows instead of generating.
+Other keys are left alone. Blank lines are skipped.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replay.errors import PromptError
+
+MAX_ID = 1024  # characters of a request id, as the trace format has it
+_KINDS = ("prompt", "messages", "input_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One row as written: one of prompt, messages, input_ids is set, and at most one of response, output_ids."""
+
+    line: int  # of the file, counted from 1
+    request_id: str
+    category: str | None
+    prompt: str | None
+    messages: tuple[dict[str, Any], ...] | None
+    input_ids: tuple[int, ...] | None
+    response: str | None
+    output_ids: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFile:
+    """All rows of a file, in its order, at least one; ids are distinct."""
+
+    path: Path
+    sha256: str  # of the file's bytes
+    rows: tuple[PromptRow, ...]
+
+    def place(self, row: PromptRow) -> str:
+        """Where a row stands, as messages name it: ``prompts.jsonl line 3``."""
+        return f"{self.path} line {row.line}"
+
+
+def read_prompts(path: Path) -> PromptFile:
+    """Read and check a prompt file. Raises PromptError naming the file and the line."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read ({error.strerror}): give --prompts a file of JSON lines") from error
+    rows: list[PromptRow] = []
+    lines: dict[str, int] = {}
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        row = _row(_parse(raw, f"{path} line {number}"), number, len(rows), f"{path} line {number}")
+        if row.request_id in lines:
+            raise PromptError(
+                f"{path} line {number}: id {row.request_id!r} is taken by line {lines[row.request_id]} "
+                "(a row without id is named by its number, counted from 0): make the ids distinct"
+            )
+        if len(row.request_id) > MAX_ID:
+            raise PromptError(
+                f"{path} line {number}: the id has {len(row.request_id)} characters, possible are {MAX_ID}"
+            )
+        lines[row.request_id] = number
+        rows.append(row)
+    if not rows:
+        raise PromptError(f'{path} holds no rows: write one JSON object a line, such as {{"prompt": "Hello"}}')
+    return PromptFile(path, hashlib.sha256(data).hexdigest(), tuple(rows))
+
+
+def _parse(raw: bytes, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise PromptError(f'{place} is not JSON ({error}): a row is an object such as {{"prompt": "Hello"}}') from error
+    if not isinstance(value, dict):
+        raise PromptError(f'{place} is a JSON {type(value).__name__}: a row is an object such as {{"prompt": "Hello"}}')
+    return value
+
+
+def _row(value: dict[str, Any], line: int, number: int, place: str) -> PromptRow:
+    kinds = [key for key in _KINDS if value.get(key) is not None]
+    if len(kinds) != 1:
+        seen = " and ".join(kinds) if kinds else f"none of them (its keys: {', '.join(value) or 'none'})"
+        raise PromptError(f"{place} has {seen}: a row has exactly one of prompt, messages, input_ids")
+    if value.get("response") is not None and value.get("output_ids") is not None:
+        raise PromptError(f"{place} has response and output_ids: keep one of them")
+    request_id = value.get("id")
+    return PromptRow(
+        line=line,
+        request_id=str(number) if request_id is None else _text(request_id, "id", place),
+        category=_optional_text(value, "category", place),
+        prompt=_optional_text(value, "prompt", place),
+        messages=None if value.get("messages") is None else _messages(value["messages"], place),
+        input_ids=_optional_ids(value, "input_ids", place),
+        response=_optional_text(value, "response", place),
+        output_ids=_optional_ids(value, "output_ids", place),
+    )
+
+
+def _optional_text(value: dict[str, Any], key: str, place: str) -> str | None:
+    return None if value.get(key) is None else _text(value[key], key, place)
+
+
+def _optional_ids(value: dict[str, Any], key: str, place: str) -> tuple[int, ...] | None:
+    ids = value.get(key)
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+        raise PromptError(f"{place}: {key} must be a list of one or more integers, such as [1, 42]")
+    return tuple(ids)
+
+
+def _text(value: Any, key: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise PromptError(f"{place}: {key} is {json.dumps(value)[:60]}, it must be a string (in double quotes)")
+    if not value.strip():
+        raise PromptError(f"{place}: {key} is empty: write some text or take the row out")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{place}: {key} holds half a surrogate pair, which is no text: mend the row") from error
+    return value
+
+
+def _messages(value: Any, place: str) -> tuple[dict[str, Any], ...]:
+    shape = 'must be a list of one or more {"role": "user", "content": "..."} objects'
+    if not isinstance(value, list) or not value:
+        raise PromptError(f"{place}: messages {shape}")
+    for message in value:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise PromptError(f"{place}: messages {shape}")
+        _text(message["role"], "a message's role", place)
+        # A system turn may be empty on purpose: it keeps a template from writing its own.
+        if message["content"] != "" or len(value) == 1:
+            _text(message["content"], "a message's content", place)
+    return tuple(value)
