@@ -90,9 +90,9 @@ def _cut_rounds(case: Case) -> Iterator[str]:
     if rows:
         row = max(rows, key=lambda row: row.cut_rounds / row.rounds)
         yield (
-            f"{count(row.cut_rounds)} of {counted(row.rounds, 'round')} ({percent(row.cut_rounds / row.rounds, 0)}) "
-            f"were cut by the end of the output{_in_how_many(rows, case)}, which counts what they accepted beyond it "
-            "as nothing: longer outputs make this smaller."
+            f"{count(row.cut_rounds)} of {counted(row.rounds, 'round')} ({percent(row.cut_rounds / row.rounds, 0)}"
+            f"{_worst(rows, case)}) were cut by the end of the output, and what they would have accepted beyond it "
+            "does not count: longer outputs make this smaller."
         )
 
 
@@ -101,13 +101,16 @@ def _ties(case: Case) -> Iterator[str]:
     if rows:
         row = max(rows, key=lambda row: row.ties / row.drafted)
         yield (
-            f"{count(row.ties)} of {counted(row.drafted, 'drafted token')} ({percent(row.ties / row.drafted)}) were "
-            f"chosen between equal logits{_in_how_many(rows, case)}, where another kernel may choose otherwise."
+            f"{count(row.ties)} of {counted(row.drafted, 'drafted token')} ({percent(row.ties / row.drafted)}"
+            f"{_worst(rows, case)}) were chosen between equal logits, where another kernel may choose otherwise."
         )
 
 
-def _in_how_many(rows: Sequence[VariantSummary], case: Case) -> str:
-    return "" if len(case.summaries) == 1 else f" in the worst of {counted(len(rows), 'such variant')}"
+def _worst(rows: Sequence[VariantSummary], case: Case) -> str:
+    """Says that the worst variant is meant, where there are several."""
+    if len(case.summaries) == 1:
+        return ""
+    return ", in one variant" if len(rows) == 1 else f", in the worst of {len(rows)} such variants"
 
 
 def _not_generated(case: Case) -> Iterator[str]:
@@ -145,8 +148,7 @@ def _walk_gap(case: Case) -> Iterator[str]:
 def _longer_drafts(case: Case) -> Iterator[str]:
     if "steps" in varying(case.summaries):
         yield (
-            "The variants differ in steps, and a longer draft never accepts less but always costs more: replay plan "
-            "says what pays."
+            "The variants differ in steps, and a longer draft accepts more and costs more: replay plan says what pays."
         )
 
 

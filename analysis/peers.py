@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from replay.analysis import wording
 from replay.analysis.acceptance import VariantSummary, per_request, ratio, summarise
 from replay.errors import UsageError
 from replay.traces.rounds import Rounds
@@ -30,7 +36,15 @@ class PeerMetric:
     definition: str
 
 
-def peer_metrics(rounds: Rounds, variant: str) -> list[PeerMetric]:
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Every project's metric of one variant."""
+
+    variant: str
+    metrics: tuple[PeerMetric, ...]
+
+
+def peer_metrics(rounds: Rounds, variant: str) -> Peers:
     """Every project's metric for one variant. Raises UsageError for a variant that the rounds do not have."""
     names = [info.name for info in rounds.variants]
     if variant not in names:
@@ -38,7 +52,27 @@ def peer_metrics(rounds: Rounds, variant: str) -> list[PeerMetric]:
     counts = per_request(rounds)[variant]
     played = [(int(row[0]), int(row[1])) for row in counts if row[0] > 0]
     tokens = sum(request.output_tokens for request, row in zip(rounds.requests, counts, strict=True) if row[0] > 0)
-    return _metrics(summarise(rounds, resamples=1)[names.index(variant)], played, tokens)
+    summary = summarise(rounds, resamples=1)[names.index(variant)]
+    return Peers(variant, tuple(_metrics(summary, played, tokens)))
+
+
+def render_peers(peers: Peers) -> RenderableType:
+    """Project and metric, then its value, what was divided by what, and the definition."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in peers.metrics:
+        table.add_row(Text(f"{row.project}: {row.metric}"), Text(_value(row)))
+    title = f"Other projects' metrics, from the served walk of {peers.variant}"
+    return Group(Text(), Text(title, style="bold"), Padding(table, (0, 0, 0, 2)))
+
+
+def _value(row: PeerMetric) -> str:
+    if len(row.values) == 1:
+        equals = " = " if "/" in row.counts else " over "
+        return f"{wording.decimal(row.values[0])}{equals}{row.counts}, {row.definition}"
+    values = [wording.percent(value).removesuffix(" %") for value in row.values]
+    return f"{' '.join(values)} %, {row.counts}, {row.definition}"
 
 
 def _metrics(row: VariantSummary, played: Sequence[tuple[int, int]], tokens: int) -> list[PeerMetric]:

@@ -14,10 +14,14 @@ from rich.text import Text
 from replay.analysis import wording
 from replay.analysis.acceptance import DEFAULT_RESAMPLES, Gap, VariantSummary, gaps, observed_gaps
 from replay.analysis.doubts import Case, doubts
-from replay.analysis.peers import PeerMetric, peer_metrics
 from replay.analysis.provenance import provenance
 from replay.analysis.variant_table import position_table, variant_table
 from replay.traces.rounds import Rounds
+
+_LOST = (
+    "lost: accept length below the best's, over the same requests; ≈ where its 95 % interval holds 0 and the two "
+    "cannot be told apart"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +41,17 @@ class Report:
     facts: tuple[str, ...]
     doubts: tuple[str, ...]
     provenance: tuple[tuple[str, str], ...]
-    peers: Mapping[str, Sequence[PeerMetric]]
 
 
-def render(rounds: Rounds, summaries: Sequence[VariantSummary], *, peers: bool = False) -> RenderableType:
-    """The report of ``summarise(rounds)`` as a rich renderable that adapts to the console's width.
-
-    With ``peers`` every other project's metric follows for the best variant.
-    """
-    return lay_out(assess(rounds, summaries, peers=peers))
+def render(rounds: Rounds, summaries: Sequence[VariantSummary]) -> RenderableType:
+    """The report of ``summarise(rounds)`` as a rich renderable that adapts to the console's width."""
+    return lay_out(assess(rounds, summaries))
 
 
 def assess(
     rounds: Rounds,
     summaries: Sequence[VariantSummary],
     *,
-    peers: bool = False,
     seed: int = 0,
     resamples: int = DEFAULT_RESAMPLES,
 ) -> Report:
@@ -70,7 +69,6 @@ def assess(
         facts=wording.varying(summaries),
         doubts=doubts(Case(rounds, summaries, best, nearest, seen)),
         provenance=tuple(provenance(rounds, summaries, seed=seed, resamples=resamples)),
-        peers={best.name: peer_metrics(rounds, best.name)} if peers and best else {},
     )
 
 
@@ -88,10 +86,10 @@ def lay_out(report: Report) -> RenderableType:
         parts.append(Text(sentence))
     parts += [Text(), Text(_shared(report), style="dim"), Text()]
     parts.append(variant_table(report.summaries, report.facts, report.gaps, report.best))
-    if len(report.summaries) == 1:
-        parts += [Text(), position_table(report.summaries[0])]
-    for name, metrics in report.peers.items():
-        parts += [Text(), _heading(f"Other projects' metrics, {name}"), peer_table(metrics)]
+    if len(report.summaries) > 1:
+        parts += [Text(), Text(_LOST, style="dim")]
+    elif report.best is not None:
+        parts += [Text(), position_table(report.best)]
     parts += [Text(), _heading("Doubts")]
     parts += [_bullet(doubt) for doubt in report.doubts] or [Text("  none of the checks raised one")]
     parts += [Text(), _heading("Provenance"), _pairs(report.provenance)]
@@ -131,13 +129,15 @@ def _losses(report: Report) -> str:
         return "the others have no rounds"
     if equal == len(others):
         return "the other gives the same" if equal == 1 else f"all {equal} others give the same"
-    lost = sorted(-gap.difference for gap in others)
+    lost = sorted(-gap.difference for gap in others if gap.verdict != "equal")
     if len(others) == 1:
         tail = ", which cannot be told from noise" if unsure else f" (95 % interval {_lost_interval(others[0])})"
         return f"the other loses {wording.decimal(lost[0])}{tail}"
-    said = f"the others lose {wording.decimal(lost[0])} to {wording.decimal(lost[-1])}"
-    apart = [f"{equal} of them nothing"] * bool(equal) + [f"{unsure} of them cannot be told from it"] * bool(unsure)
-    return ", ".join([said, *apart])
+    span = wording.decimal(lost[0]) + (f" to {wording.decimal(lost[-1])}" if len(lost) > 1 else "")
+    said = f"the others lose {span}" if not equal else f"{equal} gives the same, the others lose {span}"
+    if equal > 1:
+        said = said.replace("gives", "give")
+    return f"{said}, {unsure} of them within noise" if unsure else said
 
 
 def _lost_interval(gap: Gap) -> str:
@@ -178,17 +178,6 @@ def _shared(report: Report) -> str:
         facts.remove("num_draft_tokens")
     said = " · ".join(wording.phrase(first, name) for name in facts)
     return said if len(report.summaries) == 1 else f"All variants: {said}"
-
-
-def peer_table(metrics: Sequence[PeerMetric]) -> Table:
-    """Project, name, value, counts and definition of each metric."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("project", "metric", "value", "counts", "definition"):
-        table.add_column(heading, overflow="fold")
-    for row in metrics:
-        values = " ".join(wording.decimal(value) for value in row.values)
-        table.add_row(*map(Text, (row.project, row.metric, values, row.counts, row.definition)))
-    return table
 
 
 def _heading(text: str) -> Text:

@@ -33,7 +33,7 @@ def variant_table(
         return Column(heading, tuple(texts), "left" if justify == "left" else "right")
 
     names = [
-        column(name.replace("_", "\n"), [_name(row, name) for row in summaries], "server" * (index == 0), "left")
+        column(_heading(name), [_name(row, name) for row in summaries], "server" * (index == 0), _side(name))
         for index, name in enumerate(facts)
     ]
     if not many and seen is not None:
@@ -88,12 +88,22 @@ def position_table(summary: VariantSummary) -> Fitted:
         rates = [wording.percent(rate) for rate in position_rates(seen)[1]]
         columns.append(_plain("server's\nshare", (rates + [wording.NOTHING] * len(reached))[: len(reached) - 1]))
     shares = [rate if not math.isnan(rate) else 0.0 for rate in summary.position_conditional]
-    columns.append(Column("", tuple(Text("█" * round(20 * share)) for share in shares), "left"))
+    columns.append(
+        Column("", tuple(Text("█" * round(20 * share) + "░" * (20 - round(20 * share))) for share in shares), "left")
+    )
     return Fitted((), (tuple(columns),), ())
 
 
 def _plain(heading: str, cells: Sequence[str]) -> Column:
     return Column(heading, tuple(map(Text, cells)))
+
+
+def _heading(fact: str) -> str:
+    return {"name": "variant", "num_draft_tokens": "draft\ntokens"}.get(fact, fact)
+
+
+def _side(fact: str) -> str:
+    return "right" if fact in ("steps", "topk", "num_draft_tokens", "temperature") else "left"
 
 
 def _name(summary: VariantSummary, fact: str) -> str:
@@ -112,5 +122,6 @@ def _lost(summary: VariantSummary, gaps: Mapping[str, Gap], best: VariantSummary
 
 
 def _rates(rates: Sequence[float]) -> str:
+    """Whole percents, each three wide so that positions stand below each other."""
     shown = [wording.NOTHING if math.isnan(rate) else f"{100 * rate:.0f}" for rate in rates[:_MOST_POSITIONS]]
-    return " ".join(cell.rjust(2) for cell in shown) + (" …" if len(rates) > _MOST_POSITIONS else "")
+    return " ".join(cell.rjust(3) for cell in shown) + (" …" if len(rates) > _MOST_POSITIONS else "")

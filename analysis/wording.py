@@ -40,7 +40,7 @@ def counted(number: int, noun: str) -> str:
 
 def decimal(number: float, digits: int = 3) -> str:
     """A fixed number of digits; NOTHING for nan."""
-    return NOTHING if math.isnan(number) else f"{number:.{digits}f}"
+    return NOTHING if math.isnan(number) else f"{number:z.{digits}f}"
 
 
 def percent(number: float, digits: int = 1) -> str:
@@ -51,7 +51,7 @@ def percent(number: float, digits: int = 1) -> str:
 def interval(bounds: tuple[float, float], digits: int = 2) -> str:
     """``2.11 to 2.46``; a dash when there is none."""
     low, high = bounds
-    return NOTHING if math.isnan(low) else f"{low:.{digits}f} to {high:.{digits}f}"
+    return NOTHING if math.isnan(low) else f"{low:z.{digits}f} to {high:z.{digits}f}"
 
 
 def bars(histogram: Sequence[int]) -> str:
