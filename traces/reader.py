@@ -84,6 +84,11 @@ class Trace:
             )
         return cls(folder, header, records, layouts)
 
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The parsed headers of its shards, in order."""
+        return tuple(self._layouts.values())
+
     def __len__(self) -> int:
         return len(self.records)
 

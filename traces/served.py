@@ -78,5 +78,6 @@ def _problem(frame: "pl.DataFrame") -> str | None:
             return f"the column {name} holds {frame[name].min()}, must be 0 or more"
     beyond = frame.filter(frame["accepted"] > frame["drafted"].list.len())
     if len(beyond):
-        return f"{beyond['accepted'][0]} of {len(beyond['drafted'][0])} drafted tokens accepted"
+        accepted, drafted = int(beyond["accepted"][0]), len(beyond["drafted"].to_list()[0])
+        return f"{accepted} of {drafted} drafted tokens accepted"
     return None

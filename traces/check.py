@@ -1,0 +1,125 @@
+"""Self-check of a trace, before anyone draws a verdict from it. See SPEC.md, section 9.
+
+Findings come one by one while the trace streams by: a request's rows are mapped, looked at and let go, logits are made
+in slices of the vocabulary. What stays for the whole trace is 20 bytes per row (to find rows that requests share).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from replay.errors import TraceCorruptError
+from replay.traces import files
+from replay.traces.lm_head_check import lm_head_findings
+from replay.traces.reader import Trace
+from replay.traces.records import RequestRecord
+from replay.traces.shared_rows import SharedRows, shared_sentences
+from replay.traces.taps import EMBED, FINAL
+
+ERROR = "error"
+WARNING = "warning"
+INFO = "info"
+
+_MAX_PROBABILITY = 1.001  # of k tokens together: float32 log-probabilities add up to 1 within far less
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing seen. ``severity`` is "error" (do not trust the trace), "warning" or "info"; ``what`` one sentence.
+
+    ``request_id`` is None where the finding is about the whole trace or one of its files.
+    """
+
+    severity: str
+    request_id: str | None
+    what: str
+
+
+def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -> Iterator[Finding]:
+    """Checksums, finiteness, logits summaries, rows shared between requests, and lm_head(final) against the record.
+
+    ``rows`` bounds how many output positions go through lm_head, evenly spread over the requests (a CPU core makes
+    some tens a second for a vocabulary of 160,000); by default all. What is wrong inside the trace comes as a Finding,
+    never as an exception; the last findings, of severity "info", say how much was checked.
+    """
+    yield from _checksums(trace)
+    shared = SharedRows()
+    whole = []
+    for index, record in enumerate(trace.records):
+        problems = list(_request_problems(trace, index, shared))
+        if not problems:
+            whole.append(index)
+        yield from (Finding(ERROR, record.request_id, what) for what in problems)
+        yield from (Finding(WARNING, record.request_id, what) for what in _counter_doubts(trace, record))
+    for request_id, what in shared_sentences(shared, [record.request_id for record in trace.records]):
+        yield Finding(ERROR, request_id, what)
+    for severity, owner, what in lm_head_findings(trace, whole, device, rows):
+        yield Finding(severity, owner, what)
+
+
+def _checksums(trace: Trace) -> Iterator[Finding]:
+    """Of shards and sidecar; requests.parquet and rounds.parquet are compared whenever they are read."""
+    wanted = {layout.path: (layout.data_start, layout.metadata["data_sha256"]) for layout in trace.layouts}
+    if trace.header.weights is not None:
+        wanted[trace.path / files.WEIGHTS] = (0, trace.header.weights.sha256)
+    bad = 0
+    for path, (start, sha256) in wanted.items():
+        for what in _checksum_problem(path, start, sha256):
+            bad += 1
+            yield Finding(ERROR, None, what)
+    try:
+        trace.served_rounds()
+    except TraceCorruptError as error:
+        yield Finding(ERROR, None, str(error))
+    yield Finding(INFO, None, f"{len(wanted) - bad} of {len(wanted)} files have the bytes that their checksums name")
+
+
+def _checksum_problem(path: Path, start: int, sha256: str) -> Iterator[str]:
+    try:
+        found = files.sha256_of(path, start)
+    except TraceCorruptError as error:
+        yield str(error)
+        return
+    if found != sha256:
+        yield f"{path} has changed since it was written: its SHA-256 is {found[:12]}..., not {sha256[:12]}..."
+
+
+def _request_problems(trace: Trace, index: int, shared: SharedRows) -> Iterator[str]:
+    """Tap by tap, so that one tap of one request is the most that is in memory."""
+    for tap in trace.header.taps:
+        try:
+            rows = trace.read(index, [tap])
+        except TraceCorruptError as error:
+            yield str(error)
+            continue
+        values = rows.taps[tap]
+        zero = (values == 0).all(dim=1)
+        if tap != EMBED and bool(zero.any()):
+            yield f"{int(zero.sum())} of {len(zero)} rows of {tap} are all zero, first row {int(zero.nonzero()[0, 0])}"
+        if tap == FINAL:
+            shared.add(index, rows.tokens, values)
+    try:
+        ids_nk, logprobs_nk, _ = trace.logits(index)
+    except TraceCorruptError as error:
+        yield str(error)
+        return
+    if bool((ids_nk.sort(dim=1).values.diff(dim=1) == 0).any()):
+        yield "topk_ids names one token twice for one position"
+    if bool((logprobs_nk.diff(dim=1) > 0).any()):
+        yield "topk_logprobs rise within a row, though the most likely token comes first"
+    most = float(logprobs_nk.exp().sum(dim=1).max())
+    if most > _MAX_PROBABILITY:
+        yield f"the recorded probabilities of the top {ids_nk.shape[1]} tokens add up to {most:.4g}"
+
+
+def _counter_doubts(trace: Trace, record: RequestRecord) -> Iterator[str]:
+    """What the server counted, against itself and against the rows that are there."""
+    limit = trace.header.capture.max_new_tokens
+    if record.source == "generated" and record.output_tokens > limit:
+        yield f"{record.output_tokens} output tokens, though max_new_tokens was {limit}"
+    completion = record.server_completion_tokens
+    if completion is not None and completion != record.output_tokens:
+        yield f"the server counted {completion} output tokens, the trace holds {record.output_tokens}"
+    rounds, histogram = record.server_verify_rounds, record.server_histogram
+    if rounds is not None and histogram is not None and sum(histogram) != rounds:
+        yield f"the server counted {rounds} verify rounds, its histogram adds up to {sum(histogram)}"
