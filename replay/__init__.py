@@ -20,7 +20,7 @@ _HOMES = {
     "parse_wiring": "replay.wiring",
     "Variant": "replay.variant",
     "sweep": "replay.variant",
-    "simulate": "replay.simulate",
+    "simulate": "replay.simulation",
     "Rounds": "replay.traces.rounds",
     "read_rounds": "replay.traces.rounds",
     "write_rounds": "replay.traces.rounds",
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from replay.capture.record import CaptureOptions, capture_local
     from replay.errors import ReplayError
     from replay.head import head_from_tensors, load_head
-    from replay.simulate import simulate
+    from replay.simulation import simulate
     from replay.traces.reader import Trace
     from replay.traces.rounds import Rounds, read_rounds, write_rounds
     from replay.variant import Variant, sweep

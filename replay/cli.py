@@ -375,7 +375,7 @@ def _refuse_existing(path: Path, force: bool) -> None:
 def _check_temperature(wanted: float | None, recorded: float) -> None:
     if wanted is not None and wanted != recorded:
         raise UsageError(
-            f"temperature {wanted:g} was asked for, the trace was recorded at {recorded:g} and is replayed as recorded; "
+            f"temperature {wanted:g} was asked for, the trace was recorded at {recorded:g} and is replayed so; "
             f"capture one with --temperature {wanted:g}"
         )
 
@@ -427,7 +427,7 @@ def _capture(options: "CaptureOptions") -> "CaptureResult":
 def _simulate(trace: Any, checkpoints: Any, variants: Any, device: str) -> "Rounds":
     from rich.console import Console
 
-    from replay.simulate import Progress, simulate
+    from replay.simulation import Progress, simulate
 
     _check_device(device)
     with _progress(Console(stderr=True)) as progress:

@@ -17,7 +17,7 @@ from replay.traces.reader import RequestRows, Trace
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 from replay.variant import Variant, name_variants
 from replay.weights import Checkpoint
-from replay.wiring import Wiring, check_wiring, sglang_wiring
+from replay.wiring import Wiring, check_wiring, engine_ids, sglang_wiring
 
 if TYPE_CHECKING:
     import polars as pl
@@ -125,7 +125,7 @@ def simulate(
             for name, variant, tally in zip(names, resolved, tallies, strict=True)
         ),
         requests=tuple(_request_info(row) for row in trace.requests.iter_rows(named=True)),
-        trace=describe_trace(trace),
+        trace={**describe_trace(trace), "wirings": _describe_wirings(resolved, trace)},
         drafts={name: _describe_head(checkpoint, groups) for name, checkpoint in checkpoints.items()},
     )
 
@@ -215,35 +215,37 @@ def _walk(rows: RequestRows, drafts: Drafts, steps: int, tally: _Tally, table: "
 
 
 class _RoundsTable:
-    """Collects rounds column by column: a few numbers per round, whatever the trace's width."""
+    """Collects rounds as compact frames, one per variant and request: a few bytes for each number."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._columns: dict[str, list[Any]] = {
-            name: [] for name in ("variant", "request_id", "round", "anchor", "drafted", "accepted", "cut")
-        }
-        self._members: list[int] = []
+        self._frames: list[list[pl.DataFrame]] = [[] for _ in names]
 
     def add(self, member: int, request_id: str, walk: Sequence[Round], drafted_RK: "np.ndarray[Any, Any]") -> None:
-        """One request's rounds under one variant."""
-        columns = self._columns
-        columns["variant"] += [self._names[member]] * len(walk)
-        columns["request_id"] += [request_id] * len(walk)
-        columns["round"] += range(len(walk))
-        columns["anchor"] += [played.anchor for played in walk]
-        columns["drafted"] += drafted_RK.tolist()
-        columns["accepted"] += [played.accepted for played in walk]
-        columns["cut"] += [played.cut for played in walk]
-        self._members += [member] * len(walk)
-
-    def frame(self) -> "pl.DataFrame":
-        """The table, variants in their order, requests in trace order."""
+        """One request's rounds under one variant, with the tokens drafted in each."""
         import polars as pl
 
         from replay.traces.rounds import table_schema
 
-        order = np.argsort(np.asarray(self._members, dtype=np.int64), kind="stable")
-        return pl.DataFrame(self._columns, schema=table_schema())[order]
+        frame = {
+            "variant": [self._names[member]] * len(walk),
+            "request_id": [request_id] * len(walk),
+            "round": range(len(walk)),
+            "anchor": [played.anchor for played in walk],
+            "drafted": drafted_RK.tolist(),
+            "accepted": [played.accepted for played in walk],
+            "cut": [played.cut for played in walk],
+        }
+        self._frames[member].append(pl.DataFrame(frame, schema=table_schema()))
+
+    def frame(self) -> "pl.DataFrame":
+        """The table: variants in their order, requests in trace order."""
+        import polars as pl
+
+        from replay.traces.rounds import table_schema
+
+        frames = [frame for member in self._frames for frame in member]
+        return pl.concat(frames) if frames else pl.DataFrame(schema=table_schema())
 
 
 def _variant_info(name: str, variant: Variant, tally: _Tally, trace: Trace) -> VariantInfo:
@@ -298,6 +300,19 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "dtype": header.target.dtype,
         "missing": list(header.missing),
         "requests": len(trace.requests),
+    }
+
+
+def _describe_wirings(variants: Sequence[Variant], trace: Trace) -> dict[str, list[dict[str, Any]]]:
+    """For each wiring, the layer ids to write so that each engine feeds it."""
+    target = trace.header.target
+    wirings = dict.fromkeys(variant.wiring for variant in variants if variant.wiring is not None)
+    return {
+        str(wiring): [
+            {"engine": said.engine, "ids": None if said.ids is None else list(said.ids), "note": said.note}
+            for said in engine_ids(wiring, model_type=target.model_type, layers=target.layers)
+        ]
+        for wiring in wirings
     }
 
 
