@@ -1,0 +1,1 @@
+"""Empty: transformers imports the module ``functional`` from here."""

@@ -1,0 +1,1 @@
+"""Empty: imported at start, used for images only."""
