@@ -1,7 +1,7 @@
 # make demo    replay a small real target and head, start to end
 # make test    all tests
 # make lint    ruff, and mypy on an installed copy
-# make bench   speed of a replay on this machine
+# make bench   speed and memory of a replay on this machine
 # make clean   remove what these made (the cached target stays: see REPLAY_CACHE in README.md)
 #
 # Each makes the virtual environment it needs on first use, and finds it there the next time. To choose:
@@ -39,8 +39,11 @@ lint: $(VENV)/with-dev
 	$(PIP) --no-deps --target build/typecheck .
 	$(BIN)/mypy --strict build/typecheck/replay
 
+# The demo's trace is made first, unless it lies there already.
 bench: $(VENV)/with-demo
-	$(BIN)/python -I scripts/bench.py
+	$(BIN)/replay demo > /dev/null
+	$(BIN)/python -I tests/bench_passes.py replay-demo/trace traces/samples/smollm2-eagle3
+	$(BIN)/python -I tests/bench_memory.py replay-demo/trace traces/samples/smollm2-eagle3
 
 clean:
 	rm -rf build dist *.egg-info $(VENV)
@@ -54,6 +57,7 @@ $(VENV)/with-demo: pyproject.toml constraints.txt $(MINE)
 	echo '$(CURDIR)' > $(VENV)/checkout
 	touch $@
 
-$(VENV)/with-dev: $(VENV)/with-demo
+$(VENV)/with-dev: $(VENV)/with-demo tests/requirements-peers.txt
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --no-deps --requirement tests/requirements-peers.txt
 	touch $@
