@@ -153,8 +153,12 @@ def _longer_drafts(case: Case) -> Iterator[str]:
 
 
 def _requests_without_rounds(case: Case) -> Iterator[str]:
-    if case.best is not None and (without := case.best.requests - case.best.played_requests):
-        yield f"{count(without)} of {counted(case.best.requests, 'request')} have no round (an output of one token)."
+    if case.best is None:
+        yield "Nothing was measured: capture with a larger --max-new-tokens, or other prompts."
+        return
+    if without := case.best.requests - case.best.played_requests:
+        have = "has" if without == 1 else "have"
+        yield f"{count(without)} of {counted(case.best.requests, 'request')} {have} no round (an output of one token)."
     played = {row.played_requests for row in case.summaries}
     if len(played) > 1:
         yield (

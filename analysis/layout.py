@@ -33,7 +33,7 @@ class Column:
 class Fitted:
     """Rows that the ``names`` columns tell apart, in one table, or where that is too wide in one for each group.
 
-    Where even the names leave no room for the widest group, rows are numbered and the names stand in a list above.
+    Where the names leave no room for the widest group, rows are numbered and the ``labels`` stand in a list above.
     """
 
     names: tuple[Column, ...]
@@ -43,20 +43,29 @@ class Fitted:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         every = [column for group in self.groups for column in group]
         names, room = self.names, options.max_width
-        if names and max(_width([*names, *group]) for group in self.groups) > room:
+        if self.labels and max(_width([*names, *group]) for group in self.groups) > room:
             numbers = tuple(Text(str(row)) for row in range(1, len(self.labels) + 1))
             names = (Column("", numbers),)
             digits = len(str(len(self.labels)))
             for number, label in zip(numbers, self.labels, strict=True):
                 yield Text(f"{number.plain:>{digits}}  {label}", overflow="fold")
             yield Text()
-        if _width([*names, *every]) <= room:
-            yield _table([*names, *every])
-            return
-        for index, group in enumerate(self.groups):
+        tables = [every] if _width([*names, *every]) <= room else self._packed(room - _width(names) - _GAP)
+        for index, columns in enumerate(tables):
             if index:
                 yield Text()
-            yield _table([*names, *group])
+            yield _table([*names, *columns])
+
+    def _packed(self, room: int) -> list[list[Column]]:
+        """Columns in as many tables as they need: a table for each group, a further one where a group is too wide."""
+        tables: list[list[Column]] = []
+        for group in self.groups:
+            tables.append([])
+            for column in group:
+                if tables[-1] and _width([*tables[-1], column]) > room:
+                    tables.append([])
+                tables[-1].append(column)
+        return tables
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, options.max_width)
@@ -71,7 +80,7 @@ def _table(columns: Sequence[Column]) -> Table:
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold"
     )
     for column in columns:
-        table.add_column(column.heading, justify=column.justify, no_wrap=True, vertical="bottom")
+        table.add_column(column.heading, justify=column.justify, overflow="fold", vertical="bottom")
     for cells in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*cells)
     return table

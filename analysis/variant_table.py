@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.acceptance import Gap, VariantSummary, position_rates, reached_positions
 from replay.analysis.layout import Column, Fitted
-
-# More positions than this do not fit the narrowest console that a report is made for (80 columns).
-_MOST_POSITIONS = 16
 
 
 def variant_table(
@@ -67,10 +65,10 @@ def variant_table(
         )
     ]
     if many:
-        rates = [_rates(row.position_conditional) for row in summaries]
+        rates = _aligned([*(row.position_conditional for row in summaries), position_rates(histogram or (0,))[1]])
         heading = "% accepted at position 1, 2, ...\nof the rounds that got there"
-        shape.append(column(heading, rates, _rates(position_rates(histogram)[1]) if histogram else "", "left"))
-    labels = [wording.label(row, facts) for row in summaries] + ["server"] * (seen is not None)
+        shape.append(column(heading, rates[:-1], rates[-1], "left"))
+    labels = [wording.label(row, facts) or "replay" for row in summaries] + ["server"] * (seen is not None)
     return Fitted(tuple(names), (tuple(main), tuple(shape)), tuple(labels))
 
 
@@ -79,7 +77,6 @@ def position_table(summary: VariantSummary) -> Fitted:
     reached = reached_positions(summary.histogram)
     seen = summary.observed.histogram if summary.observed else ()
     columns = [
-        _plain("position", [str(position) for position in range(1, len(reached))]),
         _plain("rounds that\ngot there", [wording.count(count) for count in reached[:-1]]),
         _plain("accepted\nit", [wording.count(count) for count in reached[1:]]),
         _plain("share", [wording.percent(rate) for rate in summary.position_conditional]),
@@ -91,7 +88,8 @@ def position_table(summary: VariantSummary) -> Fitted:
     columns.append(
         Column("", tuple(Text("█" * round(20 * share) + "░" * (20 - round(20 * share))) for share in shares), "left")
     )
-    return Fitted((), (tuple(columns),), ())
+    positions = _plain("position", [str(position) for position in range(1, len(reached))])
+    return Fitted((positions,), (tuple(columns),), ())
 
 
 def _plain(heading: str, cells: Sequence[str]) -> Column:
@@ -121,7 +119,8 @@ def _lost(summary: VariantSummary, gaps: Mapping[str, Gap], best: VariantSummary
     return ("≈ " if gap.verdict == "cannot tell" else "") + wording.decimal(-gap.difference)
 
 
-def _rates(rates: Sequence[float]) -> str:
-    """Whole percents, each three wide so that positions stand below each other."""
-    shown = [wording.NOTHING if math.isnan(rate) else f"{100 * rate:.0f}" for rate in rates[:_MOST_POSITIONS]]
-    return " ".join(cell.rjust(3) for cell in shown) + (" …" if len(rates) > _MOST_POSITIONS else "")
+def _aligned(rows: Sequence[Sequence[float]]) -> list[str]:
+    """Whole percents of each row, the same position of all rows below each other."""
+    cells = [[wording.NOTHING if math.isnan(rate) else f"{100 * rate:.0f}" for rate in rates] for rates in rows]
+    widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
+    return [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in cells]

@@ -221,7 +221,7 @@ def test_other_projects_metrics_from_the_same_rounds() -> None:
     assert values["AR"] == values["num accepted tokens"] == (6 / 5,)
     assert values["Average_AL"] == pytest.approx(((7 / 3 + 4 / 2) / 2,))
     assert rows["SGLang meta_info", "spec_accept_length"].counts == "13 / 5"
-    with pytest.raises(UsageError, match="no variant 'other' .* near, far"):
+    with pytest.raises(UsageError, match=r"no variant 'other' .* near, far"):
         peer_metrics(story(), "other")
 
 
