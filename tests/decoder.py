@@ -7,6 +7,7 @@ a head of its own. It shares no code with replay: it reads the head's files itse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -93,10 +94,11 @@ def decode(
     A round's ``accepted`` stops at the end of the output, as nothing beyond it is emitted.
     """
     cache = DynamicCache(config=target.config)
+    cache_name = "cache" if "cache" in signature(target.forward).parameters else "past_key_values"
     head.forget(0)
 
     def run(tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        out = target(torch.tensor([list(tokens)]), past_key_values=cache, output_hidden_states=True)
+        out = target(torch.tensor([list(tokens)]), **{cache_name: cache}, output_hidden_states=True)
         features = torch.cat([out.hidden_states[tap][0] for tap in taps], dim=-1)
         return out.logits[0].argmax(-1), features
 
@@ -124,6 +126,7 @@ def decode(
         emitted = emitted[: limit - len(text)]
         text += emitted
         rounds.append(DecodedRound(anchor, drafted, min(accepted, len(emitted))))
-        cache.crop(anchor + 1 + accepted)
+        if accepted < steps:
+            cache.crop(accepted - steps)  # a negative number takes that many rows off the end
         features = features[: accepted + 1]
     return text[len(prompt) :], rounds
