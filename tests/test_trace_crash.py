@@ -27,7 +27,7 @@ NURSERY = """
 import os, signal, sys, time
 sys.path.append(sys.argv[1])
 from pathlib import Path
-import torch
+import polars, torch  # imported, but no pool of threads started, so that forking is safe
 from trace_maker import make_header, make_requests, make_weights
 from replay.traces.writer import TraceWriter
 
@@ -103,7 +103,8 @@ def check_whole(folder: Path, expected: set[str], *, allow_incomplete: bool) -> 
         assert rows.tokens.tolist() == [*made[name].prompt_ids, *made[name].output_ids]
         assert all(torch.equal(rows.taps[tap], made[name].taps[tap]) for tap in ("2", "final"))
         assert torch.equal(trace.logits(index)[1], made[name].topk_logprobs)
-    assert [finding for finding in trace.check() if finding.severity == "error"] == []
+    if not allow_incomplete:
+        assert [finding for finding in trace.check() if finding.severity == "error"] == []
 
 
 def finished(log: Path) -> set[str]:
@@ -132,7 +133,7 @@ def test_killed_at_many_moments(tmp_path: Path, nursery: Nursery) -> None:
     """One recording, killed again and again after a while that grows until it is through."""
     folder, log = tmp_path / "t", tmp_path / "log"
     for number in range(200):
-        status = nursery.run(folder, log, "time", 0.002 * (number + 1))
+        status = nursery.run(folder, log, "time", 0.004 * (number + 1))
         check_whole(folder, finished(log), allow_incomplete=True)
         if status == 0:
             break
