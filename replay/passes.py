@@ -141,6 +141,7 @@ def choose(head: Head, logits_AW: Tensor) -> tuple[Tensor, Tensor]:
 
     Of equal logits the lowest draft id wins.
     """
-    best_A1, index_A1 = logits_AW.max(dim=-1, keepdim=True)
-    tied_A = (logits_AW == best_A1).sum(dim=-1) > 1
-    return head.target_ids_W[index_A1[:, 0]], tied_A
+    index_A = logits_AW.max(dim=-1).indices  # the first of equals, which topk does not promise
+    best_A2 = logits_AW.topk(min(2, logits_AW.shape[1]), dim=-1).values
+    tied_A = (best_A2[:, 0] == best_A2[:, -1]) & (logits_AW.shape[1] > 1)
+    return head.target_ids_W[index_A], tied_A
