@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
+DEFAULT_RESAMPLES = 2000
+
 # Cells (resamples x requests) of one block of draws: bounds memory, does not change a number.
 _BLOCK_CELLS = 4_000_000
 

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from replay.analysis.acceptance import Gap, VariantSummary
+from replay.analysis.acceptance import VariantSummary
+from replay.analysis.gaps import Gap
 from replay.analysis.wording import count, counted, decimal, interval, listed, percent, varying
 from replay.traces.rounds import Rounds
 

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.analysis import wording
-from replay.analysis.acceptance import VariantSummary, per_request, ratio, summarise
+from replay.analysis.acceptance import VariantSummary, summarise
+from replay.analysis.counts import ACCEPTED, ROUNDS, per_request, ratio
 from replay.errors import UsageError
 from replay.traces.rounds import Rounds
 
@@ -50,8 +51,8 @@ def peer_metrics(rounds: Rounds, variant: str) -> Peers:
     if variant not in names:
         raise UsageError(f"there is no variant {variant!r} in these rounds: type one of {', '.join(names)}")
     counts = per_request(rounds)[variant]
-    played = [(int(row[0]), int(row[1])) for row in counts if row[0] > 0]
-    tokens = sum(request.output_tokens for request, row in zip(rounds.requests, counts, strict=True) if row[0] > 0)
+    played = [(int(row[ROUNDS]), int(row[ACCEPTED])) for row in counts if row[ROUNDS] > 0]
+    tokens = sum(request.output_tokens for request, row in zip(rounds.requests, counts, strict=True) if row[ROUNDS] > 0)
     summary = summarise(rounds, resamples=1)[names.index(variant)]
     return Peers(variant, tuple(_metrics(summary, played, tokens)))
 

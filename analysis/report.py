@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.analysis import wording
-from replay.analysis.acceptance import DEFAULT_RESAMPLES, Gap, VariantSummary, gaps, observed_gaps
+from replay.analysis.acceptance import VariantSummary
+from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.doubts import Case, doubts
+from replay.analysis.gaps import Gap, gaps, observed_gaps
 from replay.analysis.provenance import provenance
 from replay.analysis.variant_table import position_table, variant_table
 from replay.traces.rounds import Rounds

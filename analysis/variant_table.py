@@ -7,7 +7,9 @@ from itertools import zip_longest
 from rich.text import Text
 
 from replay.analysis import wording
-from replay.analysis.acceptance import Gap, VariantSummary, position_rates, reached_positions
+from replay.analysis.acceptance import VariantSummary
+from replay.analysis.counts import position_rates, reached_positions
+from replay.analysis.gaps import Gap
 from replay.analysis.layout import Column, Fitted
 
 

@@ -12,8 +12,9 @@ import pytest
 from rounds_maker import make_rounds, make_variant
 
 from replay.analysis import bootstrap
-from replay.analysis.acceptance import Gap, gaps, observed_gaps, summarise, to_json
+from replay.analysis.acceptance import summarise, to_json
 from replay.analysis.bootstrap import percentile_interval, ratios, resampled_sums
+from replay.analysis.gaps import Gap, gaps, observed_gaps
 from replay.analysis.peers import peer_metrics
 from replay.errors import UsageError
 from replay.traces.rounds import Rounds

@@ -1,0 +1,76 @@
+"""Differences of accept length, paired: between variants, and against what the server reported."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from replay.analysis.bootstrap import DEFAULT_RESAMPLES
+from replay.analysis.counts import (
+    ACCEPTED,
+    ROUNDS,
+    WIDTH,
+    Counts,
+    alike,
+    length_interval,
+    lengths,
+    per_request,
+    stacked_sums,
+)
+from replay.traces.rounds import Rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far a variant's accept length lies from another's, both resampled with the same requests."""
+
+    variant: str
+    difference: float
+    ci95: tuple[float, float]
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse``, ``equal`` (no resample tells them apart) or ``cannot tell`` (0 in the interval)."""
+        low, high = self.ci95
+        if self.difference == low == high == 0:
+            return "equal"
+        return "better" if low > 0 else "worse" if high < 0 else "cannot tell"
+
+
+def gaps(rounds: Rounds, reference: str, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> dict[str, Gap]:
+    """Accept length of every other variant minus that of ``reference``, by variant name.
+
+    Paired: only requests that have rounds under both count, and one resample draws the same requests for both. The
+    interval is (nan, nan) when fewer than two requests do.
+    """
+    counts = per_request(rounds)
+    against = counts.pop(reference)
+    return _paired(counts, against, seed=seed, resamples=resamples)
+
+
+def observed_gaps(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> dict[str, Gap]:
+    """Accept length of every variant minus the one the server reported for the same requests, by variant name.
+
+    Paired as in ``gaps``, over the requests for which the server gave a histogram; empty when it gave none.
+    """
+    against = np.zeros((len(rounds.requests), WIDTH), dtype=np.int64)
+    for row, request in enumerate(rounds.requests):
+        histogram = np.array(request.observed_histogram or (), dtype=np.int64)
+        against[row, ROUNDS] = histogram.sum()
+        against[row, ACCEPTED] = histogram @ np.arange(len(histogram))
+    if not against.any():
+        return {}
+    return _paired(per_request(rounds), against, seed=seed, resamples=resamples)
+
+
+def _paired(counts: dict[str, Counts], against: Counts, *, seed: int, resamples: int) -> dict[str, Gap]:
+    """By variant its accept length minus that of the counts ``against`` [requests, 4]."""
+    found: dict[str, Gap] = {}
+    both = {name: (rows[:, ROUNDS] > 0) & (against[:, ROUNDS] > 0) for name, rows in counts.items()}
+    for names, played in alike(both):
+        kept = [against[played], *(counts[name][played] for name in names)]
+        sums = stacked_sums(kept, seed=seed, resamples=resamples)
+        totals = lengths(np.stack([rows.sum(axis=0) for rows in kept]).astype(np.float64))
+        for i, name in enumerate(names, start=1):
+            interval = length_interval(lengths(sums[i]) - lengths(sums[0]), played)
+            found[name] = Gap(name, float(totals[i] - totals[0]), interval)
+    return found
