@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from replay.traces.rounds import Rounds
 
 
+# Short and long names of one thing; both are taken everywhere.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_PRECISIONS = {dtype: precision for precision, dtype in _DTYPES.items()}
+
+
 class _Refusal(click.ClickException):
     """One sentence on stderr, exit code 1."""
 
@@ -85,7 +90,7 @@ _trace_argument = click.argument("trace", type=click.Path(path_type=Path), metav
     "--dtype",
     default="auto",
     show_default=True,
-    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    type=click.Choice(["auto", *_DTYPES.values(), *_DTYPES]),
     help="Of the target.",
 )
 @click.option("--device", default="auto", show_default=True, help="Where the target runs, e.g. cpu or cuda.")
@@ -111,7 +116,8 @@ def capture(
 
     options = CaptureOptions(
         model=model, prompts=prompts, out=output, taps=taps, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_p=top_p, top_k=top_k, seed=seed, raw=raw, dtype=dtype, device=device, concurrency=concurrency,
+        top_p=top_p, top_k=top_k, seed=seed, raw=raw, dtype=_DTYPES.get(dtype, dtype), device=device,
+        concurrency=concurrency,
         weights=not no_weights, resume=resume, force=force,
     )  # fmt: skip
     result = _capture(options)
@@ -199,7 +205,7 @@ def simulate(
         wiring=[parse_wiring(text, layers=layers) for text in wirings] or [None],
         steps=list(steps or (5,)),
         topk=list(topk or (1,)),
-        precision=list(precisions) or [None],
+        precision=[_PRECISIONS.get(precision, precision) for precision in precisions] or [None],
         numerics=list(numerics) or [None],
         kv=list(kvs or ("refresh",)),
         verify=[verify],
