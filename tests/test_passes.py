@@ -7,6 +7,7 @@ from heads import target_tables, tiny_checkpoint
 from replay.accept import continuations, count_accepted, served_walk
 from replay.engines import ENGINES, NUMERICS
 from replay.head import Head
+from replay.ordered import replay_in_order
 from replay.passes import DraftInput, draft_every_anchor
 from replay.twin import draft_one_round, replay_request
 
@@ -23,6 +24,7 @@ HEADS = {
     "biases": {"bias": True, "attention_bias": True, "mlp_bias": True},
     "no grouping": {"num_key_value_heads": 4, "head_dim": 8},
     "llama3 rope": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+                                        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                                         "original_max_position_embeddings": 16}},
     "yarn rope": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "linear rope, part of each head": {"rope_scaling": {"rope_type": "linear", "factor": 2.0},
@@ -108,9 +110,10 @@ def test_long_requests_run_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_served_walk_equals_the_twin_round_for_round(steps: int) -> None:
+@pytest.mark.parametrize("name", ["plain", "two layers", "every norm"])
+def test_served_walk_equals_the_twin_round_for_round(name: str, steps: int) -> None:
     """Random heads accept next to nothing, so the tokens are made of what the head drafts, with errors strewn in."""
-    head = make_head("plain", dtype=torch.float32)
+    head = make_head(name, dtype=torch.float32)
     (item,) = requests(head, [(3, 40)])
     tokens_T = item.tokens_T.clone()
     for anchor in range(3, 42, 7):
@@ -125,4 +128,6 @@ def test_served_walk_equals_the_twin_round_for_round(steps: int) -> None:
     chosen_AK = continuations(tokens_T.numpy(), torch.tensor(tail).numpy(), anchors_A, steps)
     walk = served_walk(count_accepted(drafts.drafted_AK.numpy(), chosen_AK), prompt_tokens=3, tokens=len(tokens_T))
     assert [(played.anchor, played.accepted) for played in walk] == [(r.anchor, r.accepted) for r in expected]
+    ordered = replay_in_order(head, DraftInput(tokens_T, item.features_RKD, 3), steps, torch.tensor(tail))
+    assert ordered == expected
     assert max(played.accepted for played in walk) >= min(steps, 2)
