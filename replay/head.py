@@ -71,7 +71,8 @@ class Head:
             if key not in ("d2t", "t2d", "embed_tokens.weight")
         }
         self._embed_VE = self._choose_embedding(checkpoint, target_embed_VE, profile)
-        self._lm_head_WE = self._choose_lm_head(target_lm_head_VE)
+        tied = target_lm_head_VE is None
+        self._lm_head_WE = self._choose_lm_head(target_embed_VE if tied else target_lm_head_VE)
         self.target_ids_W = self._target_ids(checkpoint)
         self._use_attention_bias = self.config.attention_bias and profile.attention_bias
         if self.config.attention_bias and not profile.attention_bias:
@@ -98,8 +99,9 @@ class Head:
     def _choose_lm_head(self, target_lm_head_VE: Tensor | None) -> Tensor:
         if self.config.lm_head == "own":
             return self._weights["lm_head.weight"]
-        source_VE = target_lm_head_VE if self.config.lm_head == "target" and target_lm_head_VE is not None else None
-        table_VE = self._embed_VE if source_VE is None else source_VE
+        table_VE = target_lm_head_VE if self.config.lm_head == "target" else self._embed_VE
+        if table_VE is None:
+            raise CheckpointError(f"draft head {self.name} uses the target's lm_head, and none was given")
         if table_VE.shape != (self.config.vocab_size, self.config.hidden_size):
             raise CheckpointError(
                 f"draft head {self.name} borrows an lm_head of {self.config.vocab_size} x {self.config.hidden_size}, "

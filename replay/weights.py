@@ -6,7 +6,9 @@ list of deliberate drops, or is an error that names it.
 """
 
 import json
+import pickle
 import re
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,29 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What SGLang 0.5.23 and transformers index without a default (transformers modeling_rope_utils.py).
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+# What torch's restricted unpickler meets in broken bytes.
+_MALFORMED = (
+    pickle.UnpicklingError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+# More layers or taps than any head has: a config that asks for millions must not make us count to it.
+_MOST = 256
 
 _LEGACY_NAMES = (
     (re.compile(r"^model\."), ""),
@@ -154,8 +179,12 @@ def _check_tensor(name: str, key: str, tensor: "torch.Tensor", shape: tuple[int,
             "mend config.json or export the head again"
         )
     if key in ("d2t", "t2d"):
-        if tensor.is_floating_point():
-            raise CheckpointError(f"draft head {name}: {key} is {tensor.dtype}, it must be an integer or bool tensor")
+        integers = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        if tensor.dtype not in (integers if key == "d2t" else (*integers, torch.bool)):
+            wanted = "integers" if key == "d2t" else "bool or integers"
+            raise CheckpointError(
+                f"draft head {name}: {key} is {tensor.dtype}, {wanted} were expected; export it again"
+            )
     elif tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise CheckpointError(
             f"draft head {name}: {key} is {tensor.dtype}, possible are float32, float16 and bfloat16; "
@@ -254,12 +283,15 @@ def _read_tensors(path: Path) -> "dict[str, torch.Tensor]":
     if single.is_file():
         return _load_safetensors(single)
     if index.is_file():
-        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
         tensors: dict[str, torch.Tensor] = {}
-        for shard in shards:
-            if Path(shard).name != shard:
-                raise CheckpointError(f"{index} names the shard {shard!r}, which is not a plain file name")
-            tensors |= _load_safetensors(path / shard)
+        for shard in _shard_names(index):
+            part = _load_safetensors(path / shard)
+            twice = sorted(tensors.keys() & part.keys())
+            if twice:
+                raise CheckpointError(
+                    f"{path / shard} holds {_some(twice)} again after another shard; keep one of them"
+                )
+            tensors |= part
         return tensors
     if binary.is_file():
         return _load_binary(binary)
@@ -267,6 +299,20 @@ def _read_tensors(path: Path) -> "dict[str, torch.Tensor]":
         f"{path} holds no weights: looked for model.safetensors, model.safetensors.index.json and pytorch_model.bin; "
         "give --draft the folder of a draft head"
     )
+
+
+def _shard_names(index: Path) -> list[str]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map from tensors to shards; copy or export the head again")
+    for shard in weight_map.values():
+        # The name is foreign text: it must not lead out of the folder.
+        if not isinstance(shard, str) or re.fullmatch(r"\w[\w.-]*\.safetensors", shard, re.ASCII) is None:
+            raise CheckpointError(
+                f"{index} names the shard {shard!r}, the plain name of a .safetensors file was expected; "
+                "copy or export the head again"
+            )
+    return sorted(set(weight_map.values()))
 
 
 def _load_safetensors(path: Path) -> "dict[str, torch.Tensor]":
@@ -282,18 +328,23 @@ def _load_safetensors(path: Path) -> "dict[str, torch.Tensor]":
 
 
 def _load_binary(path: Path) -> "dict[str, torch.Tensor]":
-    import pickle
+    import warnings
 
     import torch
 
     try:
-        # weights_only admits tensors and plain containers, so a foreign file cannot run code.
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about pickle protocols; what matters is refused below
+            # weights_only admits tensors and plain containers, so a foreign file cannot run code.
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except _MALFORMED as error:
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise CheckpointError(
-            f"{path} is not a plain dictionary of tensors ({str(error).splitlines()[0]}); convert it to safetensors"
+            f"{path} is not a plain dictionary of tensors ({reason}); convert it to safetensors"
         ) from error
-    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+    if not isinstance(loaded, dict) or not all(
+        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items()
+    ):
         raise CheckpointError(f"{path} is not a plain dictionary of tensors; convert it to safetensors")
     return loaded
 
@@ -303,10 +354,12 @@ def _read_json(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist; give --draft the folder of a draft head") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}; copy or export the head again") from error
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(document).__name__}, an object was expected")
+        raise CheckpointError(
+            f"{path} holds a JSON {type(document).__name__}, an object was expected; copy or export the head again"
+        )
     return document
 
 
@@ -334,16 +387,19 @@ class _Fields:
             raise CheckpointError(f"{self._name}: {key} is {value!r}, {wanted} was expected")
         return value
 
-    def size(self, key: str, default: int | None = None) -> int:
-        fits = lambda value: type(value) is int and 0 < value < 2**31  # noqa: E731
-        return int(self._read(key, default, fits, "a positive integer"))
+    def size(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+        fits = lambda value: type(value) is int and 0 < value <= most  # noqa: E731
+        return int(self._read(key, default, fits, f"an integer from 1 to {most}"))
 
-    def number(self, key: str, default: float) -> float:
-        fits = lambda value: type(value) in (int, float) and 0 < value < float("inf")  # noqa: E731
+    def number(self, key: str, default: float | None = None) -> float:
+        fits = lambda value: type(value) in (int, float) and 0 < value <= 1e300  # noqa: E731
         return float(self._read(key, default, fits, "a positive number"))
 
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self._read(key, default, lambda value: type(value) is bool, "true or false"))
+
+    def text(self, key: str) -> str | None:
+        return str(self._read(key, "", lambda value: isinstance(value, str), "a string")) or None
 
     def object(self, key: str) -> dict[str, Any]:
         value = self._read(key, {}, lambda value: isinstance(value, dict), "an object")
@@ -382,12 +438,12 @@ def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadCo
     config = HeadConfig(
         hidden_size=hidden_size,
         target_hidden_size=fields.size("target_hidden_size", hidden_size),
-        num_taps=fields.size("num_aux_hidden_states", len(layer_ids) if layer_ids else 3),
+        num_taps=fields.size("num_aux_hidden_states", len(layer_ids) if layer_ids else 3, most=_MOST),
         intermediate_size=fields.size("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=fields.size("num_key_value_heads", num_heads),
         head_dim=fields.size("head_dim", max(1, hidden_size // num_heads)),
-        num_layers=fields.size("num_hidden_layers", 1),
+        num_layers=fields.size("num_hidden_layers", 1, most=_MOST),
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
         lm_head="embed" if tied else "own" if fields.has("draft_vocab_size") else "target",
@@ -401,7 +457,7 @@ def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadCo
         fc_norm=fields.flag("fc_norm") or fields.flag("use_aux_norm"),
         norm_output=fields.flag("norm_output"),
         layer_ids=layer_ids,
-        dtype=document.get("dtype") or document.get("torch_dtype"),
+        dtype=fields.text("dtype") or fields.text("torch_dtype"),
     )
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
@@ -430,13 +486,16 @@ def _rope(fields: _Fields, document: Mapping[str, Any], name: str) -> Rope:
     """Rope parameters from transformers 5's ``rope_parameters`` or the older ``rope_theta`` with ``rope_scaling``."""
     from math import log
 
-    parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
-    inner = _Fields(parameters, f"{name}: rope_parameters")
+    spelling = "rope_parameters" if fields.object("rope_parameters") else "rope_scaling"
+    parameters = fields.object(spelling)
+    inner = _Fields(parameters, f"{name}: {spelling}")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"{name}: rope type {kind!r}, replay computes {', '.join(ROPE_TYPES)}")
     if document.get("rope_is_neox_style", True) is not True:
         raise CheckpointError(f"{name}: rope_is_neox_style is false, replay computes the neox layout only")
+    for key in _ROPE_NEEDS[kind]:
+        inner.number(key)
     factor = inner.number("factor", 1.0)
     attention_factor = 1.0
     if kind == "yarn":
