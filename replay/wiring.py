@@ -44,8 +44,12 @@ def parse_wiring(text: str, *, layers: int | None = None) -> Wiring:
 
 
 def default_wiring(layers: int) -> Wiring:
-    """What EAGLE, SGLang 0.5.23 and vLLM 0.32 feed when no ids are stated: R[2], R[N//2], R[N-3]."""
-    return Wiring(tuple(tap_name(index) for index in (2, layers // 2, layers - 3)))
+    """What EAGLE, SGLang 0.5.23 and vLLM 0.32 feed when no ids are stated: R[2], R[N//2], R[N-3].
+
+    In layer order and each once, so targets of fewer than 8 layers may feed fewer than three taps.
+    """
+    fed = {2, layers // 2, layers - 3} & set(range(layers))
+    return Wiring(tuple(tap_name(index) for index in sorted(fed)))
 
 
 def sglang_wiring(ids: Sequence[int] | None, *, model_type: str, layers: int) -> Wiring:
@@ -56,12 +60,14 @@ def sglang_wiring(ids: Sequence[int] | None, *, model_type: str, layers: int) ->
     """
     if ids is None:
         return default_wiring(layers)
+    if not ids:
+        raise WiringError("the draft config states no layer ids at all; say the wiring with --wiring")
     verbatim = (model_type in _FIRST_ID_DECIDES and ids[0] != 1) or (
         model_type in _LAST_ID_DECIDES and max(ids) == layers
     )
     boundaries = sorted({index + (not verbatim) for index in ids})
     last = layers if model_type in _LAST_ID_DECIDES else layers - 1
-    if not boundaries or boundaries[0] < 0 or boundaries[-1] > last:
+    if boundaries[0] < 0 or boundaries[-1] > last:
         raise WiringError(
             f"the draft config states layer ids {list(ids)}, which SGLang reads as R{boundaries} of a {model_type} "
             f"target, where R[0] to R[{last}] can be fed; say the wiring with --wiring"
@@ -86,6 +92,8 @@ def _each_engine(wiring: Wiring, model_type: str, layers: int) -> Iterator[Engin
     yield EngineIds("vLLM 0.32", tuple(indices) if rising else None, order)
     if 0 in indices:
         yield EngineIds("SpecForge 0.2", None, "its ids are outputs of layers, so the embedding has none")
+    elif len(indices) != 3:
+        yield EngineIds("SpecForge 0.2", None, "its fc takes three taps")
     else:
         yield EngineIds("SpecForge 0.2", tuple(index - 1 for index in indices), "")
 
