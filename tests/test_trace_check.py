@@ -1,5 +1,8 @@
 """The self-check: silent about a good trace, and one sentence for each thing that was planted."""
 
+import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,8 @@ from replay.traces import lm_head_check
 from replay.traces.check import Finding
 from replay.traces.lm_head import recompute, ulp
 from replay.traces.reader import Trace
-from replay.traces.writer import CapturedRequest, ServerCounters
+from replay.traces.schema import TapInfo
+from replay.traces.writer import CapturedRequest, ServerCounters, TraceWriter
 
 
 def check(tmp_path: Path, *requests: CapturedRequest, dtype: str = "bfloat16", weights: bool = True) -> list[Finding]:
@@ -156,8 +160,6 @@ def near_tie(request: CapturedRequest, lm_head: torch.Tensor) -> CapturedRequest
 
 
 def test_near_ties_are_counted_and_not_failed(tmp_path: Path) -> None:
-    from replay.traces.writer import TraceWriter
-
     lm_head = make_weights()
     request = near_tie(make_request("tie", 5, lm_head=lm_head), lm_head)
     with TraceWriter.create(tmp_path / "t", make_header()) as writer:
@@ -229,6 +231,51 @@ def test_the_bound_holds_and_is_not_idle() -> None:
     assert bool((off <= made.tolerance[:, None]).all())
     peak = made.asked.abs().amax(1)
     assert bool((made.tolerance < peak * 2.0**-7 + 1e-3).all())
+
+
+PEAK = """
+import resource, sys
+from replay.traces.reader import Trace
+for folder in sys.argv[1:]:
+    print(sum(finding.severity == "error" for finding in Trace.open(folder).check()))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """Checking 48 MiB peaks like checking 4 MiB, within 8 MiB."""
+    width, lm_head = 1024, torch.randn(V, 1024).bfloat16()
+    header = make_header()
+    target = dataclasses.replace(header.target, hidden_size=width)
+    taps = {tap: TapInfo("bfloat16", width) for tap in header.taps}
+    header = dataclasses.replace(header, target=target, taps=taps)
+    requests = [wide_request(f"{number}", lm_head) for number in range(12)]
+    for name, batches in (("small", [requests[:1]]), ("large", [requests[:6], requests[6:]])):
+        with TraceWriter.create(tmp_path / name, header) as writer:
+            writer.write_target_weights(lm_head, None)
+            for batch in batches:
+                writer.add(batch)
+            writer.finish()
+    command = [sys.executable, "-I", "-c", PEAK, tmp_path / "small", tmp_path / "large"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    small_errors, small, large_errors, large = map(int, out)
+    assert small_errors == large_errors == 0
+    assert large - small < 8
+
+
+def wide_request(name: str, lm_head: torch.Tensor) -> CapturedRequest:
+    """1024 rows as wide as ``lm_head``, its logits summary true."""
+    rows = torch.randn(1024, lm_head.shape[1]).bfloat16()
+    logits = (rows[-4:] @ lm_head.T).float()
+    top = logits.topk(K, dim=1)
+    return changed(
+        make_request(name, 1, prompt=1021),
+        taps={"2": rows, "final": rows},
+        topk_ids=top.indices.to(torch.int32),
+        topk_logprobs=top.values - logits.logsumexp(1, keepdim=True),
+        logsumexp=logits.logsumexp(1),
+        output_ids=top.indices[:, 0].tolist(),
+    )
 
 
 def test_a_request_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from trace_maker import H, V, changed, make_header, make_request, make_requests, make_weights, write_trace
 
-from replay.errors import CaptureError, OutputError, TraceError, TraceIncompleteError, WiringError
+from replay.errors import CaptureError, OutputError, TraceCorruptError, TraceError, TraceIncompleteError, WiringError
 from replay.traces.reader import Trace
 from replay.traces.schema import TraceHeader
 from replay.traces.writer import ServerCounters, TraceWriter
@@ -320,6 +320,22 @@ def test_the_servers_rounds(tmp_path: Path) -> None:
     trace = Trace.open(tmp_path / "t")
     assert trace.header.rounds
     assert trace.served_rounds().equals(kept)
+    with TraceWriter.resume(tmp_path / "t", make_header()) as writer:
+        writer.add_rounds(rounds(("r1", 0, 3, [8], 1)))
+        writer.add(make_requests(2)[1:])
+        assert Trace.open(tmp_path / "t", allow_incomplete=True).served_rounds().height == 3
+        writer.finish()
+    assert Trace.open(tmp_path / "t").served_rounds()["request_id"].to_list() == ["r0", "r0", "r1"]
+
+
+def test_rounds_that_were_changed(tmp_path: Path) -> None:
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer:
+        writer.add_rounds(rounds(("r0", 0, 2, [5, 6], 1)))
+        writer.add(make_requests(1))
+        writer.finish()
+    rounds(("r0", 0, 2, [5, 6], 2)).write_parquet(tmp_path / "t" / "rounds.parquet")
+    with pytest.raises(TraceCorruptError, match=r"rounds\.parquet is not the file that was finished"):
+        Trace.open(tmp_path / "t").served_rounds()
 
 
 def test_rounds_that_cannot_be(tmp_path: Path) -> None:

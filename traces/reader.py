@@ -165,10 +165,11 @@ class Trace:
         import polars as pl
 
         path = self.path / files.ROUNDS
-        if not (self.header.rounds or (self.header.state == "recording" and path.exists())):
+        complete = self.header.state == "complete"
+        if not (self.header.rounds if complete else path.exists()):
             return pl.DataFrame(schema=served_schema())
         data = files.read_small(path, MAX_BYTES)
-        if self.header.rounds_sha256 is not None and hashlib.sha256(data).hexdigest() != self.header.rounds_sha256:
+        if complete and hashlib.sha256(data).hexdigest() != self.header.rounds_sha256:
             raise TraceCorruptError(f"{path} is not the file that was finished: its SHA-256 differs from trace.json's")
         return rounds_of(read_served(path, data), {record.request_id for record in self.records})
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import TraceCorruptError, TraceVersionError
+from replay.traces.fields import Fields, parse_json
 from replay.traces.files import shard_name, shard_number
-from replay.traces.schema import MAX_COUNT, MAX_VOCAB, VERSION, Fields, TraceHeader, parse_json
+from replay.traces.schema import MAX_COUNT, MAX_VOCAB, VERSION, TraceHeader
 from replay.traces.tensors import NAMES, Layout, parse_layout
 
 if TYPE_CHECKING:

@@ -74,8 +74,9 @@ def _problem(frame: "pl.DataFrame") -> str | None:
         if frame[name].null_count():
             return f"the column {name} holds {frame[name].null_count()} nulls"
     for name in ("round", "anchor", "accepted"):
-        if (frame[name] < 0).any():
-            return f"the column {name} holds {frame[name].min()}, must be 0 or more"
+        negative = [value for value in frame[name].to_list() if value < 0]
+        if negative:
+            return f"the column {name} holds {negative[0]}, must be 0 or more"
     beyond = frame.filter(frame["accepted"] > frame["drafted"].list.len())
     if len(beyond):
         accepted, drafted = int(beyond["accepted"][0]), len(beyond["drafted"].to_list()[0])

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.errors import TraceCorruptError
+from replay.traces.fields import Fields, parse_json
 from replay.traces.files import open_regular
-from replay.traces.schema import Fields, parse_json
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Self
 from replay.errors import OutputError, TraceCorruptError, TraceError
 from replay.traces import files
 from replay.traces.captured import CapturedRequest, ServerCounters, check_request, check_weights, request_tensors
+from replay.traces.fields import parse_json
 from replay.traces.records import RequestRecord, expected_tensors, placed, scan_shards, shard_metadata, to_frame
-from replay.traces.schema import FORMAT, TraceHeader, WeightsInfo, parse_json
+from replay.traces.schema import FORMAT, TraceHeader, WeightsInfo
 from replay.traces.served import merge_rounds, read_served, rounds_of
 from replay.traces.tensors import pack_header, tensor_bytes
 
@@ -76,9 +77,7 @@ class TraceWriter:
             if path.exists() and not path.is_dir():
                 raise OutputError(f"{path} is a file, a trace is a folder: choose another name")
             path.mkdir(parents=True, exist_ok=True)
-            fresh = replace(header, state="recording", weights=None, requests=None, requests_sha256=None)
-            fresh = replace(fresh, rounds=False, rounds_sha256=None)
-            writer = cls(path, fresh, files.lock_folder(path))
+            writer = cls(path, replace(_unfinished(header), weights=None), files.lock_folder(path))
         try:
             with _says_what_is_kept(path):
                 writer._take_over(way)
@@ -144,8 +143,7 @@ class TraceWriter:
                 raise OutputError(
                     f"{self.path} holds {self._shards} shards, the most possible: add more requests at once"
                 )
-            if self.header.state == "complete":
-                self._write_header(replace(self.header, state="recording"))
+            self._reopen()
             self._write_shard(requests)
 
     def _write_shard(self, requests: Sequence[CapturedRequest]) -> None:
@@ -198,8 +196,7 @@ class TraceWriter:
         self._check_open()
         with self._saying():
             merged = merge_rounds(self._rounds(), rounds)
-            if self.header.state == "complete":
-                self._write_header(replace(self.header, state="recording"))
+            self._reopen()
             self._write_bytes(files.ROUNDS, _parquet(merged))
 
     def finish(self) -> None:
@@ -239,6 +236,11 @@ class TraceWriter:
     def _rounds(self) -> "pl.DataFrame | None":
         return read_served(self.path / files.ROUNDS) if (self.path / files.ROUNDS).exists() else None
 
+    def _reopen(self) -> None:
+        """A complete trace that gets more is recording again, before anything of it changes."""
+        if self.header.state == "complete":
+            self._write_header(_unfinished(self.header))
+
     def _write_header(self, header: TraceHeader) -> None:
         text = header.to_json()
         TraceHeader.from_json(text, "the header")  # nothing is written that no reader would take
@@ -254,6 +256,12 @@ class TraceWriter:
 
     def _saying(self) -> AbstractContextManager[None]:
         return _says_what_is_kept(self.path, len(self._records))
+
+
+def _unfinished(header: TraceHeader) -> TraceHeader:
+    """``header`` without what only ``finish`` can say."""
+    open_ended = replace(header, state="recording", requests=None, requests_sha256=None)
+    return replace(open_ended, rounds=False, rounds_sha256=None)
 
 
 @contextmanager
