@@ -31,7 +31,7 @@ class Wiring:
 
 @dataclass(frozen=True, slots=True)
 class EngineIds:
-    """What to write as layer ids so that one engine feeds a wiring; ``ids`` is None where it cannot be said."""
+    """What to write as layer ids so that one engine feeds a wiring; ``ids`` is None where ``note`` says why not."""
 
     engine: str
     ids: tuple[int, ...] | None
@@ -102,13 +102,16 @@ def _sglang_ids(indices: list[int], order: str, model_type: str, layers: int) ->
     engine = "SGLang 0.5.23"
     if order:
         return EngineIds(engine, None, order)
-    for ids in (tuple(index - 1 for index in indices), tuple(indices)):
+    verbatim = tuple(indices)
+    # The order of ids is nothing to the server except where the first one decides how all are read.
+    swapped = (*verbatim[1::-1], *verbatim[2:])
+    for ids in (tuple(index - 1 for index in indices), verbatim, swapped):
         try:
             fed = sglang_wiring(ids, model_type=model_type, layers=layers)
         except WiringError:
             continue
         if [tap_index(name) for name in fed.taps] == indices:
-            return EngineIds(engine, ids, "")
+            return EngineIds(engine, ids, "" if ids is not swapped else "in this order: a first id of 1 adds 1 to all")
     return EngineIds(engine, None, f"its {model_type} class has no ids that feed this")
 
 
