@@ -48,7 +48,7 @@ def _observed_disagrees(case: Case) -> Iterator[str]:
     yield (
         f"{which} accepts {decimal(abs(gap.difference))} tokens a round {more} than the server did on the same "
         f"requests (95 % interval {interval((low, high), 3)}): the server does something that no variant here does, "
-        "replay diagnose looks for it."
+        "try other wirings, precisions and heads."
     )
 
 
@@ -149,7 +149,7 @@ def _walk_gap(case: Case) -> Iterator[str]:
 def _longer_drafts(case: Case) -> Iterator[str]:
     if "steps" in varying(case.summaries):
         yield (
-            "The variants differ in steps, and a longer draft accepts more and costs more: replay plan says what pays."
+            "The variants differ in steps, and a longer draft accepts more and costs more: the time of a round decides."
         )
 
 

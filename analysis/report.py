@@ -3,6 +3,7 @@
 ``assess`` decides what there is to say; ``render`` only lays it out. Nothing here prints.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -110,10 +111,13 @@ def answer(report: Report) -> str:
             f"{wording.counted(best.rounds, 'round')} of {wording.counted(best.played_requests, 'request')} accepted "
             f"{wording.count(best.accepted)} of {wording.counted(best.drafted, 'drafted token')}."
         )
+    over = f"over {wording.counted(best.rounds, 'round')} of {wording.counted(best.played_requests, 'request')}"
+    if report.gaps and all(gap.verdict == "equal" for gap in report.gaps.values()):
+        length = wording.decimal(best.accept_length)
+        return f"All {len(report.summaries)} variants give accept length {length}{_within(best)} {over}."
     return (
         f"Best of {len(report.summaries)} variants: {wording.label(best, report.facts)}, accept length "
-        f"{wording.decimal(best.accept_length)}{_within(best)} over {wording.counted(best.rounds, 'round')} of "
-        f"{wording.counted(best.played_requests, 'request')}; {_losses(report)}."
+        f"{wording.decimal(best.accept_length)}{_within(best)} {over}; {_losses(report)}."
     )
 
 
@@ -123,23 +127,28 @@ def _within(summary: VariantSummary) -> str:
 
 
 def _losses(report: Report) -> str:
-    """What the variants that are not the best lose, and how many of them cannot be told from it."""
-    others = [gap for gap in report.gaps.values() if gap.difference == gap.difference]
+    """How the variants that are not the best fare: equal to it, losing how much, without rounds."""
+    others = list(report.gaps.values())
+    silent = sum(math.isnan(gap.difference) for gap in others)
     equal = sum(gap.verdict == "equal" for gap in others)
-    unsure = sum(gap.verdict == "cannot tell" for gap in others)
-    if not others:
-        return "the others have no rounds"
-    if equal == len(others):
-        return "the other gives the same" if equal == 1 else f"all {equal} others give the same"
-    lost = sorted(-gap.difference for gap in others if gap.verdict != "equal")
-    if len(others) == 1:
-        tail = ", which cannot be told from noise" if unsure else f" (95 % interval {_lost_interval(others[0])})"
-        return f"the other loses {wording.decimal(lost[0])}{tail}"
-    span = wording.decimal(lost[0]) + (f" to {wording.decimal(lost[-1])}" if len(lost) > 1 else "")
-    said = f"the others lose {span}" if not equal else f"{equal} gives the same, the others lose {span}"
-    if equal > 1:
-        said = said.replace("gives", "give")
-    return f"{said}, {unsure} of them within noise" if unsure else said
+    apart = [gap for gap in others if gap.verdict != "equal" and not math.isnan(gap.difference)]
+    losing = sorted(apart, key=lambda gap: -gap.difference)
+    parts = [f"{equal} {'gives' if equal == 1 else 'give'} the same"] * bool(equal)
+    if losing:
+        parts.append(_lost_by(losing, among=len(others)))
+    parts += [f"{silent} {'has' if silent == 1 else 'have'} no rounds"] * bool(silent)
+    return ", ".join(parts)
+
+
+def _lost_by(losing: Sequence[Gap], *, among: int) -> str:
+    """What ``losing`` variants (the nearest to the best first) of ``among`` lose, and how many may lose nothing."""
+    lost = [wording.decimal(-gap.difference) for gap in losing]
+    unsure = sum(gap.verdict == "cannot tell" for gap in losing)
+    if len(losing) == 1:
+        who = "the other loses" if among == 1 else "1 loses"
+        return f"{who} {lost[0]}" + (", within noise" if unsure else f" (95 % interval {_lost_interval(losing[0])})")
+    who = "the others lose" if len(losing) == among else f"{len(losing)} lose"
+    return f"{who} {lost[0]} to {lost[-1]}" + (f", {unsure} of them within noise" if unsure else "")
 
 
 def _lost_interval(gap: Gap) -> str:
