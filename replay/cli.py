@@ -1,6 +1,8 @@
 """The command line: parse, call, print. No numbers are made here, and heavy imports wait inside the commands."""
 
+import io
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +53,9 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the ``replay`` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
     cli()
 
 
@@ -353,8 +358,6 @@ def _report(rounds: "Rounds", peers: bool) -> "RenderableType":
 
 
 def _write_html(rounds: "Rounds", path: Path, peers: bool) -> None:
-    import io
-
     from rich.console import Console
 
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
