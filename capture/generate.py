@@ -72,24 +72,23 @@ def _pad_left(target: LocalTarget, prompts: Sequence[Sequence[int]]) -> "tuple[T
     import torch
 
     width = max(len(ids) for ids in prompts)
-    ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], device=target.device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=target.device)
-    return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
+    ids_BS = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], device=target.device)
+    mask_BS = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=target.device)
+    return ids_BS, mask_BS, (mask_BS.cumsum(1) - 1).clamp(min=0)
 
 
 def _generate(target: LocalTarget, growing: Sequence[_Growing], sampling: Sampling, topk: int, on_step: OnStep) -> None:
     import torch
 
-    ids, mask, positions = _pad_left(target, [one.request.prompt_ids for one in growing])
+    ids_BS, mask_BM, positions_BS = _pad_left(target, [one.request.prompt_ids for one in growing])
     cache = target.new_cache()
-    seen = target.forward(ids, mask, positions, cache)
+    seen = target.forward(ids_BS, mask_BM, positions_BS, cache)
     for b, one in enumerate(growing):
-        one.rows = {name: [rows[b, -len(one.request.prompt_ids) :].cpu()] for name, rows in seen.items()}
-    final, positions = seen[FINAL][:, -1], positions[:, -1:]
-    live = list(growing)
-    tokens = 0
+        length = len(one.request.prompt_ids)
+        one.rows = {name: [rows_BSW[b, -length:].cpu()] for name, rows_BSW in seen.items()}
+    live, position_B1, tokens = list(growing), positions_BS[:, -1:], 0
     while True:
-        chosen = _choose_tokens(target, live, final, sampling, topk)
+        chosen = _choose_tokens(target, live, seen[FINAL][:, -1], sampling, topk)
         tokens += len(live)
         kept = [i for i, one in enumerate(live) if not one.finish_reason]
         on_step(tokens, sum(live[i].request.max_new_tokens - len(live[i].output_ids) for i in kept))
@@ -98,26 +97,25 @@ def _generate(target: LocalTarget, growing: Sequence[_Growing], sampling: Sampli
         if len(kept) < len(live):
             index = torch.tensor(kept, device=target.device)
             cache.batch_select_indices(index)
-            mask, positions, live = mask[index], positions[index], [live[i] for i in kept]
-            chosen = [chosen[i] for i in kept]
-        mask, positions = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1), positions + 1
-        seen = target.forward(torch.tensor(chosen, device=target.device)[:, None], mask, positions, cache)
-        for name, rows in seen.items():
-            for one, row in zip(live, rows.cpu().unbind(), strict=True):
-                one.rows[name].append(row)
-        final = seen[FINAL][:, -1]
+            mask_BM, position_B1, live = mask_BM[index], position_B1[index], [live[i] for i in kept]
+        ids_B1 = torch.tensor([[chosen[i]] for i in kept], device=target.device)
+        mask_BM, position_B1 = torch.cat([mask_BM, mask_BM.new_ones(len(live), 1)], dim=1), position_B1 + 1
+        seen = target.forward(ids_B1, mask_BM, position_B1, cache)
+        for name, rows_B1W in seen.items():
+            for one, rows_1W in zip(live, rows_B1W.cpu().unbind(), strict=True):
+                one.rows[name].append(rows_1W)
 
 
 def _choose_tokens(
-    target: LocalTarget, live: Sequence[_Growing], final: "Tensor", sampling: Sampling, topk: int
+    target: LocalTarget, live: Sequence[_Growing], final_BH: "Tensor", sampling: Sampling, topk: int
 ) -> list[int]:
-    """The next token of every live request from its last row of final [B, H]; notes those that have ended with it."""
-    logits = target.lm_head(final)
-    summary = summarise_logits(logits, topk)
+    """The next token of every live request, from its last row; notes those that have ended with it."""
+    logits_BV = target.lm_head(final_BH)
+    summary = summarise_logits(logits_BV, topk)
     greedy = summary.topk_ids[:, 0].tolist()
     chosen: list[int] = []
     for b, one in enumerate(live):
-        token = greedy[b] if sampling.temperature == 0 else choose(logits[b].float().cpu(), sampling, one.generator)
+        token = greedy[b] if sampling.temperature == 0 else choose(logits_BV[b].float().cpu(), sampling, one.generator)
         one.summaries.append(summary.rows(b, b + 1))
         one.output_ids.append(token)
         if token in target.eos_ids:
@@ -139,10 +137,10 @@ def _force(
     result: list[CapturedRequest] = []
     for b, request in enumerate(requests):
         count = len(request.forced_ids or ())
-        final = seen[FINAL][b, -count:]
-        parts = [summarise_logits(target.lm_head(part), topk) for part in torch.split(final, _LOGIT_ROWS)]
+        final_NH = seen[FINAL][b, -count:]
+        parts = [summarise_logits(target.lm_head(part_NH), topk) for part_NH in torch.split(final_NH, _LOGIT_ROWS)]
         one = _Growing(request, torch.Generator(), {}, parts, list(request.forced_ids or ()), "forced")
-        one.rows = {name: [rows[b, -len(consumed[b]) :].cpu()] for name, rows in seen.items()}
+        one.rows = {name: [rows_BSW[b, -len(consumed[b]) :].cpu()] for name, rows_BSW in seen.items()}
         result.append(_captured(one, taps, Sampling()))
     on_step(sum(request.max_new_tokens for request in requests), 0)
     return result

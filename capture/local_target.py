@@ -128,15 +128,17 @@ class LocalTarget:
 
         return DynamicCache(config=self.decoder.config)
 
-    def forward(self, ids: "Tensor", mask: "Tensor", positions: "Tensor", cache: Any | None) -> "dict[str, Tensor]":
-        """Run the decoder on ids [B, S]; the rows [B, S, width] of the taps now recorded, and ``final`` always.
+    def forward(
+        self, ids_BS: "Tensor", mask_BM: "Tensor", positions_BS: "Tensor", cache: Any | None
+    ) -> "dict[str, Tensor]":
+        """Run the decoder; the rows [B, S, width] of the taps now recorded, and of ``final`` always.
 
-        mask is [B, keys so far], positions [B, S]; the cache (None: no cache) is extended in place.
+        M counts the keys so far, padding and these S included; the cache (None: no cache) is extended in place.
         """
         self._seen.clear()
         extra = {} if cache is None else {self.cache_argument: cache}
         out = self.decoder(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=cache is not None, **extra
+            input_ids=ids_BS, attention_mask=mask_BM, position_ids=positions_BS, use_cache=cache is not None, **extra
         )
         return {**self._seen, FINAL: out.last_hidden_state}
 

@@ -31,36 +31,34 @@ class LogitsSummary:
         return LogitsSummary(self.topk_ids[start:end], self.topk_logprobs[start:end], self.logsumexp[start:end])
 
 
-def summarise_logits(logits: "Tensor", k: int) -> LogitsSummary:
-    """Top k and log-sum-exp of logits [n, V] in float32; column 0 is the argmax, the lowest id where some are equal."""
+def summarise_logits(logits_NV: "Tensor", k: int) -> LogitsSummary:
+    """Top k and log-sum-exp of logits in float32; column 0 is the argmax, the lowest id where some are equal."""
     import torch
 
-    wide = logits.float()
-    logsumexp = wide.logsumexp(-1)
-    ids = wide.topk(min(k, wide.shape[-1])).indices.sort().values
-    values = wide.gather(-1, ids)
-    values, order = values.sort(descending=True, stable=True)
-    ids = ids.gather(-1, order)
+    logits_NV = logits_NV.float()
+    logsumexp_N = logits_NV.logsumexp(-1)
+    ids_NK = logits_NV.topk(min(k, logits_NV.shape[-1])).indices.sort().values
+    values_NK, order_NK = logits_NV.gather(-1, ids_NK).sort(descending=True, stable=True)
+    ids_NK = ids_NK.gather(-1, order_NK)
     # With more than k equal maxima topk may leave out the lowest id; all it kept are equal then, so one can go.
-    ids[:, 0] = wide.argmax(-1)
-    return LogitsSummary(ids.to(torch.int32).cpu(), (values - logsumexp[:, None]).cpu(), logsumexp.cpu())
+    ids_NK[:, 0] = logits_NV.argmax(-1)
+    return LogitsSummary(ids_NK.to(torch.int32).cpu(), (values_NK - logsumexp_N[:, None]).cpu(), logsumexp_N.cpu())
 
 
-def choose(logits: "Tensor", sampling: Sampling, generator: "torch.Generator") -> int:
-    """A token drawn from logits [V] (float32, CPU) at a temperature above 0, with one random number of the generator.
+def choose(logits_V: "Tensor", sampling: Sampling, generator: "torch.Generator") -> int:
+    """A token drawn from float32 logits on the CPU at a temperature above 0, with one random number of the generator.
 
     top_k keeps the k likeliest, then top_p the fewest likeliest that reach the mass p among these (the one that crosses
     it included), as SGLang, vLLM and Transformers do; the draw is by inverse cumulative distribution, likeliest first.
     """
     import torch
 
-    probabilities, order = (logits.double() / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+    chances_V, ids_V = (logits_V.double() / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
     if sampling.top_k > 0:
-        probabilities, order = probabilities[: sampling.top_k], order[: sampling.top_k]
-        probabilities = probabilities / probabilities.sum()
-    mass = probabilities.cumsum(-1)
-    keep = int((mass - probabilities < sampling.top_p).sum())
-    mass = mass[:keep]
-    point = torch.rand(1, generator=generator, dtype=torch.float64) * mass[-1]
-    place = int(torch.searchsorted(mass, point, right=True).clamp(max=keep - 1))
-    return int(order[place])
+        chances_V, ids_V = chances_V[: sampling.top_k], ids_V[: sampling.top_k]
+        chances_V = chances_V / chances_V.sum()
+    mass_V = chances_V.cumsum(-1)
+    kept = int((mass_V - chances_V < sampling.top_p).sum())
+    point = torch.rand(1, generator=generator, dtype=torch.float64) * mass_V[kept - 1]
+    place = int(torch.searchsorted(mass_V[:kept], point, right=True).clamp(max=kept - 1))
+    return int(ids_V[place])
