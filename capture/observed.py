@@ -1,9 +1,9 @@
 """Accept length as a server has reported it: from its log, /metrics, /server_info, answers, or a plain number.
 
 Parsers are pure functions on text. They read SGLang's own definition (0.5.23, managers/scheduler_components/
-metrics_reporter.py): a log line's accept length is 1 + the mean accepted drafts of its interval; with overlap scheduling
-it counts one verify beyond the end of each request, which the per-request counters do not. A log line does not say over
-how many rounds it was taken, so a mean over lines is a mean of lines, and is called so.
+metrics_reporter.py): a log line's accept length is 1 + the mean accepted drafts of its interval; with overlap
+scheduling it counts one verify beyond the end of each request, which the per-request counters do not. A log line does
+not say over how many rounds it was taken, so a mean over lines is a mean of lines, and is called so.
 """
 
 import json

@@ -39,7 +39,10 @@ sglang:gen_throughput{model_name="m"} 43.1
 
 def test_log_lines() -> None:
     lines = parse_log(LOG)
-    assert [(line.running, line.accept_length, line.accept_rate) for line in lines] == [(4, 2.87, 0.62), (1, 1.37, 0.12)]
+    assert [(line.running, line.accept_length, line.accept_rate) for line in lines] == [
+        (4, 2.87, 0.62),
+        (1, 1.37, 0.12),
+    ]
 
 
 def test_log_mean_weighs_by_running_requests() -> None:

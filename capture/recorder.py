@@ -1,0 +1,184 @@
+"""From tensors of a running forward to files of the spool, without making the forward wait for a disk.
+
+Everything handed over must be private to the recorder: a copy, not a view of a buffer that the engine uses again.
+On an accelerator it is copied to pinned memory on a stream of its own; a thread waits for the copy, lets the caller's
+function turn it into entries, and writes. What is under way is bounded: beyond ``most_bytes`` the forward waits.
+Once something fails nothing is recorded any more, nothing waits any more, and the reason is kept.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay.capture.spool import Entry, write_chunk
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MOST_BYTES = 1 << 30  # of rows under way: on the device, in pinned memory or waiting to be written
+CHUNK_BYTES = 1 << 26  # a file is written when it has so much,
+CHUNK_SECONDS = 0.2  # or when its first row is so old
+
+# entries and, by name, their rows on the CPU (spool.py), made in the writing thread from what was handed over
+Build = Callable[["Mapping[str, Tensor]"], "tuple[Sequence[Entry], Mapping[str, Tensor]]"]
+
+
+@dataclass(slots=True)
+class _Job:
+    tensors: "dict[str, Tensor]"  # on the CPU; whole once ``ready`` has happened
+    ready: Any | None  # an event of the device; None on a CPU
+    build: "Build"
+    bytes: int
+
+
+class RowRecorder:
+    """Writes rows to ``folder`` in a thread; ``on_failure`` is called once, in some thread, with the reason."""
+
+    def __init__(
+        self, folder: Path, pid: int, on_failure: Callable[[str], None], *, most_bytes: int = MOST_BYTES
+    ) -> None:
+        self.folder, self.pid = folder, pid
+        self.failure: str | None = None
+        self._on_failure = on_failure
+        self._most_bytes = most_bytes
+        self._jobs: deque[_Job] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._number = 0
+        self._stream: Any = None
+        self._thread = threading.Thread(target=self._run, name="replay-recorder", daemon=True)
+        self._thread.start()
+
+    def submit(self, tensors: "Mapping[str, Tensor]", build: "Build") -> None:
+        """Record ``tensors``; waits while too much is under way. Does nothing after a failure."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.failure is not None or not self._bytes or self._bytes + size <= self._most_bytes
+            )
+            if self.failure is not None or self._closing:
+                return
+            self._bytes += size
+        try:
+            job = self._to_cpu(tensors, build, size)
+        except RuntimeError as error:  # no pinned memory, or the device's is full
+            self.fail(f"rows could not be copied off the device: {_first_line(error)}")
+            return
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Stop recording for this reason; only the first one counts."""
+        with self._changed:
+            if self.failure is not None:
+                return
+            self.failure = reason
+            self._jobs.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+        self._on_failure(reason)
+
+    def close(self) -> None:
+        """Write what was handed over and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _to_cpu(self, tensors: "Mapping[str, Tensor]", build: "Build", size: int) -> _Job:
+        import torch
+
+        device = next(iter(tensors.values())).device
+        if device.type == "cpu":
+            return _Job(dict(tensors), None, build, size)
+        module = torch.get_device_module(device)
+        if self._stream is None:
+            self._stream = module.Stream(device=device)
+        self._stream.wait_stream(module.current_stream(device))
+        copies = {}
+        with module.stream(self._stream):
+            for name, tensor in tensors.items():
+                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copies[name].copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)
+            ready = module.Event()
+            ready.record(self._stream)
+        return _Job(copies, ready, build, size)
+
+    def _run(self) -> None:
+        try:
+            while self._write_next():
+                pass
+        except OSError as error:
+            self.fail(f"cannot write to {self.folder}: {error.strerror or error}")
+        except RuntimeError as error:  # torch: a copy failed on the device
+            self.fail(f"rows could not be read back: {_first_line(error)}")
+        finally:
+            if not self._closing:
+                self.fail("the writing thread ended; the server's log has its traceback")
+
+    def _write_next(self) -> bool:
+        """Gather one file's worth of rows and write it. False when closed and nothing is left."""
+        entries: list[Entry] = []
+        parts: dict[str, list[Tensor]] = {}
+        size = begun = 0.0
+        while True:
+            job = self._take(None if not begun else begun + CHUNK_SECONDS - time.monotonic())
+            if job is None:
+                break
+            begun = begun or time.monotonic()
+            if job.ready is not None:
+                job.ready.synchronize()
+            made, tensors = job.build(job.tensors)
+            size += job.bytes
+            if made:
+                entries.extend(made)
+                for name, tensor in tensors.items():
+                    parts.setdefault(name, []).append(tensor)
+            if size >= CHUNK_BYTES:
+                break
+        if entries:
+            write_chunk(self.folder, self.pid, self._number, entries, parts)
+            self._number += 1
+        with self._changed:
+            self._bytes = max(0, self._bytes - int(size))
+            self._changed.notify_all()
+            return not (self._closing and not self._jobs)
+
+    def _take(self, timeout: float | None) -> _Job | None:
+        """The next job; None after ``timeout`` seconds, or where closing and nothing is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._jobs) or self._closing, timeout)
+            return self._jobs.popleft() if self._jobs else None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def summarise_rows(logits: "Tensor", k: int) -> "dict[str, torch.Tensor]":
+    """``topk_ids`` [n, k], ``topk_logprobs`` [n, k] and ``logsumexp`` [n] of logits [n, V], on their device.
+
+    As capture.sample.summarise_logits has it (most likely first, equal ones by rising id, column 0 the argmax), without
+    a synchronisation.
+    """
+    import torch
+
+    wide = logits.float()
+    logsumexp = wide.logsumexp(-1)
+    ids = wide.topk(min(k, wide.shape[-1])).indices.sort().values
+    values, order = wide.gather(-1, ids).sort(descending=True, stable=True)
+    ids = ids.gather(-1, order)
+    ids[:, 0] = wide.argmax(-1)
+    return {
+        "topk_ids": ids.to(torch.int32),
+        "topk_logprobs": values - logsumexp[:, None],
+        "logsumexp": logsumexp,
+    }

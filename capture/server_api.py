@@ -1,0 +1,126 @@
+"""Asking an SGLang server over HTTP: one call, its refusals told apart, and retries where trying again can help."""
+
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from replay.errors import CaptureError, UsageError
+
+_Result = TypeVar("_Result")
+
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses that another try may not meet
+_LONGEST_PAUSE = 30.0  # seconds
+_SHOWN = 300  # characters of an answer that a message shows
+
+
+class TransientError(Exception):
+    """No answer, or one that another try may not meet; ``pause`` is how long the server asks to wait, if it does."""
+
+    def __init__(self, reason: str, pause: float = 0.0) -> None:
+        super().__init__(reason)
+        self.pause = pause
+
+
+@dataclass(frozen=True, slots=True)
+class ServerApi:
+    """A server's address, and how it is asked. ``api_key`` goes into the Authorization header and nowhere else."""
+
+    url: str
+    api_key: str | None = None
+    timeout: float = 600.0  # seconds without an answer
+    retries: int = 5
+    sleep: Callable[[float], None] = time.sleep
+
+    def get(self, path: str) -> Any:
+        """The JSON at ``path``, with retries. Raises CaptureError."""
+        return self.patiently(lambda _: self.call(path))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answered to ``body``, with retries. Raises CaptureError."""
+        return self.patiently(lambda _: self.call(path, body))
+
+    def text(self, path: str) -> str:
+        """The text at ``path``, with retries. Raises CaptureError."""
+        return self.patiently(lambda _: self._call(path, None).decode("utf-8", "replace"))
+
+    def patiently(self, attempt: Callable[[int], _Result]) -> _Result:
+        """The result of ``attempt(number)``, tried again with growing pauses while it raises TransientError.
+
+        Raises CaptureError when the last try has failed as well.
+        """
+        for number in range(self.retries + 1):
+            try:
+                return attempt(number)
+            except TransientError as error:
+                if number == self.retries:
+                    raise CaptureError(
+                        f"{self.url} failed {number + 1} times, last: {error}; see to the server and type the same "
+                        "command with --resume"
+                    ) from error
+                pause = min(_LONGEST_PAUSE, 0.5 * 2**number)
+                self.sleep(max(error.pause, pause * random.uniform(0.75, 1.25)))
+        raise AssertionError("retries is 0 or more")
+
+    def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """One try. Raises TransientError, or CaptureError where another try would end the same."""
+        data = self._call(path, body)
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise TransientError(f"{path} answered no JSON: {_show(data)}") from error
+
+    def _call(self, path: str, body: Mapping[str, Any] | None) -> bytes:
+        request = urllib.request.Request(self.url + path)
+        if body is not None:
+            request.data = json.dumps(body).encode()
+            request.add_header("Content-Type", "application/json")
+        if self.api_key:
+            request.add_header("Authorization", f"Bearer {self.api_key}")
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                data: bytes = response.read()
+                return data
+        except urllib.error.HTTPError as error:
+            raise self._refusal(path, error) from error
+        except (OSError, ValueError) as error:  # no connection, cut off, timed out (http.client's errors are both)
+            raise TransientError(f"{path} gave no answer ({getattr(error, 'reason', error)})") from error
+
+    def _refusal(self, path: str, error: urllib.error.HTTPError) -> Exception:
+        try:
+            said = _show(error.read())
+        except OSError:
+            said = ""
+        if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            return CaptureError(f"{self.url}{path} refuses ({error.code}): give the server's key with --api-key")
+        if error.code == HTTPStatus.NOT_FOUND:
+            return CaptureError(f"{self.url} has no {path}: --server takes the address of an SGLang server")
+        if error.code in _AGAIN:
+            return TransientError(f"{path} answered {error.code} {said}", _pause(error.headers.get("Retry-After")))
+        return CaptureError(f"{self.url}{path} answered {error.code}: {said}")
+
+
+def open_api(url: str, api_key: str | None = None, *, timeout: float = 600.0, retries: int = 5) -> ServerApi:
+    """For an address as typed: ``http://host:port``, a bare ``host:port`` too. Raises UsageError."""
+    address = url.strip().rstrip("/")
+    if "://" not in address:
+        address = f"http://{address}"
+    scheme, _, rest = address.partition("://")
+    if scheme not in ("http", "https") or not rest or any(character.isspace() for character in rest):
+        raise UsageError(f"--server {url!r} is no address: type for example http://127.0.0.1:30000")
+    return ServerApi(address, api_key, timeout, retries)
+
+
+def _pause(value: str | None) -> float:
+    """Seconds of a Retry-After header; its form as a date is left alone."""
+    return min(_LONGEST_PAUSE, float(value)) if value is not None and value.isdecimal() else 0.0
+
+
+def _show(data: bytes) -> str:
+    text = " ".join(data.decode("utf-8", "replace").split())
+    return text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")

@@ -1,0 +1,451 @@
+"""The SGLang general plugin (entry point group ``sglang.srt.plugins``): records a running server without source edits.
+
+The only module that imports sglang, inside its functions. Idle unless ``replay serve`` asked for it by the environment.
+In every scheduler process it hooks five places of SGLang 0.5.23 (SEAMS):
+
+- after ``ModelRunner.init_attention_backends``, before graphs are captured: the target captures the wanted taps beside
+  those the draft is fed, and keeps its final hidden states;
+- after ``ModelRunner.forward``, before the sampler may write to the logits: rows are copied, and the hidden states are
+  cut back to the columns that the draft is fed, on every rank;
+- around ``EAGLEWorkerV2.verify``: which rows were accepted;
+- ``Scheduler.get_internal_state``: where the rows lie, for clients that ask ``/server_info``.
+
+What it cannot do it says in the log and in its manifest (spool.py), and the server goes on; only a ``--wiring`` that
+cannot be had stops it, because serving another one would be worse than not serving.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay.capture.recorder import RowRecorder, summarise_rows
+from replay.capture.recording import RECORD_VARIABLE, Recording, decode_rows, prefill_rows, verify_rows
+from replay.capture.serve import SIMULATED, VERSIONS
+from replay.capture.sglang_facts import server_details, target_info
+from replay.capture.spool import RID_PREFIX, Manifest, launch_folder, write_manifest
+from replay.errors import ReplayError, UsageError
+from replay.traces.taps import FINAL, default_taps, parse_taps, sort_taps, tap_index, tap_name
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+# what is hooked or read: module, attribute, and the parameters or fields it must have
+SEAMS = (
+    ("sglang.srt.managers.scheduler", "Scheduler.init_model_worker", ("self",)),
+    ("sglang.srt.managers.scheduler", "Scheduler.get_internal_state", ("self", "recv_req")),
+    ("sglang.srt.model_executor.model_runner", "ModelRunner.init_attention_backends", ("self",)),
+    ("sglang.srt.model_executor.model_runner", "ModelRunner.forward", ("self", "forward_batch")),
+    ("sglang.srt.speculative.eagle_worker_v2", "EAGLEWorkerV2.verify", ("self", "batch")),
+    (
+        "sglang.srt.layers.logits_processor",
+        "LogitsProcessorOutput",
+        ("next_token_logits", "hidden_states", "last_hidden_states"),
+    ),
+)
+
+
+def activate() -> None:
+    """The entry point, called in every process of a server."""
+    if RECORD_VARIABLE not in os.environ:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_model_worker", _install, HookType.BEFORE)
+
+
+def problem_of(version: str) -> str | None:
+    """Why this SGLang cannot be recorded, in half a sentence; None where it can."""
+    if version not in VERSIONS:
+        return f"SGLang {version} was seen, recording works with {', '.join(VERSIONS)}"
+    for module, name, wanted in SEAMS:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        lacking = [one for one in wanted if found is None or one not in inspect.signature(found).parameters]
+        if lacking:
+            return (
+                f"SGLang {version} has no {name}({', '.join(lacking)}) in {module} any more; recording works with "
+                f"{', '.join(VERSIONS)}"
+            )
+    return None
+
+
+def _install(scheduler: Any) -> None:
+    """Hook this scheduler process; runs before its model is loaded."""
+    import sglang
+
+    recording = Recording.from_json(os.environ[RECORD_VARIABLE])
+    plugin = _Plugin(recording, _Reporter(recording, sglang.__version__))
+    problem = problem_of(sglang.__version__) or _layout_problem() or _simulation_problem()
+    if problem is not None:
+        plugin.refuse(problem)
+        return
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+    plugin.reporter.tell(state="loading")
+    _after(ModelRunner, "init_attention_backends", plugin.after_attention)
+    _after(ModelRunner, "forward", plugin.after_forward)
+    _after(EAGLEWorkerV2, "verify", plugin.after_verify)
+    _after(Scheduler, "get_internal_state", plugin.after_internal_state)
+
+
+def _after(owner: type, name: str, hook: Callable[..., None]) -> None:
+    """Let ``hook(result, *args)`` run after each call of ``owner.name``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        hook(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def _ranks() -> dict[str, int]:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    names = ("tp", "pp", "attn_tp", "attn_dp", "attn_cp")
+    return {name: int(getattr(parallel, f"{name}_rank")) for name in names}
+
+
+def _layout_problem() -> str | None:
+    """What of the server's parallel layout cannot be recorded."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    for name, flag in (("pp_size", "--pp-size"), ("attn_cp_size", "--attn-cp-size")):
+        if getattr(parallel, name) != 1:
+            return f"{flag} {getattr(parallel, name)} was seen, recording works with {flag} 1"
+    return None
+
+
+def _simulation_problem() -> str | None:
+    """Whether the server makes its accept lengths up."""
+    from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
+
+    return (
+        f"{SIMULATED} is {SIMULATE_ACC_LEN}, so its accept lengths are made up: unset it"
+        if SIMULATE_ACC_LEN > 0
+        else None
+    )
+
+
+def _resolved_arguments() -> dict[str, Any]:
+    from sglang.srt.runtime_context import get_context
+
+    arguments: dict[str, Any] = get_context().resolved_server_args_dict()
+    return arguments
+
+
+def _versions(runner: Any) -> dict[str, str]:
+    import torch
+    import transformers
+
+    device = "" if runner.device == "cpu" else torch.get_device_module(runner.device).get_device_name()
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "accelerator": device}
+
+
+class _Reporter:
+    """This process's manifest, kept up to date on disk; where that fails, the log has it."""
+
+    def __init__(self, recording: Recording, version: str) -> None:
+        self.folder = launch_folder(Path(recording.folder), recording.launch)
+        self.manifest = Manifest(
+            launch=recording.launch,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state="loading",
+            writer=False,
+            sglang=version,
+            topk=recording.topk,
+        )
+
+    def tell(self, **changes: Any) -> bool:
+        """Change the manifest; whether it is on disk."""
+        self.manifest = replace(self.manifest, **changes)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_manifest(self.folder, self.manifest)
+        except OSError as error:
+            logger.error("replay: cannot write to %s (%s); the server goes on unrecorded", self.folder, error.strerror)
+            return False
+        return True
+
+
+@dataclass(slots=True)
+class _Verify:
+    """Between a verify's forward and its end: node rows [B*N, .] on the device, not overwritten yet."""
+
+    hidden: "torch.Tensor"
+    final: "torch.Tensor"
+    logits: "dict[str, torch.Tensor]"
+
+
+class _Plugin:
+    """The hooks of one scheduler process, and what they share."""
+
+    def __init__(self, recording: Recording, reporter: _Reporter) -> None:
+        self.recording, self.reporter = recording, reporter
+        self.recorder: RowRecorder | None = None
+        self.boundaries: tuple[int, ...] = ()  # what the target captures, in the order of its columns
+        self.fed: list[int] = []  # the columns that the draft is fed, each H wide, as places in ``boundaries``
+        self.width = 0
+        self.vocabulary = 0
+        self.pending: _Verify | None = None
+
+    def refuse(self, problem: str) -> None:
+        """Record nothing, for this reason; a wiring that was asked for is then no longer to be had."""
+        self.reporter.tell(state="refused", reason=problem)
+        logger.error("replay: this server is not recorded: %s", problem)
+        if self.recording.wiring is not None:
+            raise RuntimeError(f"replay: --wiring {self.recording.wiring} cannot be had: {problem}")
+
+    def failed(self, reason: str) -> None:
+        """Recording has ended; serving goes on."""
+        logger.error("replay: recording has ended, the server goes on: %s", reason)
+        self.reporter.tell(state="failed", reason=reason)
+
+    # ---- the hooks ----
+
+    def after_attention(self, _: None, runner: Any) -> None:
+        """Let the target capture what is wanted beside what the draft is fed."""
+        if runner.is_draft_worker:
+            return
+        try:
+            self._widen(runner)
+        except ReplayError as error:
+            self.refuse(str(error))
+
+    def after_forward(self, out: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Copy the rows of a target forward; give the draft the columns it had without us."""
+        if runner.is_draft_worker or not self.boundaries:
+            return
+        logits_output, mode = out.logits_output, forward_batch.forward_mode
+        full = getattr(logits_output, "hidden_states", None)
+        final = getattr(logits_output, "last_hidden_states", None)
+        if full is None or full.shape[-1] != len(self.boundaries) * self.width:
+            return
+        logits_output.hidden_states = self._columns(full) if self.fed else final
+        self.pending = None
+        if self.recorder is None or self.recorder.failure is not None or mode.is_idle():
+            return
+        rids = forward_batch.rids
+        if not rids or not any(rid.startswith(RID_PREFIX) for rid in rids):
+            return
+        with self._guarded(self.recorder):
+            self._record(forward_batch, full, final, logits_output.next_token_logits)
+
+    def _record(self, forward_batch: Any, full: "torch.Tensor", final: Any, logits: Any) -> None:
+        mode = forward_batch.forward_mode
+        if final is None or logits is None or logits.shape[-1] != self.vocabulary:
+            seen = "none" if logits is None else str(list(logits.shape))
+            raise RuntimeError(f"a forward gave no final hidden states or no full logits (logits: {seen})")
+        elif mode.is_target_verify():
+            self.pending = _Verify(full, final, summarise_rows(logits, self.recording.topk))
+        elif mode.is_extend():
+            self._record_prefill(forward_batch, full, final, logits)
+        elif mode.is_decode():
+            self._record_decode(forward_batch, full, final, logits)
+
+    def after_verify(self, result: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Copy the accepted rows of a verify, in the order of their positions."""
+        pending, self.pending = self.pending, None
+        if pending is not None and self.recorder is not None and not batch.forward_mode.is_idle():
+            with self._guarded(self.recorder):
+                self._record_verify(pending, result, batch)
+
+    def _record_verify(self, pending: _Verify, result: Any, batch: Any) -> None:
+        import torch
+
+        index_bs = result.accept_index.long().clamp(min=0)  # [B, steps + 1], global node numbers
+        size, depth = index_bs.shape
+        nodes = result.speculative_num_draft_tokens
+        flat = index_bs.reshape(-1)
+        drafted = batch.spec_info.draft_token.reshape(size, nodes)
+        tensors = {
+            "hidden": pending.hidden[flat],
+            "final": pending.final[flat],
+            **{name: tensor[flat] for name, tensor in pending.logits.items()},
+            "input_ids": drafted.reshape(-1)[flat].to(torch.int32),
+            "drafted": drafted.to(torch.int32),
+            "chosen": result.next_token_ids.reshape(size, nodes)[:, :depth].to(torch.int32),
+            "accept_lens": result.accept_lens.to(torch.int32),
+            # new length less what was accepted: batch.seq_lens may have been moved on
+            "anchors": (result.new_seq_lens - result.accept_lens).to(torch.int32),
+        }
+        if batch.spec_info.topk > 1:
+            for name in ("retrieve_next_token", "retrieve_next_sibling"):
+                tensors[name] = getattr(batch.spec_info, name).reshape(size, nodes).to(torch.int32)
+        rids = [req.rid for req in batch.reqs]
+        assert self.recorder is not None
+        self.recorder.submit(tensors, functools.partial(verify_rows, rids, self._recorded(), self.width))
+
+    def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """Tell ``/server_info`` where the rows lie."""
+        manifest = self.reporter.manifest
+        result.internal_state["replay"] = {
+            "folder": self.recording.folder,
+            "launch": self.recording.launch,
+            "host": manifest.host,
+            "state": manifest.state,
+            "reason": manifest.reason,
+        }
+
+    # ---- what they do ----
+
+    def _widen(self, runner: Any) -> None:
+        algorithm = runner.spec_algorithm
+        if not (algorithm.is_none() or algorithm.is_eagle3()):
+            raise UsageError(f"the server drafts by {algorithm}, recording works with EAGLE3 or without a draft")
+        core, processor = _capturing_parts(runner.model)
+        config = runner.model_config.hf_text_config
+        layers = int(config.num_hidden_layers)
+        uses_aux = bool(runner.spec_aux_config.eagle_use_aux_hidden_state)
+        given = tuple(sorted(core.layers_to_capture)) if uses_aux else ()
+        if algorithm.is_eagle3() and not given:
+            raise UsageError("the draft uses no auxiliary hidden states, so it has no wiring to record")
+        fed = self._wanted_wiring(given, layers)
+        text = self.recording.taps
+        taps = default_taps(layers) if text is None else parse_taps(text, layers=layers)
+        indices = {index for tap in taps if (index := tap_index(tap)) is not None}
+        # R[0] always: whether it is a lookup of the embedding is seen from it
+        self.boundaries = tuple(sorted({0} | indices | set(fed)))
+        _capture(runner.model, core, self.boundaries)
+        processor.keep_last_hidden_states = True
+        self.fed = [self.boundaries.index(one) for one in fed]
+        self.width, self.vocabulary = int(config.hidden_size), int(runner.model_config.vocab_size)
+        self._announce(runner, given, fed, sort_taps([FINAL, *map(tap_name, self.boundaries)]))
+
+    def _wanted_wiring(self, given: tuple[int, ...], layers: int) -> tuple[int, ...]:
+        if self.recording.wiring is None:
+            return given
+        names = parse_taps(self.recording.wiring, layers=layers)
+        wanted = tuple(index for name in names if (index := tap_index(name)) is not None)
+        if len(wanted) != len(given) or len(names) != len(wanted):
+            raise UsageError(
+                f"--wiring {self.recording.wiring} names {len(names)} taps, the head takes {len(given)} of the "
+                "residual stream"
+            )
+        logger.info("replay: the draft is fed R%s, in this order, instead of R%s", list(wanted), list(given))
+        return wanted
+
+    def _announce(self, runner: Any, given: Sequence[int], fed: Sequence[int], taps: Sequence[str]) -> None:
+        ranks = _ranks()
+        writer = ranks["attn_tp"] == 0
+        dtype = str(runner.model_config.dtype).removeprefix("torch.")
+        written = self.reporter.tell(
+            state="recording",
+            writer=writer,
+            ranks=ranks,
+            wiring=tuple(map(tap_name, fed)),
+            server_wiring=tuple(map(tap_name, given)),
+            taps=tuple(taps),
+            dtype=dtype,
+            target=target_info(
+                runner.model_config.hf_text_config,
+                type(runner.model).__name__,
+                runner.model_config.model_path,
+                self.width,
+                self.vocabulary,
+                dtype,
+            ),
+            details=server_details(_resolved_arguments(), self.recording.arguments, _versions(runner)),
+        )
+        if writer and written:
+            self.recorder = RowRecorder(self.reporter.folder, os.getpid(), self.failed)
+        logger.info("replay: recording %s to %s", ", ".join(taps), self.reporter.folder)
+
+    @contextmanager
+    def _guarded(self, recorder: RowRecorder) -> Iterator[None]:
+        """Rows that cannot be copied (no memory, an unforeseen shape) end the recording, not the server."""
+        try:
+            yield
+        except RuntimeError as error:
+            recorder.fail(f"a forward's rows could not be copied: {(str(error).splitlines() or ['?'])[0]}")
+
+    def _columns(self, full: "torch.Tensor") -> "torch.Tensor":
+        """What the draft is fed, of all that was captured [R, K*H]: a tensor of its own, as without us."""
+        if self.fed == list(range(len(self.boundaries))):
+            return full
+        parts = full.reshape(-1, len(self.boundaries), self.width)
+        return parts[:, self.fed].flatten(1)
+
+    def _recorded(self) -> list[str]:
+        return [tap_name(boundary) for boundary in self.boundaries]
+
+    def _record_prefill(self, batch: Any, full: "torch.Tensor", final: "torch.Tensor", logits: "torch.Tensor") -> None:
+        import torch
+
+        spans, offset = [], 0
+        for i, (rid, length, prefix) in enumerate(
+            zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True)
+        ):
+            if rid.startswith(RID_PREFIX):
+                spans.append((i, rid, int(prefix), offset, offset + int(length)))
+            offset += int(length)
+        places = [slice(begin, end) for _, _, _, begin, end in spans]
+        chosen = torch.cat([logits[i : i + 1] for i, *_ in spans])
+        tensors = {
+            "hidden": torch.cat([full[place] for place in places]),
+            "final": torch.cat([final[place] for place in places]),
+            "input_ids": torch.cat([batch.input_ids[place] for place in places]).to(torch.int32),
+            **summarise_rows(chosen, self.recording.topk),
+        }
+        known = [(rid, prefix, end - begin) for _, rid, prefix, begin, end in spans]
+        assert self.recorder is not None
+        self.recorder.submit(tensors, functools.partial(prefill_rows, known, self._recorded(), self.width))
+
+    def _record_decode(self, batch: Any, full: "torch.Tensor", final: "torch.Tensor", logits: "torch.Tensor") -> None:
+        import torch
+
+        size = len(batch.rids)
+        tensors = {
+            "hidden": full[:size].clone(),
+            "final": final[:size].clone(),
+            "input_ids": batch.input_ids[:size].to(torch.int32, copy=True),
+            "starts": batch.positions[:size].to(torch.int32, copy=True),
+            **summarise_rows(logits[:size], self.recording.topk),
+        }
+        assert self.recorder is not None
+        self.recorder.submit(tensors, functools.partial(decode_rows, list(batch.rids), self._recorded(), self.width))
+
+
+def _capturing_parts(model: Any) -> tuple[Any, Any]:
+    """The module that holds ``layers_to_capture``, and the logits processor, of a text model or one that also sees."""
+    for outer in (model, getattr(model, "language_model", None)):
+        core, processor = getattr(outer, "model", None), getattr(outer, "logits_processor", None)
+        if hasattr(core, "layers_to_capture") and hasattr(processor, "keep_last_hidden_states"):
+            return core, processor
+    raise UsageError(f"{type(model).__name__} holds no layers_to_capture, so SGLang cannot record its residual stream")
+
+
+def _capture(model: Any, core: Any, boundaries: Sequence[int]) -> None:
+    """Let ``model`` capture exactly ``boundaries`` (R indices, rising)."""
+    if not hasattr(model, "set_dflash_layers_to_capture"):
+        raise UsageError(f"{type(model).__name__} has no set_dflash_layers_to_capture, so its taps cannot be chosen")
+    layers = len(core.layers)
+    if boundaries[-1] >= layers:
+        raise UsageError(
+            f"R[{boundaries[-1]}] cannot be recorded by SGLang's {type(model).__name__}: possible are embed, 1 to "
+            f"{layers - 1}, and final"
+        )
+    model.set_dflash_layers_to_capture([boundary - 1 for boundary in boundaries])
+    if sorted(core.layers_to_capture) != list(boundaries):
+        raise UsageError(
+            f"{type(model).__name__} captures {sorted(core.layers_to_capture)} where {list(boundaries)} were asked for"
+        )

@@ -1,0 +1,255 @@
+"""The folder between a recording server and the client that makes a trace of it: rows by request and position.
+
+``replay serve --trace DIR`` names DIR; everything a server writes lies in ``DIR/spool/LAUNCH``, LAUNCH being 16
+hexadecimal digits drawn at each start, so two starts never mix. There are two kinds of files, both renamed into place:
+
+- ``rank-<pid>.json``, one per scheduler process: who it is, what it records, and in which state it is (Manifest).
+- ``rows-<pid>-<number>.safetensors``, only from the process that writes for its attention group. Numbers rise; within
+  a process a later entry is newer than an earlier one. Tensors, R rows and M rows with logits of k ids:
+  ``input_ids`` [R] int32, ``positions`` [R] int32, ``tap.<name>`` [R, H] in the target's dtype,
+  ``logit_rows`` [M] int32 (which of the R rows), ``topk_ids`` [M, k] int32, ``topk_logprobs`` [M, k] float32,
+  ``logsumexp`` [M] float32. The metadata key ``entries`` is a JSON list of Entry: each owns the next ``rows`` of R.
+
+Row at position p is the target's state after it consumed the token at p. Nothing here is ever unpickled, request ids
+appear only inside the JSON, and a file that is cut short or disagrees with itself is refused by name.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay.errors import CaptureError, TraceCorruptError
+from replay.traces import files
+from replay.traces.schema import Fields, parse_json
+from replay.traces.tensors import NAMES, Layout, pack_header, parse_layout, tensor_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "replay-spool"
+VERSION = 1
+SPOOL = "spool"
+RID_PREFIX = "replay-"  # only requests that a client of ours named so are recorded
+
+KINDS = ("prefill", "decode", "verify")
+STATES = ("loading", "recording", "refused", "failed")
+_LAUNCH = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_ROWS = re.compile(r"rows-(\d+)-(\d{8})\.safetensors", re.ASCII)
+_RANK = re.compile(r"rank-\d+\.json", re.ASCII)
+_MAX_MANIFEST = 1 << 24
+_MOST = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What one scheduler process says of itself.
+
+    ``ranks``: name -> number (tp, pp, attn_tp, attn_dp, attn_cp, dp) and ``world`` its size. ``wiring`` is what the
+    draft is fed, in its order; ``taps`` what is recorded; both canonical names, empty where not known (yet).
+    ``target`` holds the fields of traces.schema.TargetInfo. ``reason`` says why a state is refused or failed.
+    """
+
+    launch: str
+    pid: int
+    host: str
+    state: str
+    writer: bool
+    reason: str = ""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    world: int = 0
+    sglang: str = ""
+    wiring: Sequence[str] = ()
+    server_wiring: Sequence[str] = ()  # what it would have been without --wiring
+    taps: Sequence[str] = ()
+    dtype: str = ""
+    topk: int = 0
+    target: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The text of its file."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> "Manifest":
+        """Parse and check. Raises CaptureError for another version, TraceCorruptError for anything else."""
+        root = Fields(source, parse_json(text, source))
+        if root.values.get("format") != FORMAT or root.values.get("version") != VERSION:
+            raise CaptureError(
+                f"{source} is of format {root.values.get('format')!r} version {root.values.get('version')!r}, this "
+                f"replay reads {FORMAT} {VERSION}: install the same replay where the server runs and here"
+            )
+        return cls(
+            launch=root.text("launch"),
+            pid=root.integer("pid", 0, _MOST),
+            host=root.text("host"),
+            state=root.choice("state", STATES),
+            writer=root.flag("writer"),
+            reason=root.text("reason"),
+            ranks={name: root.object("ranks").integer(name, 0, _MOST) for name in root.object("ranks").values},
+            world=root.integer("world", 0, _MOST),
+            sglang=root.text("sglang"),
+            wiring=root.texts("wiring"),
+            server_wiring=root.texts("server_wiring"),
+            taps=root.texts("taps"),
+            dtype=root.text("dtype"),
+            topk=root.integer("topk", 0, _MOST),
+            target=root.object("target").values,
+            details={name: root.object("details").text(name) for name in root.object("details").values},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The rows of one request in one forward: positions ``start`` to ``start + rows``.
+
+    ``logits`` of them, the last ones, have logits. Of a verify also: the drafted tokens in node order (the root left
+    out), for a tree the parent of each (node numbers, 0 is the root), how many were accepted, and what was chosen
+    after each row (accepted tokens, then the bonus). ``start`` is then the anchor.
+    """
+
+    rid: str
+    kind: str
+    start: int
+    rows: int
+    logits: int
+    drafted: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    accepted: int = 0
+    chosen: Sequence[int] = ()
+
+
+_ENTRY_NUMBERS = ("start", "rows", "logits", "accepted")
+_ENTRY_LISTS = ("drafted", "parents", "chosen")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One file of rows, checked. ``first_row[i]`` and ``first_logit[i]`` are where entry i begins."""
+
+    layout: Layout
+    entries: Sequence[Entry]
+    first_row: Sequence[int]
+    first_logit: Sequence[int]
+
+
+def launch_folder(folder: Path, launch: str) -> Path:
+    """Where the server started as ``launch`` writes. Raises CaptureError for a launch that is no id."""
+    if not _LAUNCH.fullmatch(launch):
+        raise CaptureError(f"{launch[:40]!r} is no launch id (16 hexadecimal digits): start the server by replay serve")
+    return folder / SPOOL / launch
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replace this process's manifest in the launch folder. Raises OSError."""
+    _write(folder / f"rank-{manifest.pid}.json", [manifest.to_json().encode()])
+
+
+def read_manifests(folder: Path) -> list[Manifest]:
+    """All manifests of a launch folder, by process id. Raises CaptureError, TraceCorruptError."""
+    names = sorted(name for name in _names(folder) if _RANK.fullmatch(name))
+    read = (files.read_small(folder / name, _MAX_MANIFEST).decode("utf-8", "replace") for name in names)
+    return sorted(
+        (Manifest.from_json(text, str(folder / name)) for name, text in zip(names, read, strict=True)),
+        key=lambda manifest: manifest.pid,
+    )
+
+
+def write_chunk(
+    folder: Path, pid: int, number: int, entries: Sequence[Entry], tensors: "Mapping[str, Sequence[torch.Tensor]]"
+) -> None:
+    """Write one file of rows; each tensor is given in parts, which are joined. Raises OSError."""
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, parts in sorted(tensors.items(), key=lambda item: -item[1][0].element_size()):
+        rows = sum(len(part) for part in parts)
+        shapes[name] = (str(parts[0].dtype).removeprefix("torch."), (rows, *parts[0].shape[1:]))
+    text = json.dumps([asdict(entry) for entry in entries], separators=(",", ":"), ensure_ascii=False)
+    head = pack_header(shapes, {"format": FORMAT, "version": str(VERSION), "entries": text})
+    blocks = [tensor_bytes(part) for name in shapes for part in tensors[name]]
+    _write(folder / f"rows-{pid}-{number:08d}.safetensors", [head, *blocks])
+
+
+def chunk_names(folder: Path) -> list[str]:
+    """Names of all files of rows in a launch folder, each process's in the order they were written."""
+    found = [(int(match[1]), int(match[2]), name) for name in _names(folder) if (match := _ROWS.fullmatch(name))]
+    return [name for _, _, name in sorted(found)]
+
+
+def read_chunk(path: Path, taps: Sequence[str], width: int) -> Chunk:
+    """Parse and check a file of rows; nothing but its header is read. Raises TraceCorruptError naming the file."""
+    layout = parse_layout(path)
+    metadata = Fields(str(path), dict(layout.metadata))
+    if metadata.values.get("format") != FORMAT or metadata.values.get("version") != str(VERSION):
+        raise TraceCorruptError(f"{path} is no file of recorded rows of version {VERSION}")
+    values = parse_json(metadata.text("entries"), f"{path}: entries")
+    if not isinstance(values, list):
+        raise TraceCorruptError(f"{path}: entries must be a list")
+    entries = [_entry(Fields(f"{path}: entry {i}", value)) for i, value in enumerate(values)]
+    first_row, first_logit, row, logit = [], [], 0, 0
+    for entry in entries:
+        first_row.append(row)
+        first_logit.append(logit)
+        row, logit = row + entry.rows, logit + entry.logits
+    for name, shape in (
+        ("input_ids", (row,)),
+        ("logit_rows", (logit,)),
+        ("logsumexp", (logit,)),
+        *((f"tap.{tap}", (row, width)) for tap in taps),
+    ):
+        if name not in layout.tensors or layout.tensors[name].shape != shape:
+            seen = list(layout.tensors[name].shape) if name in layout.tensors else "missing"
+            raise TraceCorruptError(f"{path}: {name} is {seen}, its entries make it {list(shape)}")
+    return Chunk(layout, entries, first_row, first_logit)
+
+
+def drop_launches(folder: Path, keep: str) -> None:
+    """Delete what earlier starts left in ``folder``: files of ours in launch folders, nothing else. Raises OSError."""
+    spool = folder / SPOOL
+    for name in _names(spool):
+        if _LAUNCH.fullmatch(name) and name != keep and not (spool / name).is_symlink():
+            for file in _names(spool / name):
+                if _ROWS.fullmatch(file.removesuffix(files.TEMPORARY)) or _RANK.fullmatch(file):
+                    (spool / name / file).unlink(missing_ok=True)
+            if not _names(spool / name):
+                (spool / name).rmdir()
+
+
+def storable(dtype: str) -> bool:
+    """Whether rows of this torch dtype can be written."""
+    return dtype in NAMES
+
+
+def _entry(values: Fields) -> Entry:
+    numbers = {name: values.integer(name, 0, _MOST) for name in _ENTRY_NUMBERS}
+    lists = {name: values.integers(name, 0, _MOST) for name in _ENTRY_LISTS}
+    entry = Entry(rid=values.text("rid"), kind=values.choice("kind", KINDS), **numbers, **lists)
+    if entry.logits > entry.rows:
+        raise values.refuse("logits", f"at most its {entry.rows} rows")
+    if entry.kind == "verify" and not entry.accepted + 1 == entry.rows == len(entry.chosen):
+        raise values.refuse("accepted", f"one less than its {entry.rows} rows and {len(entry.chosen)} chosen tokens")
+    return entry
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CaptureError(f"{folder} cannot be read: {error.strerror}; mend its permissions") from error
+
+
+def _write(path: Path, blocks: Sequence[bytes | memoryview]) -> None:
+    """Renamed into place, not synced: after a power cut the client refuses what is torn and asks again."""
+    temporary = path.with_name(path.name + files.TEMPORARY)
+    try:
+        with open(temporary, "wb") as file:
+            for block in blocks:
+                file.write(block)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

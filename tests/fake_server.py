@@ -1,0 +1,228 @@
+"""A stand-in for a recording SGLang server: the HTTP it speaks and the spool it writes, for a target of 16 tokens.
+
+Its model is plain: after token t comes (7 t + 3) mod 16; the embedding is the identity, final is the next
+token's row, times a number that tells what came before. So every row, logit and round that a client should see can be written down here by hand.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from replay.capture.recorder import summarise_rows
+from replay.capture.spool import Entry, Manifest, launch_folder, write_chunk, write_manifest
+
+VOCABULARY = 16
+LAUNCH = "00112233445566aa"
+PATTERN = (0, 2, 1)  # accepted of each round in turn, of STEPS drafted
+STEPS = 2
+TOPK = 4
+TAPS = ("embed", "2", "final")
+
+
+def next_token(token: int) -> int:
+    """What the target chooses after ``token``."""
+    return (7 * token + 3) % VOCABULARY
+
+
+def make_target(folder: Path) -> Path:
+    """Its checkpoint: config and tied identity embedding."""
+    folder.mkdir(parents=True)
+    config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": VOCABULARY, "vocab_size": VOCABULARY}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"model.embed_tokens.weight": torch.eye(VOCABULARY)}, folder / "model.safetensors")
+    return folder
+
+
+@dataclass
+class FakeServer:
+    """What it is to do wrong, and what it was asked. ``folder`` None: a server that does not record."""
+
+    target: Path
+    folder: Path | None
+    api_key: str | None = None
+    world: int = 1
+    unavailable: int = 0  # the next so many generations answer 503
+    aborted: int = 0  # the next so many end by abort
+    rowless: int = 0  # the next so many leave no rows
+    reported_state: str = "recording"
+    url: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    numbers: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def manifest(self, **changes: Any) -> None:
+        """(Re)write the one manifest of its one process."""
+        assert self.folder is not None
+        target = {
+            "name": "tiny", "path": str(self.target), "architecture": "TinyForCausalLM", "model_type": "llama",
+            "layers": 4, "hidden_size": VOCABULARY, "vocab_size": VOCABULARY, "dtype": "float32",
+            "tie_word_embeddings": True, "max_position_embeddings": 128, "fingerprint": "f" * 64,
+        }  # fmt: skip
+        values: dict[str, Any] = {
+            "launch": LAUNCH, "pid": 7, "host": "here", "state": "recording", "writer": True,
+            "ranks": {"tp": 0}, "world": 1, "sglang": "0.5.23", "wiring": ["embed", "2"],
+            "server_wiring": ["embed", "2"], "taps": list(TAPS), "dtype": "float32", "topk": TOPK, "target": target,
+            "details": {"speculative_num_steps": str(STEPS)},
+        }  # fmt: skip
+        folder = launch_folder(self.folder, LAUNCH)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_manifest(folder, Manifest(**(values | changes)))
+
+    def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of one generation."""
+        with self.lock:
+            self.asked.append(body)
+            if self.unavailable:
+                self.unavailable -= 1
+                return 503, {"error": "busy"}
+            if self.aborted:
+                self.aborted -= 1
+                return 200, {"output_ids": [], "text": "", "meta_info": {"finish_reason": {"type": "abort"}}}
+            rows = not self.rowless
+            self.rowless = max(0, self.rowless - 1)
+        length = body["sampling_params"]["max_new_tokens"]
+        tokens = [*body["input_ids"], next_token(body["input_ids"][-1])]
+        prompt, histogram, anchor, rounds = len(body["input_ids"]), [0] * (STEPS + 1), len(body["input_ids"]), []
+        while len(tokens) - prompt < length:
+            accepted = PATTERN[len(rounds) % len(PATTERN)]
+            rounds.append((anchor, accepted))
+            histogram[accepted] += 1
+            for _ in range(accepted + 1):
+                tokens.append(next_token(tokens[-1]))
+            anchor += accepted + 1
+        if self.folder is not None and rows:
+            self._record(body["rid"], tokens, prompt, rounds)
+        return 200, {
+            "output_ids": tokens[prompt : prompt + length],
+            "text": "",
+            "meta_info": {
+                "id": body["rid"],
+                "finish_reason": {"type": "length", "length": length},
+                "completion_tokens": length,
+                "cached_tokens": 0,
+                "spec_verify_ct": len(rounds),
+                "spec_correct_drafts_histogram": histogram,
+                "output_token_logprobs": [[-0.5, token, None] for token in tokens[prompt : prompt + length]],
+            },
+        }
+
+    def _record(self, rid: str, tokens: list[int], prompt: int, rounds: list[tuple[int, int]]) -> None:
+        """The prompt in two chunks, then every round, each forward a file; a foreign request's rows between them."""
+        half = prompt // 2
+        chunks = [(0, half), (half, prompt)] if half else [(0, prompt)]
+        entries = [Entry(rid, "prefill", start, stop - start, 1) for start, stop in chunks]
+        for anchor, accepted in rounds:
+            right = tokens[anchor + 1 : anchor + 1 + accepted]
+            wrong = [(tokens[anchor + 1 + accepted] + 1) % VOCABULARY] * (STEPS - accepted)
+            entries.append(
+                Entry(
+                    rid,
+                    "verify",
+                    anchor,
+                    accepted + 1,
+                    accepted + 1,
+                    drafted=[*right, *wrong],
+                    accepted=accepted,
+                    chosen=tokens[anchor + 1 : anchor + 2 + accepted],
+                )
+            )
+        for entry in entries:
+            self._write(entry, tokens)
+
+    def _write(self, entry: Entry, tokens: list[int]) -> None:
+        assert self.folder is not None
+        ids = tokens[entry.start : entry.start + entry.rows]
+        rows = torch.arange(entry.rows - entry.logits, entry.rows, dtype=torch.int32)
+        before = torch.tensor(tokens).cumsum(0)[entry.start : entry.start + entry.rows]
+        final = (10 + before[:, None] / 64) * torch.eye(VOCABULARY)[[next_token(token) for token in ids]]
+        tensors = {
+            "input_ids": torch.tensor(ids, dtype=torch.int32),
+            "positions": torch.arange(entry.start, entry.start + entry.rows, dtype=torch.int32),
+            "logit_rows": rows,
+            **summarise_rows(final[rows.long()], TOPK),
+            "tap.embed": torch.eye(VOCABULARY)[ids],
+            "tap.2": two(ids, entry.start),
+            "tap.final": final,
+        }
+        with self.lock:
+            self.numbers += 1
+            number = self.numbers
+        write_chunk(
+            launch_folder(self.folder, LAUNCH), 7, number, [entry], {name: [part] for name, part in tensors.items()}
+        )
+
+
+def two(ids: list[int], start: int) -> torch.Tensor:
+    """Rows of the tap R[2] for ``ids`` at positions from ``start`` on: token in column 0, position in column 1."""
+    rows = torch.zeros(len(ids), VOCABULARY)
+    rows[:, 0] = torch.tensor(ids, dtype=torch.float32)
+    rows[:, 1] = torch.arange(start, start + len(ids), dtype=torch.float32)
+    return rows
+
+
+@contextmanager
+def fake_server(server: FakeServer) -> Iterator[FakeServer]:
+    """Let it answer on a free port while the context lasts."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            """Silent."""
+
+        def send(self, status: int, value: Any) -> None:
+            data = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def refused(self) -> bool:
+            server.keys.append(self.headers.get("Authorization"))
+            if server.api_key is None or server.keys[-1] == f"Bearer {server.api_key}":
+                return False
+            self.send(401, {"error": "no"})
+            return True
+
+        def do_GET(self) -> None:
+            if self.refused():
+                return
+            state: dict[str, Any] = {"world_size": server.world, "context_length": 64}
+            if server.folder is not None:
+                state["replay"] = {
+                    "folder": str(server.folder), "launch": LAUNCH, "host": "here", "state": server.reported_state,
+                    "reason": "SGLang 0.4.0 was seen, recording works with 0.5.23",
+                }  # fmt: skip
+            pages: dict[str, Any] = {
+                "/model_info": {"model_path": str(server.target), "tokenizer_path": str(server.target)},
+                "/server_info": {"version": "0.5.23", "internal_states": [state]},
+            }
+            if self.path in pages:
+                self.send(200, pages[self.path])
+            else:
+                self.send(404, {})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if not self.refused():
+                self.send(*server.answer(body))
+
+    if server.folder is not None:
+        server.manifest()
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{http.server_address[1]}"
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()

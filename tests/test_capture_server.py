@@ -1,0 +1,287 @@
+"""capture --server against a stand-in whose every row is known; the real one is in test_sglang_plugin.py."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_server import LAUNCH, PATTERN, STEPS, VOCABULARY, FakeServer, fake_server, make_target, next_token, two
+
+from replay.capture import server as client
+from replay.capture.events import CaptureResult, Event, Noted
+from replay.capture.server import ServerOptions, capture_server
+from replay.capture.spool import chunk_names, launch_folder
+from replay.errors import CaptureError, OutputError, PromptError, UsageError
+from replay.traces.reader import Trace
+
+PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeServer]:
+    with fake_server(FakeServer(make_target(tmp_path / "tiny"), tmp_path / "recording")) as running:
+        yield running
+
+
+@pytest.fixture
+def options(tmp_path: Path, server: FakeServer) -> ServerOptions:
+    rows = [{"id": f"r{i}", "category": "c", "input_ids": ids} for i, ids in enumerate(PROMPTS)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return ServerOptions(
+        server.url, tmp_path / "prompts.jsonl", tmp_path / "trace", max_new_tokens=9, concurrency=2, retries=2
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.capture.server_api._LONGEST_PAUSE", 0.01)
+
+
+def capture(options: ServerOptions) -> tuple[CaptureResult, list[Event]]:
+    events: list[Event] = []
+    return capture_server(options, events.append), events
+
+
+def by_id(trace: Trace) -> dict[str, int]:
+    return {record.request_id: index for index, record in enumerate(trace.records)}
+
+
+def test_trace_holds_what_the_server_computed(options: ServerOptions, server: FakeServer) -> None:
+    result, _ = capture(options)
+    trace = Trace.open(options.out)
+    assert (result.requests, result.recorded, len(trace)) == (4, 4, 4)
+    assert not [finding for finding in trace.check() if finding.severity == "error"]
+    for i, prompt in enumerate(PROMPTS):
+        rows = trace.read(by_id(trace)[f"r{i}"], ["embed", "2", "final"])
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + 9:
+            tokens.append(next_token(tokens[-1]))
+        assert rows.tokens.tolist() == tokens
+        assert torch.equal(rows.taps["2"], two(tokens[:-1], 0))
+        assert rows.taps["final"].argmax(-1).tolist() == [next_token(token) for token in tokens[:-1]]
+        assert rows.taps["embed"].argmax(-1).tolist() == tokens[:-1]
+
+
+def test_embedding_that_is_a_lookup_is_not_stored(options: ServerOptions) -> None:
+    capture(options)
+    trace = Trace.open(options.out)
+    assert trace.header.embed == "lookup" and set(trace.header.taps) == {"2", "final"}
+    assert "embed" in trace.taps
+
+
+def test_rounds_counters_and_tail(options: ServerOptions) -> None:
+    capture(options)
+    trace = Trace.open(options.out)
+    rounds = trace.served_rounds()
+    record = trace.records[by_id(trace)["r0"]]
+    # 1 token of the prefill, then 1 + 3 + 2 + 1 + 3 by the pattern: 11 of which 9 are asked for
+    own = rounds.filter(rounds["request_id"] == "r0").sort("round")
+    assert own["accepted"].to_list() == [0, 2, 1, 0, 2] == [*PATTERN, *PATTERN][:5]
+    assert own["anchor"].to_list() == [5, 6, 9, 11, 12]
+    assert (record.server_verify_rounds, record.server_histogram) == (5, (2, 1, 2))
+    last = trace.read(by_id(trace)["r0"], []).tokens[-1]
+    assert record.tail_ids == (next_token(int(last)), next_token(next_token(int(last))))
+
+
+def test_requests_have_ids_and_cache_salts_of_their_own(options: ServerOptions, server: FakeServer) -> None:
+    capture(options)
+    rids = [body["rid"] for body in server.asked]
+    assert len(set(rids)) == len(rids) == 5  # and the probe
+    assert all(rid.startswith("replay-") and "r0" not in rid for rid in rids)
+    assert [body["extra_key"] for body in server.asked] == rids
+
+
+def test_spool_is_empty_afterwards(options: ServerOptions, server: FakeServer) -> None:
+    assert server.folder is not None
+    capture(options)
+    assert chunk_names(launch_folder(server.folder, LAUNCH)) == []
+
+
+def test_trace_may_lie_in_the_recording_folder(options: ServerOptions, server: FakeServer) -> None:
+    assert server.folder is not None
+    capture(replace(options, out=server.folder))
+    assert len(Trace.open(server.folder)) == 4
+
+
+@pytest.mark.parametrize("trouble", ["unavailable", "aborted"])
+def test_trouble_is_tried_again(options: ServerOptions, server: FakeServer, trouble: str) -> None:
+    setattr(server, trouble, 2)
+    capture(options)
+    assert len(Trace.open(options.out)) == 4
+    assert len({body["rid"] for body in server.asked}) == len(server.asked) == 7
+
+
+def test_lasting_trouble_ends_it_and_keeps_what_is_whole(options: ServerOptions, server: FakeServer) -> None:
+    answer = server.answer
+
+    def answer_some(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return (503, {}) if body["input_ids"] == PROMPTS[3] else answer(body)
+
+    server.answer = answer_some  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match=r"failed 3 times.*--resume"):
+        capture(replace(options, concurrency=1))
+    assert len(Trace.open(options.out, allow_incomplete=True)) == 3
+    server.answer = answer  # type: ignore[method-assign]
+    asked = len(server.asked)
+    result, _ = capture(replace(options, resume=True))
+    assert (result.recorded, len(Trace.open(options.out))) == (1, 4)
+    assert len(server.asked) == asked + 2  # the probe and the one that was missing
+
+
+def test_request_without_rows_is_asked_again(
+    options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_ROWS_SECONDS", 0.3)
+    answer = server.answer
+
+    def rowless_once(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        server.rowless = int(body["input_ids"] == PROMPTS[1] and sum(o["input_ids"] == [6] for o in server.asked) == 0)
+        return answer(body)
+
+    server.answer = rowless_once  # type: ignore[method-assign]
+    _, events = capture(replace(options, concurrency=1))
+    assert [event.text for event in events if isinstance(event, Noted)] == [
+        "the rows of request 'r1' did not come whole; asking again"
+    ]
+    assert len(Trace.open(options.out)) == 4
+
+
+def test_torn_file_is_not_believed(options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_ROWS_SECONDS", 0.3)
+    assert server.folder is not None
+    folder = launch_folder(server.folder, LAUNCH)
+    (folder / "rows-8-00000001.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
+    (folder / "rows-9-00000001.safetensors").symlink_to("/etc/passwd")
+    capture(options)
+    assert len(Trace.open(options.out)) == 4
+    assert sorted(chunk_names(folder)) == ["rows-8-00000001.safetensors", "rows-9-00000001.safetensors"]
+
+
+def test_recording_that_fails_midway_ends_the_capture(
+    options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = server.answer
+
+    def fail_then(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body["input_ids"] == PROMPTS[2]:
+            server.manifest(state="failed", reason="cannot write: No space left on device")
+            server.rowless = 9
+        return answer(body)
+
+    server.answer = fail_then  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match=r"stopped recording.*No space left"):
+        capture(replace(options, concurrency=1))
+    assert len(Trace.open(options.out, allow_incomplete=True)) == 2
+
+
+def test_api_key_is_sent_and_asked_for(options: ServerOptions, server: FakeServer) -> None:
+    server.api_key = "s3cret"
+    with pytest.raises(CaptureError, match="--api-key"):
+        capture(options)
+    capture(replace(options, api_key="s3cret"))
+    assert "s3cret" not in (options.out / "trace.json").read_text()
+
+
+def refusals() -> list[tuple[str, Callable[[FakeServer], None], str]]:
+    return [
+        ("refused", lambda s: setattr(s, "reported_state", "refused"), "SGLang 0.4.0 was seen"),
+        ("rank missing", lambda s: setattr(s, "world", 2), "has 2 ranks, 1 of them"),
+        ("rank failed", lambda s: s.manifest(state="failed", reason="disk"), "does not record .failed: disk"),
+        ("no writer", lambda s: s.manifest(writer=False), "no rank"),
+        ("elsewhere", lambda s: setattr(s, "folder", Path("/nowhere")), "--recording"),
+    ]
+
+
+@pytest.mark.parametrize(("change", "message"), [case[1:] for case in refusals()], ids=[case[0] for case in refusals()])
+def test_refused_before_the_first_prompt(
+    options: ServerOptions, server: FakeServer, change: Callable[[FakeServer], None], message: str
+) -> None:
+    change(server)
+    with pytest.raises(CaptureError, match=message):
+        capture(options)
+    assert server.asked == [] and not options.out.exists()
+
+
+def test_recording_folder_may_be_seen_elsewhere(options: ServerOptions, server: FakeServer) -> None:
+    seen, server.folder = server.folder, Path("/nowhere")
+    answer = server.answer
+
+    def record_there(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        server.folder = seen
+        try:
+            return answer(body)
+        finally:
+            server.folder = Path("/nowhere")
+
+    server.answer = record_there  # type: ignore[method-assign]
+    capture(replace(options, recording=seen, concurrency=1))
+    assert len(Trace.open(options.out)) == 4
+
+
+def test_taps_can_be_fewer_but_keep_what_the_draft_is_fed(options: ServerOptions) -> None:
+    capture(replace(options, taps="embed"))
+    assert set(Trace.open(options.out).header.taps) == {"2", "final"}
+    with pytest.raises(UsageError, match="3 are not recorded"):
+        capture(replace(options, taps="3", force=True))
+
+
+def test_places_and_rows_that_cannot_be(options: ServerOptions, tmp_path: Path) -> None:
+    (options.out).mkdir()
+    (options.out / "x").touch()
+    with pytest.raises(OutputError, match="exists already"):
+        capture(options)
+    forced = tmp_path / "forced.jsonl"
+    forced.write_text(json.dumps({"input_ids": [1], "output_ids": [2]}))
+    with pytest.raises(PromptError, match="only generates"):
+        capture(replace(options, prompts=forced, out=tmp_path / "other"))
+    with pytest.raises(CaptureError, match="no answer"):
+        capture(replace(options, server="127.0.0.1:9", out=tmp_path / "other"))
+
+
+def test_header_tells_of_the_server(options: ServerOptions) -> None:
+    capture(options)
+    engine = Trace.open(options.out).header.engine
+    assert (engine.name, engine.version, engine.details["wiring"]) == ("sglang", "0.5.23", "embed,2")
+    assert engine.details["speculative_num_steps"] == str(STEPS)
+
+
+def test_differing_histogram_is_said(options: ServerOptions, server: FakeServer) -> None:
+    answer = server.answer
+
+    def other(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        status, value = answer(body)
+        if body["input_ids"] == PROMPTS[0]:
+            value["meta_info"]["spec_correct_drafts_histogram"] = [5, 0, 0]
+        return status, value
+
+    server.answer = other  # type: ignore[method-assign]
+    _, events = capture(options)
+    text = "1 requests whose recorded rounds differ from the histogram the server counted for them"
+    assert Noted(text) in events and text in Trace.open(options.out).header.missing
+
+
+def test_stock_server_gives_answers_that_can_be_followed(options: ServerOptions, server: FakeServer) -> None:
+    from replay.capture.observed import read_observed
+    from replay.capture.prompts import read_prompts
+
+    server.folder = None
+    result, events = capture(options)
+    assert result.taps == () and any(isinstance(event, Noted) and "does not record" in event.text for event in events)
+    responses = options.out / "responses.jsonl"
+    rows = read_prompts(responses).rows
+    assert sorted(row.request_id for row in rows) == ["r0", "r1", "r2", "r3"]
+    assert all(row.output_ids is not None and len(row.output_ids) == 9 for row in rows)
+    observed = read_observed(str(responses))
+    assert observed.rounds == 20 and observed.histogram == (8, 4, 8)
+    # cut off in the middle of a line, it goes on where it was
+    responses.write_bytes(responses.read_bytes()[:-20])
+    asked = len(server.asked)
+    capture(replace(options, resume=True))
+    assert len(server.asked) == asked + 1 and len(read_prompts(responses).rows) == 4
+
+
+def test_vocabulary_of_the_stand_in_fits_its_rows() -> None:
+    assert VOCABULARY == 16 and sorted(next_token(token) for token in range(16)) == list(range(16))
