@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from replay import passes
 from replay.engines import ENGINES, NUMERICS
-from replay.head import Head
+from replay.head import Head, load_head
 from replay.passes import DraftInput, draft_every_anchor
 from replay.weights import Checkpoint
 
@@ -189,3 +190,62 @@ def test_a_peer_with_another_rope_is_told_apart(name: str, monkeypatch: pytest.M
     ours = replayed_logits(monkeypatch, head, item, list(teacher_forced(ids_R, STEPS)))
     for mine, theirs in zip(ours, peer.logits(ids_R, features_RKD, STEPS), strict=True):
         assert (mine - theirs).abs().max() > 0.02
+
+
+DEMO = Path(__file__).parent.parent / "traces" / "samples" / "smollm2-eagle3"
+TEXT = "The Aral Sea shrank because the rivers that fed it were led away to water cotton. Since then its northern part"
+
+
+def smollm2_head(name: str) -> Checkpoint:
+    """A head as wide as SmolLM2-135M: random, or the sample that ships with the project."""
+    if name == "sample":
+        return load_head(DEMO)
+    return calm(
+        tiny_checkpoint(
+            seed=5,
+            hidden_size=576,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            head_dim=64,
+            intermediate_size=1536,
+            vocab_size=49152,
+            draft_vocab_size=8192,
+            rope_theta=100000.0,
+            max_position_embeddings=2048,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def smollm2_text(target_dir: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [T] of a text, SmolLM2's features of `embed,3,16` [T, 3*D], its embedding [V, D]; fp32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(target_dir)(TEXT, return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    with torch.no_grad():
+        states = model(tokens, output_hidden_states=True).hidden_states
+    features_RKD = torch.cat([states[index][0] for index in (0, 3, 16)], dim=-1)
+    return tokens[0], features_RKD, model.get_input_embeddings().weight.detach()
+
+
+# The sample joins as soon as it lies there.
+@pytest.mark.parametrize("name", ["random", *(["sample"] if DEMO.is_dir() else [])])
+def test_on_the_features_of_a_real_target(
+    name: str, smollm2_text: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens_T, features_RKD, embed_VE = smollm2_text
+    checkpoint = smollm2_head(name)
+    config = checkpoint.config
+    assert config.rope.type == "default" and config.lm_head == "own"
+    rope = {"rope_type": "default", "rope_theta": config.rope.theta}
+    head = Head(checkpoint, target_embed_VE=embed_VE)
+    item = DraftInput(tokens_T, features_RKD, 1)
+    ids_R, rows_RKD = tokens_T[1 : item.rows + 1], features_RKD[: item.rows]
+    forced = list(teacher_forced(ids_R, STEPS))
+    ours = replayed_logits(monkeypatch, head, item, forced)
+    lm_head_WE = checkpoint.tensors["lm_head.weight"].float()
+    specforge = SpecForge(checkpoint, embed_VE, lm_head_WE, rope)
+    speculators = Speculators(checkpoint, embed_VE, lm_head_WE, rope)
+    assert_equal_logits(ours, specforge.logits(ids_R, rows_RKD, STEPS, lambda step, _: forced[step]))
+    assert_equal_logits(ours, speculators.logits(ids_R, rows_RKD, STEPS))
