@@ -1,7 +1,7 @@
 """The SGLang general plugin (entry point group ``sglang.srt.plugins``): records a running server without source edits.
 
 The only module that imports sglang, inside its functions. Idle unless ``replay serve`` asked for it by the environment.
-In every scheduler process it hooks five places of SGLang 0.5.23 (SEAMS):
+In every scheduler process it hooks these places of SGLang 0.5.23 (SEAMS):
 
 - after ``ModelRunner.init_attention_backends``, before graphs are captured: the target captures the wanted taps beside
   those the draft is fed, and keeps its final hidden states;
@@ -19,18 +19,18 @@ import importlib
 import inspect
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.recorder import RowRecorder, summarise_rows
 from replay.capture.recording import RECORD_VARIABLE, Recording, decode_rows, prefill_rows, verify_rows
 from replay.capture.serve import SIMULATED, VERSIONS
 from replay.capture.sglang_facts import server_details, target_info
-from replay.capture.spool import RID_PREFIX, Manifest, launch_folder, write_manifest
+from replay.capture.sglang_model import capture_boundaries, capturing_parts
+from replay.capture.sglang_reporter import Reporter
+from replay.capture.spool import RID_PREFIX
 from replay.errors import ReplayError, UsageError
 from replay.traces.taps import FINAL, default_taps, parse_taps, sort_taps, tap_index, tap_name
 
@@ -86,7 +86,7 @@ def _install(scheduler: Any) -> None:
     import sglang
 
     recording = Recording.from_json(os.environ[RECORD_VARIABLE])
-    plugin = _Plugin(recording, _Reporter(recording, sglang.__version__))
+    plugin = _Plugin(recording, Reporter(recording, sglang.__version__))
     problem = problem_of(sglang.__version__) or _layout_problem() or _simulation_problem()
     if problem is not None:
         plugin.refuse(problem)
@@ -160,33 +160,6 @@ def _versions(runner: Any) -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__, "accelerator": device}
 
 
-class _Reporter:
-    """This process's manifest, kept up to date on disk; where that fails, the log has it."""
-
-    def __init__(self, recording: Recording, version: str) -> None:
-        self.folder = launch_folder(Path(recording.folder), recording.launch)
-        self.manifest = Manifest(
-            launch=recording.launch,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            state="loading",
-            writer=False,
-            sglang=version,
-            topk=recording.topk,
-        )
-
-    def tell(self, **changes: Any) -> bool:
-        """Change the manifest; whether it is on disk."""
-        self.manifest = replace(self.manifest, **changes)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_manifest(self.folder, self.manifest)
-        except OSError as error:
-            logger.error("replay: cannot write to %s (%s); the server goes on unrecorded", self.folder, error.strerror)
-            return False
-        return True
-
-
 @dataclass(slots=True)
 class _Verify:
     """Between a verify's forward and its end: node rows [B*N, .] on the device, not overwritten yet."""
@@ -199,7 +172,7 @@ class _Verify:
 class _Plugin:
     """The hooks of one scheduler process, and what they share."""
 
-    def __init__(self, recording: Recording, reporter: _Reporter) -> None:
+    def __init__(self, recording: Recording, reporter: Reporter) -> None:
         self.recording, self.reporter = recording, reporter
         self.recorder: RowRecorder | None = None
         self.boundaries: tuple[int, ...] = ()  # what the target captures, in the order of its columns
@@ -312,7 +285,7 @@ class _Plugin:
         algorithm = runner.spec_algorithm
         if not (algorithm.is_none() or algorithm.is_eagle3()):
             raise UsageError(f"the server drafts by {algorithm}, recording works with EAGLE3 or without a draft")
-        core, processor = _capturing_parts(runner.model)
+        core, processor = capturing_parts(runner.model)
         config = runner.model_config.hf_text_config
         layers = int(config.num_hidden_layers)
         uses_aux = bool(runner.spec_aux_config.eagle_use_aux_hidden_state)
@@ -325,7 +298,7 @@ class _Plugin:
         indices = {index for tap in taps if (index := tap_index(tap)) is not None}
         # R[0] always: whether it is a lookup of the embedding is seen from it
         self.boundaries = tuple(sorted({0} | indices | set(fed)))
-        _capture(runner.model, core, self.boundaries)
+        capture_boundaries(runner.model, core, self.boundaries)
         processor.keep_last_hidden_states = True
         self.fed = [self.boundaries.index(one) for one in fed]
         self.width, self.vocabulary = int(config.hidden_size), int(runner.model_config.vocab_size)
@@ -423,29 +396,3 @@ class _Plugin:
         }
         assert self.recorder is not None
         self.recorder.submit(tensors, functools.partial(decode_rows, list(batch.rids), self._recorded(), self.width))
-
-
-def _capturing_parts(model: Any) -> tuple[Any, Any]:
-    """The module that holds ``layers_to_capture``, and the logits processor, of a text model or one that also sees."""
-    for outer in (model, getattr(model, "language_model", None)):
-        core, processor = getattr(outer, "model", None), getattr(outer, "logits_processor", None)
-        if hasattr(core, "layers_to_capture") and hasattr(processor, "keep_last_hidden_states"):
-            return core, processor
-    raise UsageError(f"{type(model).__name__} holds no layers_to_capture, so SGLang cannot record its residual stream")
-
-
-def _capture(model: Any, core: Any, boundaries: Sequence[int]) -> None:
-    """Let ``model`` capture exactly ``boundaries`` (R indices, rising)."""
-    if not hasattr(model, "set_dflash_layers_to_capture"):
-        raise UsageError(f"{type(model).__name__} has no set_dflash_layers_to_capture, so its taps cannot be chosen")
-    layers = len(core.layers)
-    if boundaries[-1] >= layers:
-        raise UsageError(
-            f"R[{boundaries[-1]}] cannot be recorded by SGLang's {type(model).__name__}: possible are embed, 1 to "
-            f"{layers - 1}, and final"
-        )
-    model.set_dflash_layers_to_capture([boundary - 1 for boundary in boundaries])
-    if sorted(core.layers_to_capture) != list(boundaries):
-        raise UsageError(
-            f"{type(model).__name__} captures {sorted(core.layers_to_capture)} where {list(boundaries)} were asked for"
-        )

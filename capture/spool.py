@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FORMAT = "replay-spool"
 VERSION = 1
-SPOOL = "spool"
+SPOOL = files.SPOOL
 RID_PREFIX = "replay-"  # only requests that a client of ours named so are recorded
 
 KINDS = ("prefill", "decode", "verify")

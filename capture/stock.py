@@ -15,24 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
 from replay.capture.join import Answer
 from replay.capture.server_api import ServerApi
+from replay.capture.server_ask import ServerOptions, generate
 from replay.capture.server_facts import ServerFacts
 from replay.capture.spool import RID_PREFIX
 from replay.errors import CaptureError, OutputError
-
-if TYPE_CHECKING:
-    from replay.capture.server import ServerOptions
 
 RESPONSES = "responses.jsonl"
 
 
 def capture_stock(
-    options: "ServerOptions",
+    options: ServerOptions,
     api: ServerApi,
     facts: ServerFacts,
     requests: Sequence[EncodedRequest],
@@ -75,10 +73,8 @@ def capture_stock(
 
 
 def _answers(
-    todo: Sequence[EncodedRequest], options: "ServerOptions", api: ServerApi
+    todo: Sequence[EncodedRequest], options: ServerOptions, api: ServerApi
 ) -> Iterator[tuple[EncodedRequest, Answer]]:
-    from replay.capture.server import generate
-
     tasks: queue.SimpleQueue[EncodedRequest] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[EncodedRequest, Answer] | BaseException] = queue.SimpleQueue()
     for one in todo:
@@ -120,7 +116,7 @@ def _row(request: EncodedRequest, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _begin(path: Path, options: "ServerOptions") -> set[str]:
+def _begin(path: Path, options: ServerOptions) -> set[str]:
     """Make the folder; the ids that are answered already. A last line that was cut off is taken away."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

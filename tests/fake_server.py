@@ -1,7 +1,7 @@
 """A stand-in for a recording SGLang server: the HTTP it speaks and the spool it writes, for a target of 16 tokens.
 
-Its model is plain: after token t comes (7 t + 3) mod 16; the embedding is the identity, final is the next
-token's row, times a number that tells what came before. So every row, logit and round that a client should see can be written down here by hand.
+Its model is plain: after token t comes (7 t + 3) mod 16; the embedding is the identity, final is the next token's row,
+times a number that tells what came before. So every row, logit and round can be written down here by hand.
 """
 
 import json

@@ -10,9 +10,10 @@ import pytest
 import torch
 from fake_server import LAUNCH, PATTERN, STEPS, VOCABULARY, FakeServer, fake_server, make_target, next_token, two
 
-from replay.capture import server as client
+from replay.capture import server_client as client
 from replay.capture.events import CaptureResult, Event, Noted
-from replay.capture.server import ServerOptions, capture_server
+from replay.capture.server import capture_server
+from replay.capture.server_ask import ServerOptions
 from replay.capture.spool import chunk_names, launch_folder
 from replay.errors import CaptureError, OutputError, PromptError, UsageError
 from replay.traces.reader import Trace

@@ -16,6 +16,7 @@ REQUESTS = "requests.parquet"
 ROUNDS = "rounds.parquet"
 WEIGHTS = "target.safetensors"
 LOCK = ".lock"
+SPOOL = "spool"  # a folder, of a server that records here: no part of the trace, left alone
 TEMPORARY = ".tmp"
 
 MAX_SHARDS = 100_000

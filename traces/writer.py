@@ -87,7 +87,7 @@ class TraceWriter:
         return writer
 
     def _take_over(self, way: str) -> None:
-        names = set(os.listdir(self.path)) - {files.LOCK, files.HEADER + files.TEMPORARY}
+        names = set(os.listdir(self.path)) - {files.LOCK, files.SPOOL, files.HEADER + files.TEMPORARY}
         if names and way == "new":
             raise OutputError(f"{self.path} is not empty: type --resume to go on with its trace, --force to replace it")
         if names and way == "force":

@@ -1,0 +1,308 @@
+"""Requests in flight: sent, their rows gathered from the spool, joined, and written to the trace in batches."""
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from replay.capture.encode import EncodedRequest
+from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
+from replay.capture.join import Answer, Joined, first_missing, histogram_of, join, same_histogram
+from replay.capture.server_api import ServerApi
+from replay.capture.server_ask import ServerOptions, generate
+from replay.capture.server_facts import ServerFacts
+from replay.capture.spool import read_manifests
+from replay.capture.spool_reader import SpoolReader
+from replay.errors import CaptureError
+from replay.traces.captured import CapturedRequest
+
+if TYPE_CHECKING:
+    from replay.traces.writer import TraceWriter
+
+_BATCH_REQUESTS = 16  # finished requests are written when they are so many,
+_BATCH_BYTES = 1 << 28  # or so large,
+_BATCH_SECONDS = 5.0  # or when the first of them is so old
+_ROWS_SECONDS = 30.0  # how long rows may come after the answer
+_POLL_SECONDS = 0.05
+_ATTEMPTS = 3  # for a request whose rows do not come whole
+PROBE_TOKENS = 64  # of the first prompt, with which the way of the rows is tried
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An answered request whose rows are still coming."""
+
+    request: EncodedRequest
+    rid: str
+    attempt: int
+    answer: Answer
+    since: float
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Finished requests on their way to the trace."""
+
+    requests: list[CapturedRequest] = field(default_factory=list)
+    rounds: list[tuple[str, Joined]] = field(default_factory=list)
+    rids: list[str] = field(default_factory=list)
+    bytes: int = 0
+    since: float = 0.0
+
+
+class ServerClient:
+    """Sends requests, gathers their rows and writes them; everything but the HTTP calls happens in one thread."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        api: ServerApi,
+        facts: ServerFacts,
+        spool: SpoolReader,
+        session: str,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self.options, self.api, self.facts, self.spool = options, api, facts, spool
+        self.session, self.on_event = session, on_event
+        self.tasks: queue.SimpleQueue[tuple[EncodedRequest, int]] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[_Waiting | BaseException] = queue.SimpleQueue()
+        self.started = time.monotonic()
+        self.output_tokens = self.most_left = self.differing = self.cached = 0
+        self.stop = False
+
+    def probe(self, request: EncodedRequest) -> Joined:
+        """Rows of a short prompt, all the way: the server, its plugin, the folder and this process work together."""
+        short = replace(request, prompt_ids=request.prompt_ids[:PROBE_TOKENS], max_new_tokens=1)
+        rid = f"{self.session}-probe"
+        answer = self.api.patiently(
+            lambda attempt: generate(self.api, short, f"{rid}-{attempt}", self.options, logprobs=False)
+        )
+        deadline = time.monotonic() + _ROWS_SECONDS
+        tokens = len(short.prompt_ids) + len(answer.output_ids)
+        while time.monotonic() < deadline:
+            self.spool.poll()
+            for attempt in range(self.options.retries + 1):
+                recorded = self.spool.rows(f"{rid}-{attempt}")
+                if first_missing(recorded, tokens - 1) is None:
+                    joined = join("the probe", short.prompt_ids, answer.output_ids, recorded, self.facts.taps)
+                    self.spool.drop([f"{rid}-{one}" for one in range(self.options.retries + 1)])
+                    return joined
+            self._check_recording()
+            time.sleep(_POLL_SECONDS)
+        raise CaptureError(
+            f"{self.api.url} answers, but no rows of it came into {self.spool.folder} within {_ROWS_SECONDS:.0f} s: "
+            f"see its log{_also(self.spool.problems)}"
+        )
+
+    def run(self, requests: Sequence[EncodedRequest], writer: "TraceWriter", taps: tuple[str, ...]) -> CaptureResult:
+        """Everything that is not in the trace yet; completes it."""
+        done = writer.done_ids
+        todo = [one for one in requests if one.request_id not in done]
+        self.most_left = sum(one.max_new_tokens for one in todo)
+        prompt_tokens = sum(len(one.prompt_ids) for one in todo)
+        self.on_event(Planned(len(requests), len(done), prompt_tokens, self.most_left))
+        for one in todo:
+            self.tasks.put((one, 0))
+        for _ in range(min(self.options.concurrency, len(todo))):
+            threading.Thread(target=self._work, name="replay-request", daemon=True).start()
+        try:
+            self._gather(todo, len(requests), writer, taps)
+        except KeyboardInterrupt:
+            raise CaptureError(
+                f"interrupted: {len(writer.done_ids)} of {len(requests)} requests are safe in {self.options.out}; type "
+                "the same command with --resume to go on"
+            ) from None
+        finally:
+            self.stop = True
+        self._note_doubts(writer)
+        writer.finish()
+        seconds = time.monotonic() - self.started
+        result = CaptureResult(
+            self.options.out, len(requests), len(todo), prompt_tokens, self.output_tokens, seconds, taps,
+            writer.header.embed,
+        )  # fmt: skip
+        self.on_event(Finished(result))
+        return result
+
+    def _work(self) -> None:
+        """A thread's life: one task after another, until the run ends."""
+        while not self.stop:
+            try:
+                request, attempt = self.tasks.get(timeout=1)
+            except queue.Empty:
+                continue
+            self._ask(request, attempt)
+
+    def _ask(self, request: EncodedRequest, attempt: int) -> None:
+        """One request until it is answered, each try under an id of its own."""
+        number = attempt * (self.options.retries + 1)
+        tag = secrets.token_hex(6)
+        rid = ""
+
+        def once(again: int) -> Answer:
+            nonlocal rid
+            rid = f"{self.session}-{tag}-{number + again}"
+            return generate(self.api, request, rid, self.options, logprobs=False)
+
+        try:
+            answer = self.api.patiently(once)
+        except BaseException as error:  # handed to the gathering thread, which raises it
+            self.answers.put(error)
+        else:
+            self.answers.put(_Waiting(request, rid, attempt, answer, time.monotonic()))
+
+    def _gather(
+        self,
+        todo: Sequence[EncodedRequest],
+        requests: int,
+        writer: "TraceWriter",
+        taps: Sequence[str],
+    ) -> None:
+        waiting: list[_Waiting] = []
+        batch = _Batch()
+        left = len(todo)
+        try:
+            while left:
+                waiting += self._new_answers()
+                self.spool.poll()
+                still: list[_Waiting] = []
+                for one in waiting:
+                    tokens = len(one.request.prompt_ids) + len(one.answer.output_ids)
+                    if first_missing(self.spool.rows(one.rid), tokens - 1) is None:
+                        self._finish(one, batch, taps)
+                        left -= 1
+                    elif time.monotonic() - one.since > _ROWS_SECONDS:
+                        self._check_recording()
+                        self._again(one)
+                    else:
+                        still.append(one)
+                waiting = still
+                if batch.requests and (not left or _is_full(batch)):
+                    self._write(batch, writer, requests)
+                    batch = _Batch()
+                if waiting and time.monotonic() - waiting[0].since > 1:
+                    self._check_recording()
+        finally:
+            if batch.requests:  # what is whole is kept, whatever ends the run
+                self._write(batch, writer, requests)
+
+    def _new_answers(self) -> list[_Waiting]:
+        """Those that have come; waits a little for the first. Raises what ended a request for good."""
+        answers: list[_Waiting] = []
+        try:
+            one = self.answers.get(timeout=_POLL_SECONDS)
+            while True:
+                if isinstance(one, BaseException):
+                    raise one
+                answers.append(one)
+                one = self.answers.get_nowait()
+        except queue.Empty:
+            return answers
+
+    def _finish(self, one: _Waiting, batch: _Batch, taps: Sequence[str]) -> None:
+        request, answer = one.request, one.answer
+        name = f"request {request.request_id!r}"
+        joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps)
+        if not same_histogram(histogram_of(joined.rounds), answer.counters.histogram):
+            self.differing += 1
+        self.cached += answer.counters.cached_tokens > 0
+        batch.requests.append(
+            CapturedRequest(
+                request_id=request.request_id,
+                category=request.category,
+                prompt_ids=list(request.prompt_ids),
+                output_ids=list(answer.output_ids),
+                finish_reason=answer.finish_reason,
+                source="generated",
+                temperature=self.options.temperature,
+                top_p=self.options.top_p,
+                top_k=self.options.top_k,
+                taps=joined.taps,
+                topk_ids=joined.topk_ids,
+                topk_logprobs=joined.topk_logprobs,
+                logsumexp=joined.logsumexp,
+                tail_ids=list(joined.tail_ids),
+                server=answer.counters,
+            )
+        )
+        batch.rounds.append((request.request_id, joined))
+        batch.rids.append(one.rid)
+        batch.bytes += sum(tap.nbytes for tap in joined.taps.values())
+        batch.since = batch.since or time.monotonic()
+        self.output_tokens += len(answer.output_ids)
+        self.most_left -= request.max_new_tokens
+
+    def _again(self, one: _Waiting) -> None:
+        """Ask for a request anew whose rows did not come whole."""
+        self.spool.drop([one.rid])
+        if one.attempt + 1 == _ATTEMPTS:
+            raise CaptureError(
+                f"the rows of request {one.request.request_id!r} did not come whole in {_ATTEMPTS} tries: see the "
+                f"server's log{_also(self.spool.problems)}; type the same command with --resume to go on"
+            )
+        self.on_event(Noted(f"the rows of request {one.request.request_id!r} did not come whole; asking again"))
+        self.tasks.put((one.request, one.attempt + 1))
+
+    def _write(self, batch: _Batch, writer: "TraceWriter", requests: int) -> None:
+        if any(joined.rounds for _, joined in batch.rounds):
+            writer.add_rounds(_rounds_frame(batch.rounds))
+        writer.add(batch.requests)
+        self.spool.drop(batch.rids)
+        seconds = time.monotonic() - self.started
+        rate = self.output_tokens / seconds if seconds > 0 else 0.0
+        self.on_event(Progress(len(writer.done_ids), requests, self.output_tokens, self.most_left, seconds, rate))
+
+    def _check_recording(self) -> None:
+        """Raises CaptureError where the server has stopped recording."""
+        manifests = read_manifests(self.spool.folder)
+        if not manifests:
+            raise CaptureError(
+                f"{self.spool.folder} is gone: the server was started anew; type the same command with --resume"
+            )
+        for one in manifests:
+            if one.state != "recording":
+                raise CaptureError(
+                    f"the server goes on but has stopped recording ({one.reason}): mend this, restart it by replay "
+                    "serve and type the same command with --resume"
+                )
+
+    def _note_doubts(self, writer: "TraceWriter") -> None:
+        doubts = []
+        if self.differing:
+            doubts.append(
+                f"{self.differing} requests whose recorded rounds differ from the histogram the server counted for them"
+            )
+        if self.cached:
+            doubts.append(f"{self.cached} requests of which the server took a prefix from its cache")
+        for text in doubts:
+            self.on_event(Noted(text))
+        writer.header = replace(writer.header, missing=(*writer.header.missing, *doubts))
+
+
+def _is_full(batch: _Batch) -> bool:
+    return (
+        len(batch.requests) >= _BATCH_REQUESTS
+        or batch.bytes >= _BATCH_BYTES
+        or time.monotonic() - batch.since >= _BATCH_SECONDS
+    )
+
+
+def _rounds_frame(rounds: Sequence[tuple[str, Joined]]) -> Any:
+    """The table of served rounds (SPEC.md, section 6)."""
+    import polars as pl
+
+    from replay.traces.served import served_schema
+
+    rows = [
+        (request_id, number, one.anchor, list(one.drafted), one.accepted)
+        for request_id, joined in rounds
+        for number, one in enumerate(joined.rounds)
+    ]
+    return pl.DataFrame(rows, schema=served_schema(), orient="row")
+
+
+def _also(problems: Sequence[str]) -> str:
+    return f" ({len(problems)} files were refused, the first: {problems[0]})" if problems else ""

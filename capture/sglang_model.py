@@ -1,0 +1,37 @@
+"""Where an SGLang model keeps what it captures of its residual stream, and how to set it. Imports no engine.
+
+SGLang 0.5.23: the decoder captures R[i] for every i of ``layers_to_capture``, in rising order whatever the list's, and
+``set_dflash_layers_to_capture`` takes 0-based layer ids, each one less than its R index, in every model file that
+has it (``set_eagle3_layers_to_capture`` differs by file).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from replay.errors import UsageError
+
+
+def capturing_parts(model: Any) -> tuple[Any, Any]:
+    """The module that holds ``layers_to_capture``, and the logits processor, of a text model or one that also sees."""
+    for outer in (model, getattr(model, "language_model", None)):
+        core, processor = getattr(outer, "model", None), getattr(outer, "logits_processor", None)
+        if hasattr(core, "layers_to_capture") and hasattr(processor, "keep_last_hidden_states"):
+            return core, processor
+    raise UsageError(f"{type(model).__name__} holds no layers_to_capture, so SGLang cannot record its residual stream")
+
+
+def capture_boundaries(model: Any, core: Any, boundaries: Sequence[int]) -> None:
+    """Let ``model`` capture exactly ``boundaries`` (R indices, rising)."""
+    if not hasattr(model, "set_dflash_layers_to_capture"):
+        raise UsageError(f"{type(model).__name__} has no set_dflash_layers_to_capture, so its taps cannot be chosen")
+    layers = len(core.layers)
+    if boundaries[-1] >= layers:
+        raise UsageError(
+            f"R[{boundaries[-1]}] cannot be recorded by SGLang's {type(model).__name__}: possible are embed, 1 to "
+            f"{layers - 1}, and final"
+        )
+    model.set_dflash_layers_to_capture([boundary - 1 for boundary in boundaries])
+    if sorted(core.layers_to_capture) != list(boundaries):
+        raise UsageError(
+            f"{type(model).__name__} captures {sorted(core.layers_to_capture)} where {list(boundaries)} were asked for"
+        )
