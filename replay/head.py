@@ -53,17 +53,21 @@ class Head:
         numerics: Numerics | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        product_rows: int | None = None,
     ) -> None:
         """Bind a checkpoint to its target.
 
         ``target_embed_VE`` and ``target_lm_head_VE`` are the target's tables (lm_head None where it is tied); they
-        are used as they are and never copied whole. Raises CheckpointError where the two do not fit.
+        are used as they are and never copied whole. ``product_rows`` runs every matrix product over at most so many
+        rows: kernels choose their order of summation by the number of rows, so equality to the last bit with a server
+        that runs a few rows at a time asks for products as small as its own. Raises CheckpointError where the two do not fit.
         """
         self.name = checkpoint.name
         self.config = checkpoint.config
         self.numerics = numerics or NUMERICS[profile.numerics]
         self.dtype = dtype
         self.device = torch.device(device)
+        self.product_rows = product_rows
         self.notes = list(checkpoint.notes)
         self._weights = {
             key: tensor.to(device=self.device, dtype=dtype)
@@ -176,7 +180,7 @@ class Head:
 
     def logits(self, normed_RE: Tensor) -> Tensor:
         """Draft logits [R, W], rounded to the head's dtype as a server's lm_head leaves them."""
-        return functional.linear(normed_RE, self._lm_head_WE)
+        return self._product(normed_RE, self._lm_head_WE)
 
     # ---- parts ----
 
@@ -184,7 +188,7 @@ class Head:
         weight, bias, _ = self._fused[layer]
         config = self.config
         sizes = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
-        q, k, v = functional.linear(inputs, weight, bias).split(sizes, dim=-1)
+        q, k, v = self._product(inputs, weight, bias).split(sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in (q, k, v))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
@@ -193,16 +197,21 @@ class Head:
         prefix = f"layers.{layer}.mlp."
         if self.config.mlp_bias:
             bias = torch.cat([self._weights[f"{prefix}{part}_proj.bias"] for part in ("gate", "up")])
-            gate, up = functional.linear(x_RE, gate_up, bias).chunk(2, dim=-1)
+            gate, up = self._product(x_RE, gate_up, bias).chunk(2, dim=-1)
         else:
-            gate, up = functional.linear(x_RE, gate_up).chunk(2, dim=-1)
+            gate, up = self._product(x_RE, gate_up).chunk(2, dim=-1)
         return self._linear(functional.silu(gate) * up, f"{prefix}down_proj")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         bias = self._weights.get(f"{name}.bias")
         if name.endswith("o_proj") and not self._use_attention_bias:
             bias = None
-        return functional.linear(x, self._weights[f"{name}.weight"], bias)
+        return self._product(x, self._weights[f"{name}.weight"], bias)
+
+    def _product(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        if self.product_rows is None or len(x_RI) <= self.product_rows:
+            return functional.linear(x_RI, weight_OI, bias_O)
+        return torch.cat([functional.linear(rows, weight_OI, bias_O) for rows in x_RI.split(self.product_rows)])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self._weights[f"{name}.weight"]
