@@ -60,7 +60,8 @@ class Head:
         ``target_embed_VE`` and ``target_lm_head_VE`` are the target's tables (lm_head None where it is tied); they
         are used as they are and never copied whole. ``product_rows`` runs every matrix product over at most so many
         rows: kernels choose their order of summation by the number of rows, so equality to the last bit with a server
-        that runs a few rows at a time asks for products as small as its own. Raises CheckpointError where the two do not fit.
+        that runs a few rows at a time asks for products as small as its own.
+        Raises CheckpointError where head and target do not fit.
         """
         self.name = checkpoint.name
         self.config = checkpoint.config
