@@ -1,0 +1,279 @@
+"""From a forward's tensors to the spool and back: which rows count, what is bounded, what is left out."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from replay.capture import recorder as recorder_module
+from replay.capture.join import Recorded, first_missing, rounds_of, same_histogram, tail_of
+from replay.capture.recorder import RowRecorder, summarise_rows
+from replay.capture.recording import decode_rows, prefill_rows, tree_parents, verify_rows
+from replay.capture.sample import summarise_logits
+from replay.capture.sglang_facts import without_secrets
+from replay.capture.spool import (
+    Entry,
+    Manifest,
+    chunk_names,
+    drop_launches,
+    launch_folder,
+    read_chunk,
+    read_manifests,
+    write_chunk,
+    write_manifest,
+)
+from replay.errors import CaptureError, TraceCorruptError
+
+WIDTH, KEPT = 3, 2
+TAPS = ("embed", "2")
+
+
+def forward(rows: int, logits: int, first: int = 0) -> dict[str, torch.Tensor]:
+    """What a hook hands over, each row telling its number from ``first`` on."""
+    numbers = torch.arange(first, first + rows, dtype=torch.float32)
+    return {
+        "hidden": numbers[:, None].repeat(1, 2 * WIDTH) + torch.tensor([0.0] * WIDTH + [100.0] * WIDTH),
+        "final": numbers[:, None].repeat(1, WIDTH),
+        "input_ids": torch.arange(first, first + rows, dtype=torch.int32),
+        "topk_ids": torch.zeros(logits, KEPT, dtype=torch.int32),
+        "topk_logprobs": torch.zeros(logits, KEPT),
+        "logsumexp": torch.zeros(logits),
+    }
+
+
+def test_prefill_rows() -> None:
+    entries, tensors = prefill_rows([("replay-a", 4, 3), ("replay-b", 0, 2)], TAPS, WIDTH, forward(5, 2))
+    assert entries == [Entry("replay-a", "prefill", 4, 3, 1), Entry("replay-b", "prefill", 0, 2, 1)]
+    assert tensors["positions"].tolist() == [4, 5, 6, 0, 1]
+    assert tensors["logit_rows"].tolist() == [2, 4]
+    assert tensors["tap.embed"][:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert tensors["tap.2"][:, 0].tolist() == [100, 101, 102, 103, 104]
+
+
+def test_decode_rows_leave_other_requests_out() -> None:
+    cpu = forward(3, 3) | {"starts": torch.tensor([7, 8, 9], dtype=torch.int32)}
+    entries, tensors = decode_rows(["replay-a", "somebody", "replay-c"], TAPS, WIDTH, cpu)
+    assert entries == [Entry("replay-a", "decode", 7, 1, 1), Entry("replay-c", "decode", 9, 1, 1)]
+    assert tensors["input_ids"].tolist() == [0, 2] and tensors["positions"].tolist() == [7, 9]
+
+
+def test_verify_rows_keep_what_was_accepted() -> None:
+    # 3 requests, 3 rows of the longest path each; the second is somebody else's
+    cpu = forward(9, 9) | {
+        "drafted": torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]], dtype=torch.int32),
+        "chosen": torch.tensor([[11, 50, 0], [1, 1, 1], [99, 0, 0]], dtype=torch.int32),
+        "accept_lens": torch.tensor([2, 3, 1], dtype=torch.int32),
+        "anchors": torch.tensor([40, 41, 42], dtype=torch.int32),
+    }
+    entries, tensors = verify_rows(["replay-a", "b", "replay-c"], TAPS, WIDTH, cpu)
+    assert entries == [
+        Entry("replay-a", "verify", 40, 2, 2, drafted=[11, 12], accepted=1, chosen=[11, 50]),
+        Entry("replay-c", "verify", 42, 1, 1, drafted=[31, 32], accepted=0, chosen=[99]),
+    ]
+    assert tensors["input_ids"].tolist() == [0, 1, 6]
+    assert tensors["positions"].tolist() == [40, 41, 42]
+
+
+def test_tree_parents() -> None:
+    #        0
+    #      / | \     children of a node are a list: first child, then each one's next sibling
+    #     3  2  1
+    #     |     |
+    #     5     4
+    first_child = [3, 4, -1, 5, -1, -1]
+    next_sibling = [-1, -1, 1, 2, -1, -1]
+    assert tree_parents(first_child, next_sibling) == (0, 0, 0, 1, 3)
+
+
+def test_summary_is_the_one_of_a_local_capture() -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[0, 7] = logits[0, 3] = 9.0  # a tie: the lower id comes first
+    ours, theirs = summarise_rows(logits, 6), summarise_logits(logits, 6)
+    assert torch.equal(ours["topk_ids"], theirs.topk_ids) and ours["topk_ids"][0, 0] == 3
+    assert torch.equal(ours["topk_logprobs"], theirs.topk_logprobs)
+    assert torch.equal(ours["logsumexp"], theirs.logsumexp)
+
+
+# ---- the writing thread ----
+
+
+def rows(name: str, cpu: dict[str, torch.Tensor]) -> tuple[list[Entry], dict[str, torch.Tensor]]:
+    return prefill_rows([(name, 0, len(cpu["final"]))], TAPS, WIDTH, cpu)
+
+
+def test_recorder_writes_what_it_was_given(tmp_path: Path) -> None:
+    failures: list[str] = []
+    recorder = RowRecorder(tmp_path, 5, failures.append)
+    for number in range(3):
+        recorder.submit(forward(4, 1, 10 * number), lambda cpu, n=number: rows(f"replay-{n}", cpu))  # type: ignore[misc]
+    recorder.close()
+    assert failures == [] and recorder.failure is None
+    read = [read_chunk(tmp_path / name, TAPS, WIDTH) for name in chunk_names(tmp_path)]
+    assert [entry.rid for chunk in read for entry in chunk.entries] == ["replay-0", "replay-1", "replay-2"]
+
+
+def test_recorder_makes_the_forward_wait_rather_than_grow(tmp_path: Path) -> None:
+    one = forward(4, 1)
+    size = sum(tensor.nbytes for tensor in one.values())
+    gate, submitted = threading.Event(), []
+    recorder = RowRecorder(tmp_path, 5, lambda _: None, most_bytes=2 * size)
+
+    def slow(cpu: dict[str, torch.Tensor]) -> tuple[list[Entry], dict[str, torch.Tensor]]:
+        gate.wait(10)
+        return rows("replay-a", cpu)
+
+    def forwards() -> None:
+        for number in range(4):
+            recorder.submit(one, slow)  # type: ignore[arg-type]
+            submitted.append(number)
+
+    thread = threading.Thread(target=forwards)
+    thread.start()
+    deadline = time.monotonic() + 5
+    while len(submitted) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert submitted == [0, 1]  # the third waits: two are under way
+    gate.set()
+    thread.join(10)
+    recorder.close()
+    assert submitted == [0, 1, 2, 3]
+
+
+def test_recorder_that_cannot_write_lets_the_forward_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[str] = []
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder_module, "write_chunk", full)
+    size = sum(tensor.nbytes for tensor in forward(4, 1).values())
+    recorder = RowRecorder(tmp_path, 5, failures.append, most_bytes=size)
+    for _ in range(5):  # more than fit: none of them may wait for ever
+        recorder.submit(forward(4, 1), lambda cpu: rows("replay-a", cpu))  # type: ignore[arg-type]
+    recorder.close()
+    assert failures == [f"cannot write to {tmp_path}: No space left on device"]
+    recorder.submit(forward(4, 1), lambda cpu: rows("replay-a", cpu))  # type: ignore[arg-type]
+    assert chunk_names(tmp_path) == []
+
+
+# ---- what counts ----
+
+
+def verify(anchor: int, accepted: int, token: int = 0) -> Entry:
+    """A round whose chosen tokens are ``token``, ``token`` + 1, ..."""
+    chosen = [token + i for i in range(accepted + 1)]
+    return Entry("r", "verify", anchor, accepted + 1, accepted + 1, [1, 2], (), accepted, chosen)
+
+
+def prefill(start: int, stop: int) -> Entry:
+    return Entry("r", "prefill", start, stop - start, 1)
+
+
+def test_rounds_in_order_without_the_one_that_overlapped_the_end() -> None:
+    entries = [prefill(0, 5), verify(5, 1), verify(7, 2), verify(10, 0)]
+    assert [(one.anchor, one.accepted) for one in rounds_of(entries, 11)] == [(5, 1), (7, 2)]
+
+
+def test_retraction_after_a_round_was_taken_keeps_it() -> None:
+    # L = 5; round at 5 takes 2 tokens, so 8 are known: positions 0 to 7 are prefilled anew, in two chunks
+    entries = [prefill(0, 5), verify(5, 1), prefill(0, 4), prefill(4, 8), verify(8, 0), verify(9, 1)]
+    assert [one.anchor for one in rounds_of(entries, 20)] == [5, 8, 9]
+
+
+def test_retraction_before_a_round_was_taken_drops_it() -> None:
+    # the round at 7 ran while its request was retracted: tokens up to x[7] were known, so rows 0 to 7 come anew
+    entries = [prefill(0, 5), verify(5, 1), verify(7, 2), prefill(0, 3), prefill(3, 8), verify(8, 0)]
+    assert [one.anchor for one in rounds_of(entries, 20)] == [5, 8]
+    assert [one.anchor for one in rounds_of(entries[:5], 9)] == [5]  # and nothing came after
+
+
+def test_tail_is_what_was_chosen_beyond_the_output() -> None:
+    entries = [prefill(0, 5), verify(5, 1, 60), verify(7, 2, 70)]  # tokens 6, 7 are 60, 61; 8, 9, 10 are 70, 71, 72
+    assert tail_of(entries, 9) == (71, 72)
+    assert tail_of(entries, 11) == ()
+    assert tail_of([*entries, verify(10, 0, 90)], 10) == (72, 90)  # the verify that overlapped the end goes on with it
+    assert tail_of([*entries, prefill(0, 8)], 9) == ()  # begun anew: what came later is void
+
+
+def test_histograms_agree_but_for_zeros_at_the_end() -> None:
+    assert same_histogram((3, 1), (3, 1, 0, 0)) and not same_histogram((3, 1), (3, 1, 1))
+
+
+# ---- files ----
+
+
+def write_one(folder: Path, entry: Entry, first: int = 0) -> Path:
+    _, tensors = prefill_rows([(entry.rid, entry.start, entry.rows)], TAPS, WIDTH, forward(entry.rows, 1, first))
+    write_chunk(folder, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
+    return folder / chunk_names(folder)[0]
+
+
+def test_missing_rows_are_seen(tmp_path: Path) -> None:
+    chunk = read_chunk(write_one(tmp_path, Entry("r", "prefill", 2, 4, 1)), TAPS, WIDTH)
+    assert first_missing([Recorded(chunk, 0)], 6) == 0
+    whole = read_chunk(write_one(tmp_path, Entry("r", "prefill", 0, 4, 1)), TAPS, WIDTH)
+    assert first_missing([Recorded(whole, 0)], 6) == 4 and first_missing([Recorded(whole, 0)], 4) is None
+
+
+@pytest.mark.parametrize("cut", [0, 7, 8, 60, -1])
+def test_torn_rows_are_refused_by_name(tmp_path: Path, cut: int) -> None:
+    path = write_one(tmp_path, Entry("r", "prefill", 0, 4, 1))
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(TraceCorruptError, match=path.name):
+        read_chunk(path, TAPS, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry("r", "prefill", 0, 5, 1),  # more rows than there are
+        Entry("r", "prefill", 0, 4, 5),  # more logits than rows
+        Entry("r", "verify", 0, 4, 1, accepted=1, chosen=[1, 2]),
+        Entry("r", "guess", 0, 4, 1),
+    ],
+)
+def test_entries_that_disagree_are_refused(tmp_path: Path, entry: Entry) -> None:
+    _, tensors = prefill_rows([("r", 0, 4)], TAPS, WIDTH, forward(4, 1))
+    write_chunk(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
+    with pytest.raises(TraceCorruptError):
+        read_chunk(tmp_path / chunk_names(tmp_path)[0], TAPS, WIDTH)
+
+
+def test_manifest_goes_and_comes(tmp_path: Path) -> None:
+    manifest = Manifest("0" * 16, 12, "host", "recording", True, wiring=("embed", "3"), details={"a": "b"})
+    write_manifest(tmp_path, manifest)
+    assert read_manifests(tmp_path) == [manifest]
+    text = (tmp_path / "rank-12.json").read_text()
+    (tmp_path / "rank-12.json").write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(CaptureError, match="same replay"):
+        read_manifests(tmp_path)
+    (tmp_path / "rank-12.json").write_text(text[:50])
+    with pytest.raises(TraceCorruptError, match="rank-12"):
+        read_manifests(tmp_path)
+
+
+@pytest.mark.parametrize("launch", ["", "../../etc", "0123456789abcdeF", "0123456789abcdef0"])
+def test_launch_ids_never_lead_elsewhere(tmp_path: Path, launch: str) -> None:
+    with pytest.raises(CaptureError, match="no launch id"):
+        launch_folder(tmp_path, launch)
+
+
+def test_a_new_start_clears_what_earlier_ones_left(tmp_path: Path) -> None:
+    old, new = (launch_folder(tmp_path, digit * 16) for digit in "01")
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        write_one(folder, Entry("r", "prefill", 0, 4, 1))
+    (tmp_path / "spool" / "notes").mkdir()
+    (tmp_path / "spool" / ("2" * 16)).symlink_to(new)
+    drop_launches(tmp_path, "1" * 16)
+    assert not old.exists() and len(chunk_names(new)) == 1 and (tmp_path / "spool" / "notes").exists()
+
+
+def test_secrets_are_not_kept() -> None:
+    typed = ["--api-key", "k", "--admin-api-key=k", "--port", "1", "--speculative-num-draft-tokens", "6"]
+    assert without_secrets(typed) == [
+        "--api-key", "***", "--admin-api-key=***", "--port", "1", "--speculative-num-draft-tokens", "6",
+    ]  # fmt: skip
