@@ -1,6 +1,6 @@
 """Which drafted tokens the target takes, and the rounds a server runs through. Pure functions on arrays.
 
-Suffixes: A anchors, K steps, T tokens of a request (prompt and output).
+Suffixes: A anchors, K steps, N drafted nodes of a tree, T tokens of a request (prompt and output).
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,26 @@ def count_accepted(drafted_AK: NDArray[np.int64], chosen_AK: NDArray[np.int64]) 
     is one draw of the target-only rule, which takes a drafted token with probability p(token).
     """
     return np.cumprod(drafted_AK == chosen_AK, axis=1).sum(axis=1)
+
+
+def count_accepted_in_tree(
+    drafted_AN: NDArray[np.int64], parents_AN: NDArray[np.int64], chosen_AK: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Depth to which each drafted tree holds the target's choices, 0..K [A].
+
+    ``parents_AN`` is the place of a node's parent, -1 for the known token; other negative numbers take a node out of
+    the tree. From the known token on, each step goes to the first child whose token the target chose
+    (SGLang 0.5.23 kernels/ops/speculative/spec_tree.py ``verify_tree_greedy_kernel_triton``).
+    """
+    node_A = np.full(len(drafted_AN), -1, dtype=np.int64)
+    accepted_A = np.zeros(len(drafted_AN), dtype=np.int64)
+    walking_A = np.ones(len(drafted_AN), dtype=np.bool_)
+    for depth in range(chosen_AK.shape[1]):
+        match_AN = (parents_AN == node_A[:, None]) & (drafted_AN == chosen_AK[:, depth, None])
+        walking_A &= match_AN.any(axis=1)
+        accepted_A += walking_A
+        node_A = match_AN.argmax(axis=1)
+    return accepted_A
 
 
 def served_walk(accepted_A: NDArray[np.int64], *, prompt_tokens: int, tokens: int) -> list[Round]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from replay.attention import attend_committed_and_chain
-from replay.head import Head
+from replay.head import Head, HeadOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Drafts:
     tied_AK: Tensor
 
 
-class _PackedAttention:
+class PackedAttention:
     """Attention for rows packed request after request; holds the committed and the chain keys and values."""
 
     def __init__(self, head: Head, inputs: Sequence[DraftInput]) -> None:
@@ -60,6 +60,11 @@ class _PackedAttention:
         ]
         self._base: list[tuple[Tensor, Tensor]] = []
         self._chain: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(head.config.num_layers)]
+
+    def committed_kv(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [R, M, H] of each request's committed rows, after pass 1."""
+        keys, values = (part.split(self._rows) for part in self._base[layer])
+        return list(zip(keys, values, strict=True))
 
     def committed(self, layer: int, q: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
         """Pass 1: remember every row, answer for every row, or in the last layer for the anchors' rows."""
@@ -98,6 +103,26 @@ class _PackedAttention:
         return torch.stack([k for k, _ in chain]), torch.stack([v for _, v in chain])
 
 
+@dataclass(frozen=True, slots=True)
+class FirstPass:
+    """What pass 1 leaves behind: the committed draft KV, and for each anchor its row's output and position [A]."""
+
+    attention: PackedAttention
+    output: HeadOutput
+    positions_A: Tensor
+
+
+def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
+    """One causal pass over every row of true target features. There must be an anchor in some request."""
+    attention = PackedAttention(head, inputs)
+    ids_R = torch.cat([item.tokens_T[1 : 1 + item.rows] for item in inputs]).to(head.device)
+    positions_R = torch.cat([torch.arange(item.rows, device=head.device) for item in inputs])
+    state_RE = head.fuse(torch.cat([item.features_RKD[: item.rows] for item in inputs]))
+    keep_A = _anchor_rows(inputs, head.device)
+    output = head.forward(head.embed(ids_R), state_RE, positions_R, attention.committed, keep_A)
+    return FirstPass(attention, output, positions_R[keep_A])
+
+
 def draft_every_anchor(head: Head, inputs: Sequence[DraftInput], steps: int) -> list[Drafts]:
     """Drafts of ``steps`` tokens at every anchor of every request, in the order of ``inputs``.
 
@@ -107,13 +132,8 @@ def draft_every_anchor(head: Head, inputs: Sequence[DraftInput], steps: int) -> 
     if sum(item.anchors for item in inputs) == 0:
         empty = torch.empty((0, steps), dtype=torch.long)
         return [Drafts(empty, empty.bool()) for _ in inputs]
-    attention = _PackedAttention(head, inputs)
-    ids_R = torch.cat([item.tokens_T[1 : 1 + item.rows] for item in inputs]).to(head.device)
-    positions_R = torch.cat([torch.arange(item.rows, device=head.device) for item in inputs])
-    state_RE = head.fuse(torch.cat([item.features_RKD[: item.rows] for item in inputs]))
-    keep_A = _anchor_rows(inputs, head.device)
-    output = head.forward(head.embed(ids_R), state_RE, positions_R, attention.committed, keep_A)
-    positions_A = positions_R[keep_A]
+    first = first_pass(head, inputs)
+    attention, output, positions_A = first.attention, first.output, first.positions_A
     drafted, tied = [], []
     for step in range(steps):
         if step:
