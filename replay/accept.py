@@ -29,7 +29,8 @@ def continuations(
     ``tail`` continues ``tokens_T`` beyond the end of the output where the target's choices there are known.
     """
     known = np.concatenate([tokens_T, tail, np.full(steps, -1, dtype=np.int64)])
-    return known[anchors_A[:, None] + 1 + np.arange(steps)]
+    chosen_AK: NDArray[np.int64] = known[anchors_A[:, None] + 1 + np.arange(steps)]
+    return chosen_AK
 
 
 def count_accepted(drafted_AK: NDArray[np.int64], chosen_AK: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -38,7 +39,8 @@ def count_accepted(drafted_AK: NDArray[np.int64], chosen_AK: NDArray[np.int64]) 
     Greedy verification of a chain (SGLang 0.5.23 speculative/eagle_utils.py ``eagle_sample``). On a sampled output it
     is one draw of the target-only rule, which takes a drafted token with probability p(token).
     """
-    return np.cumprod(drafted_AK == chosen_AK, axis=1).sum(axis=1)
+    accepted_A: NDArray[np.int64] = np.cumprod(drafted_AK == chosen_AK, axis=1).sum(axis=1)
+    return accepted_A
 
 
 def count_accepted_in_tree(

@@ -210,7 +210,7 @@ def _check_vocabulary_map(name: str, config: HeadConfig, tensors: "Mapping[str, 
             f"{config.vocab_size} ({len(wrong)} such rows); d2t must hold offsets (target id = draft id + d2t)"
         )
     notes = []
-    twice = config.draft_vocab_size - len(ids_W.unique())
+    twice = config.draft_vocab_size - len(torch.unique(ids_W))
     if twice:
         notes.append(f"d2t maps {twice} draft ids to target ids that another draft id has already")
     t2d_V = tensors.get("t2d")
@@ -500,7 +500,9 @@ def _rope(fields: _Fields, document: Mapping[str, Any], name: str) -> Rope:
     attention_factor = 1.0
     if kind == "yarn":
         # YaRN (arXiv 2309.00071); mscale as DeepSeek writes it, SGLang 0.5.23 layers/rotary_embedding/yarn.py.
-        scale = lambda mscale: 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0  # noqa: E731
+        def scale(mscale: float) -> float:
+            return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
+
         attention_factor = scale(1.0)
         if inner.has("mscale") and inner.has("mscale_all_dim"):
             attention_factor = scale(inner.number("mscale", 1.0)) / scale(inner.number("mscale_all_dim", 1.0))
