@@ -1,0 +1,144 @@
+"""replay serve without SGLang: what it refuses, what it sets, and that it is a faithful stand-in for the launcher."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from replay.capture import serve as serve_module
+from replay.capture.recording import RECORD_VARIABLE, Recording
+from replay.capture.serve import ServeOptions, prepare
+from replay.errors import CaptureError, OutputError, UsageError
+
+DRAFT = ("--model-path", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d")
+
+
+@pytest.fixture(autouse=True)
+def sglang_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.5.23" if name == "sglang" else version(name))
+
+
+def options(
+    tmp_path: Path, arguments: Sequence[str] = DRAFT, taps: str | None = None, wiring: str | None = None
+) -> ServeOptions:
+    return ServeOptions(tmp_path / "rec", arguments, taps, wiring)
+
+
+def test_environment_asks_the_plugin_for_what_was_typed(tmp_path: Path) -> None:
+    launch = prepare(options(tmp_path, (*DRAFT, "--api-key", "s3cret"), "embed,3", "embed,3,16"), {"PATH": "/bin"})
+    recording = Recording.from_json(launch.environment[RECORD_VARIABLE])
+    assert (recording.taps, recording.wiring, recording.folder) == ("embed,3", "embed,3,16", str(tmp_path / "rec"))
+    assert "s3cret" not in launch.environment[RECORD_VARIABLE]
+    assert launch.command == (sys.executable, "-m", "sglang.launch_server", *DRAFT, "--api-key", "s3cret")
+    assert launch.environment["PATH"] == "/bin" and launch.folder.is_dir()
+
+
+def test_server_without_draft_keeps_hidden_states_of_decodes(tmp_path: Path) -> None:
+    launch = prepare(options(tmp_path, ("--model-path", "m")), {})
+    assert launch.command[-1] == "--enable-return-hidden-states"
+    assert any("no draft" in note for note in launch.notes)
+
+
+def test_list_of_allowed_plugins_gets_this_one(tmp_path: Path) -> None:
+    assert prepare(options(tmp_path), {"SGLANG_PLUGINS": "a,b"}).environment["SGLANG_PLUGINS"] == "a,b,replay"
+    assert prepare(options(tmp_path), {"SGLANG_PLUGINS": "a, replay"}).environment["SGLANG_PLUGINS"] == "a, replay"
+    assert "SGLANG_PLUGINS" not in prepare(options(tmp_path), {}).environment
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taps", "wiring", "environment", "message"),
+    [
+        ((), None, None, {}, "no SGLang arguments"),
+        (DRAFT, "3,x", None, {}, "'x' is not a tap"),
+        (DRAFT, None, "embed,final", {}, "names final"),
+        (("--model-path", "m"), None, "embed,3,16", {}, "needs a draft"),
+        (DRAFT, None, None, {"SGLANG_SIMULATE_ACC_LEN": "2.5"}, "made up"),
+    ],
+)
+def test_refused(
+    tmp_path: Path,
+    arguments: Sequence[str],
+    taps: str | None,
+    wiring: str | None,
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        prepare(options(tmp_path, arguments, taps, wiring), environment)
+    assert not (tmp_path / "rec").exists()
+
+
+@pytest.mark.parametrize("value", ["-1", "0", "", "0.0"])
+def test_acceptance_that_is_not_simulated_is_no_reason(tmp_path: Path, value: str) -> None:
+    prepare(options(tmp_path), {"SGLANG_SIMULATE_ACC_LEN": value})
+
+
+def test_other_version_is_refused_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.5.2")
+    with pytest.raises(CaptureError, match=r"SGLang 0\.5\.2 is installed.*0\.5\.23"):
+        prepare(options(tmp_path), {})
+
+
+def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rec").touch()
+    with pytest.raises(OutputError, match="another folder"):
+        prepare(options(tmp_path), {})
+
+
+def test_plugin_is_installed_with_this_package() -> None:
+    serve_module._check_plugin()
+    entry = next(one for one in metadata.entry_points(group="sglang.srt.plugins") if one.name == serve_module.PLUGIN)
+    environment = {key: value for key, value in os.environ.items() if key != RECORD_VARIABLE}
+    assert entry.value == "replay.capture.sglang_plugin:activate"
+    # idle unless asked for: not even SGLang is imported
+    code = f"import sys; from {entry.module} import {entry.attr}; {entry.attr}(); assert 'sglang' not in sys.modules"
+    subprocess.run([sys.executable, "-I", "-c", code], check=True, env=environment)
+
+
+def run_fake(tmp_path: Path, body: str) -> "subprocess.Popen[str]":
+    """``serve`` in a process of its own, where sglang.launch_server is ``body``."""
+    package = tmp_path / "fake" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(body)
+    script = (
+        "import sys; from importlib import metadata; from pathlib import Path; from replay.capture import serve\n"
+        "version = metadata.version; metadata.version = lambda n: '0.5.23' if n == 'sglang' else version(n)\n"
+        f"sys.exit(serve.serve(serve.ServeOptions(Path({str(tmp_path / 'rec')!r}), {list(DRAFT)!r}), lambda _: None))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "fake")}
+    return subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+
+
+def test_exit_code_and_arguments_are_passed(tmp_path: Path) -> None:
+    process = run_fake(tmp_path, "import json, sys; print(json.dumps(sys.argv[1:])); sys.exit(7)")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 7 and json.loads(out) == list(DRAFT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    body = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); signal.signal(signal.SIGINT, lambda *_: sys.exit(4))\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    process = run_fake(tmp_path, body)
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(60) == {signal.SIGTERM: 3, signal.SIGINT: 4}[number]
+
+
+def test_server_killed_by_a_signal_is_told_as_shells_do(tmp_path: Path) -> None:
+    with run_fake(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)") as process:
+        assert process.wait(60) == 128 + signal.SIGKILL
