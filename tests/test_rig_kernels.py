@@ -298,7 +298,7 @@ class Caches:
         return out[0].transpose(0, 1)
 
 
-# float32: rounding of sums only. bfloat16: the sums are in float32, the output has 8 bits: one unit of the last of them.
+# float32: rounding of sums only. bfloat16: sums in float32, output of 8 bits: one unit of the last of them.
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.bfloat16: {"rtol": 2**-8, "atol": 1e-6}}
 PLAIN = {"logit_cap": 0.0, "is_cross_attn": False, "sliding_window": 0, "encoder_lens": None, "sinks": None}
 
