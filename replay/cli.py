@@ -156,13 +156,16 @@ def capture(
 @click.option(
     "--steps", multiple=True, type=int, metavar="K", help="Drafted tokens per round; repeat to compare.  [default: 5]"
 )
-@click.option("--topk", multiple=True, type=int, metavar="N", help="Branches per step: 1, a chain.  [default: 1]")
+@click.option(
+    "--topk", multiple=True, type=int, metavar="N", help="Branches per step: 1, a chain; more, a tree.  [default: 1]"
+)
 @click.option(
     "--num-draft-tokens",
     multiple=True,
     type=int,
     metavar="N",
-    help="Tokens verified per round; a chain always has steps + 1, as in SGLang.",
+    help="Tokens verified per round, the known one included: a tree needs it, a chain always has steps + 1, "
+    "as in SGLang.",
 )
 @click.option(
     "--precision", "precisions", multiple=True, metavar="P", help="fp32, bf16 or fp16.  [default: the target's]"
@@ -173,7 +176,8 @@ def capture(
     "kvs",
     multiple=True,
     metavar="P",
-    help="Draft KV: refresh, rewritten from target features after each verify.  [default: refresh]",
+    help="Draft KV: refresh, rewritten from target features after each verify, and in trees laid out as the engine "
+    "does it: slot (SGLang: a node sees what stood in its column) or path (EAGLE: its ancestors).  [default: refresh]",
 )
 @click.option("--verify", default="greedy", show_default=True, metavar="RULE", help="Acceptance rule.")
 @click.option("--temperature", type=float, metavar="X", help="Must be the one that the trace was recorded at.")
@@ -210,16 +214,17 @@ def simulate(
         wiring=[parse_wiring(text, layers=layers) for text in wirings] or [None],
         steps=list(steps or (5,)),
         topk=list(topk or (1,)),
+        num_draft_tokens=list(num_draft_tokens) or [None],
         precision=[_PRECISIONS.get(precision, precision) for precision in precisions] or [None],
         numerics=list(numerics) or [None],
-        kv=list(kvs or ("refresh",)),
+        kv=list(kvs) or [None],
         verify=[verify],
         engine=[engine],
     )
     for wanted in num_draft_tokens:
-        for variant in variants:
-            if wanted != variant.num_draft_tokens:
-                _say(f"note: topk 1 with {variant.steps} steps verifies {variant.num_draft_tokens} tokens a round, not "
+        for chain_steps in sorted({variant.steps for variant in variants if variant.topk == 1}):
+            if wanted != chain_steps + 1:
+                _say(f"note: topk 1 with {chain_steps} steps verifies {chain_steps + 1} tokens a round, not "
                      f"{wanted}; SGLang sets it so as well")  # fmt: skip
     rounds = _simulate(opened, checkpoints, variants, device)
     if output is not None:

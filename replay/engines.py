@@ -25,14 +25,17 @@ class EngineProfile:
     """One engine's conventions.
 
     - ``sglang``: 0.5.23 replaces the head's own embedding by the target's where the widths agree
-      (speculative/eagle_worker_v2.py ``init_lm_head``) and builds q, k and v without bias (models/llama_eagle3.py).
-    - ``eagle``: SafeAILab/EAGLE ``eagle/model/cnets.py`` uses what the checkpoint has.
+      (speculative/eagle_worker_v2.py ``init_lm_head``), builds q, k and v without bias (models/llama_eagle3.py), and
+      gives each column of a tree its own KV slots (``tree_kv`` slot: eagle_worker_v2.py ``draft_forward``).
+    - ``eagle``: SafeAILab/EAGLE ``eagle/model/cnets.py`` uses what the checkpoint has; its tree mask lets a node see
+      its true ancestors (``tree_kv`` path).
     """
 
     name: str
     own_embedding: bool
     attention_bias: bool
     numerics: str
+    tree_kv: str
 
 
 NUMERICS = {
@@ -40,8 +43,8 @@ NUMERICS = {
     "hf": Numerics("hf", norm_sums_unrounded=False, attention_fp32=False),
 }
 ENGINES = {
-    "sglang": EngineProfile("sglang", own_embedding=False, attention_bias=False, numerics="sglang"),
-    "eagle": EngineProfile("eagle", own_embedding=True, attention_bias=True, numerics="hf"),
+    "sglang": EngineProfile("sglang", own_embedding=False, attention_bias=False, numerics="sglang", tree_kv="slot"),
+    "eagle": EngineProfile("eagle", own_embedding=True, attention_bias=True, numerics="hf", tree_kv="path"),
 }
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

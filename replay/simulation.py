@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replay.accept import Round, continuations, count_accepted, served_walk
+from replay.accept import Round, continuations, count_accepted, count_accepted_in_tree, served_walk
 from replay.engines import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
 from replay.errors import CheckpointError, UsageError
 from replay.head import Head
 from replay.passes import DraftInput, Drafts, draft_every_anchor
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
+from replay.tree import Trees, TreeSize, draft_every_tree
 from replay.variant import Variant, name_variants
 from replay.weights import Checkpoint
 from replay.wiring import Wiring, check_wiring, engine_ids, sglang_wiring
@@ -46,11 +47,13 @@ class _Tally:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Variants that differ in nothing but steps: one run at the largest number of steps serves them all."""
+    """Variants that differ in steps and the size of their trees only: one run at the most steps serves them all."""
 
     head: Head
     wiring: Wiring
-    steps: int
+    topk: int
+    kv: str
+    sizes: tuple[TreeSize, ...]
     members: tuple[int, ...]
 
 
@@ -106,6 +109,7 @@ def simulate(
     for variant in resolved:
         assert variant.wiring is not None
         check_fit(checkpoints[variant.draft], variant.wiring, trace)
+        _check_topk(checkpoints[variant.draft], variant.topk)
     names = name_variants(resolved)
     groups = _group(resolved, checkpoints, trace, device)
     tallies = [_Tally() for _ in resolved]
@@ -161,20 +165,40 @@ def draft_input(rows: RequestRows, wiring: Wiring) -> DraftInput:
 def _group(
     variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint], trace: Trace, device: str
 ) -> list[_Group]:
-    alike: dict[Variant, list[int]] = {}
+    alike: dict[tuple[Variant, int, str | None], list[int]] = {}
     for place, variant in enumerate(variants):
-        alike.setdefault(replace(variant, steps=1), []).append(place)
+        alike.setdefault((_without_drafting(variant), variant.topk, variant.kv), []).append(place)
     heads: dict[Variant, Head] = {}
     groups = []
     for members in alike.values():
         first = variants[members[0]]
         assert first.wiring is not None
-        wiringless = replace(first, steps=1, wiring=None)
+        assert first.kv is not None
+        wiringless = replace(_without_drafting(first), wiring=None)
         if wiringless not in heads:
             heads[wiringless] = build_head(checkpoints[first.draft], first, trace, device)
-        steps = max(variants[member].steps for member in members)
-        groups.append(_Group(heads[wiringless], first.wiring, steps, tuple(members)))
+        sizes = tuple(_size(variants[member]) for member in members)
+        groups.append(_Group(heads[wiringless], first.wiring, first.topk, first.kv, sizes, tuple(members)))
     return groups
+
+
+def _without_drafting(variant: Variant) -> Variant:
+    """What the head itself depends on: the variant with its chain or tree taken away."""
+    return replace(variant, steps=1, topk=1)
+
+
+def _size(variant: Variant) -> TreeSize:
+    assert variant.num_draft_tokens is not None
+    return TreeSize(variant.steps, variant.num_draft_tokens)
+
+
+def _check_topk(checkpoint: Checkpoint, topk: int) -> None:
+    """Raises UsageError."""
+    if topk > checkpoint.config.draft_vocab_size:
+        raise UsageError(
+            f"topk {topk} was asked for, draft head {checkpoint.name} has {checkpoint.config.draft_vocab_size} tokens "
+            "to draft; type a smaller --topk"
+        )
 
 
 def _packs(trace: Trace, groups: Sequence[_Group]) -> Iterator[list[RequestRows]]:
@@ -201,25 +225,43 @@ def _replay_pack(
     table: "_RoundsTable",
 ) -> None:
     start = perf_counter()
-    drafts = draft_every_anchor(group.head, [draft_input(rows, group.wiring) for rows in pack], group.steps)
+    drafts = _draft(group, [draft_input(rows, group.wiring) for rows in pack])
     seconds = perf_counter() - start
-    for member in group.members:
+    for member, drafted in zip(group.members, drafts, strict=True):
         tallies[member].seconds += seconds
-        for rows, draft in zip(pack, drafts, strict=True):
+        for rows, draft in zip(pack, drafted, strict=True):
             _walk(rows, draft, variants[member].steps, tallies[member], table, member)
 
 
-def _walk(rows: RequestRows, drafts: Drafts, steps: int, tally: _Tally, table: "_RoundsTable", member: int) -> None:
-    drafted_AK = drafts.drafted_AK[:, :steps].numpy()
-    anchors_A = rows.prompt_tokens + np.arange(len(drafted_AK))
+def _draft(group: _Group, inputs: list[DraftInput]) -> Sequence[Sequence[Drafts | Trees]]:
+    """For each member of the group what it drafts, request by request."""
+    if group.topk > 1:
+        return draft_every_tree(group.head, inputs, topk=group.topk, sizes=group.sizes, kv=group.kv)
+    chains = draft_every_anchor(group.head, inputs, max(size.steps for size in group.sizes))
+    return [
+        [Drafts(chain.drafted_AK[:, : size.steps], chain.tied_AK[:, : size.steps]) for chain in chains]
+        for size in group.sizes
+    ]
+
+
+def _walk(
+    rows: RequestRows, drafts: Drafts | Trees, steps: int, tally: _Tally, table: "_RoundsTable", member: int
+) -> None:
+    drafted, tied = (
+        (drafts.drafted_AN, drafts.tied_AN) if isinstance(drafts, Trees) else (drafts.drafted_AK, drafts.tied_AK)
+    )
+    anchors_A = rows.prompt_tokens + np.arange(len(drafted))
     chosen_AK = continuations(rows.tokens.numpy(), rows.tail_ids.numpy(), anchors_A, steps)
-    accepted_A = count_accepted(drafted_AK, chosen_AK)
+    if isinstance(drafts, Trees):
+        accepted_A = count_accepted_in_tree(drafted.numpy(), drafts.parents_AN.numpy(), chosen_AK)
+    else:
+        accepted_A = count_accepted(drafted.numpy(), chosen_AK)
     walk = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
     visited = [played.anchor - rows.prompt_tokens for played in walk]
     tally.anchors += len(accepted_A)
     tally.anchors_accepted += int(accepted_A.sum())
-    tally.ties += int(drafts.tied_AK[visited, :steps].sum())
-    table.add(member, rows.request_id, walk, drafted_AK[visited])
+    tally.ties += int(tied[visited].sum())
+    table.add(member, rows.request_id, walk, drafted.numpy()[visited])
 
 
 class _RoundsTable:
@@ -229,7 +271,7 @@ class _RoundsTable:
         self._names = names
         self._frames: list[list[pl.DataFrame]] = [[] for _ in names]
 
-    def add(self, member: int, request_id: str, walk: Sequence[Round], drafted_RK: "np.ndarray[Any, Any]") -> None:
+    def add(self, member: int, request_id: str, walk: Sequence[Round], drafted_RN: "np.ndarray[Any, Any]") -> None:
         """One request's rounds under one variant, with the tokens drafted in each."""
         import polars as pl
 
@@ -240,7 +282,7 @@ class _RoundsTable:
             "request_id": [request_id] * len(walk),
             "round": range(len(walk)),
             "anchor": [played.anchor for played in walk],
-            "drafted": drafted_RK.tolist(),
+            "drafted": drafted_RN.tolist(),
             "accepted": [played.accepted for played in walk],
             "cut": [played.cut for played in walk],
         }
@@ -258,6 +300,7 @@ class _RoundsTable:
 
 def _variant_info(name: str, variant: Variant, tally: _Tally, trace: Trace) -> VariantInfo:
     assert variant.wiring is not None and variant.precision is not None and variant.numerics is not None
+    assert variant.num_draft_tokens is not None and variant.kv is not None
     return VariantInfo(
         name=name,
         draft=variant.draft,

@@ -23,17 +23,20 @@ from torch import Tensor
 from replay.attention import attend_committed_and_chain
 from replay.head import Head
 from replay.passes import DraftInput, FirstPass, first_pass
+from replay.variant import count_candidates
 
 ROOT, ORPHAN = -1, -2
 
-# Rows of one pass, and logits of one product in elements: they bound memory whatever topk and the vocabulary are.
+# Rows of one pass, candidates of one block of anchors, and logits of one product in elements: they bound memory
+# whatever topk, steps and the vocabulary are.
 _BLOCK_ROWS = 4096
+_BLOCK_CANDIDATES = 1 << 23
 _BLOCK_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Every candidate of each anchor of one request, in the order in which a server lists them.
+    """Every candidate of each anchor, in the order in which a server lists them.
 
     ``tokens_AC`` target ids, ``scores_AC`` cumulative probabilities (fp32), ``parents_AG`` the candidate that each
     group of ``topk`` candidates continues (ROOT for the first group), ``tied_AC`` where a token left out after the
@@ -45,6 +48,14 @@ class Candidates:
     scores_AC: Tensor
     parents_AG: Tensor
     tied_AC: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSize:
+    """How deep a tree goes, and how many tokens the target verifies, the known one included."""
+
+    steps: int
+    num_draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,46 +72,43 @@ class Trees:
     tied_AN: Tensor
 
 
-def most_draft_tokens(topk: int, steps: int) -> int:
-    """The largest ``num_draft_tokens`` of a tree: every candidate and the known token."""
-    return 1 + topk + (steps - 1) * topk * topk
-
-
 def draft_every_tree(
-    head: Head, inputs: Sequence[DraftInput], *, topk: int, steps: int, num_draft_tokens: int, kv: str
-) -> list[Trees]:
-    """The tree of every anchor of every request, in the order of ``inputs``; ``kv`` is ``slot`` or ``path``.
+    head: Head, inputs: Sequence[DraftInput], *, topk: int, sizes: Sequence[TreeSize], kv: str
+) -> list[list[Trees]]:
+    """For each of ``sizes`` the trees of every anchor, request by request in the order of ``inputs``.
 
-    Equal to growing each tree by itself (tree_twin.py) up to the rounding of products over other numbers of rows.
+    ``kv`` is ``slot`` or ``path``. All sizes are cut from the same candidates. Equal to growing each tree by itself
+    (tree_twin.py) up to the rounding of products over other numbers of rows.
     """
-    grown = grow_every_anchor(head, inputs, topk=topk, steps=steps, kv=kv)
-    return [keep_best(candidates, steps, num_draft_tokens) for candidates in grown]
-
-
-def grow_every_anchor(head: Head, inputs: Sequence[DraftInput], *, topk: int, steps: int, kv: str) -> list[Candidates]:
-    """The candidates of every anchor. Those of fewer steps are the leading ones of more."""
     inputs = list(inputs)
     counts = [item.anchors for item in inputs]
+    most_steps = max(size.steps for size in sizes)
+    blocks: list[list[Trees]] = [[_no_trees(size)] for size in sizes]
+    for candidates in grow_in_blocks(head, inputs, topk=topk, steps=most_steps, kv=kv):
+        for trees, size in zip(blocks, sizes, strict=True):
+            trees.append(keep_best(candidates, size))
+    return [_by_request(trees, counts) for trees in blocks]
+
+
+def grow_in_blocks(head: Head, inputs: Sequence[DraftInput], *, topk: int, steps: int, kv: str) -> Iterator[Candidates]:
+    """The candidates of all requests' anchors, some anchors at a time. Those of fewer steps lead those of more."""
+    counts = [item.anchors for item in inputs]
     if sum(counts) == 0:
-        return [_no_candidates(topk, steps) for _ in inputs]
+        return
     first = first_pass(head, inputs)
-    size = max(1, _BLOCK_ROWS // topk)
-    blocks = [
-        _Block(head, first, counts, start, min(start + size, sum(counts)), topk, kv).grow(steps)
-        for start in range(0, sum(counts), size)
-    ]
-    packed = [torch.cat([getattr(block, name) for block in blocks]).split(counts) for name in _FIELDS]
-    return [Candidates(topk, *parts) for parts in zip(*packed, strict=True)]
+    size = max(1, min(_BLOCK_ROWS // topk, _BLOCK_CANDIDATES // count_candidates(topk, steps)))
+    for start in range(0, sum(counts), size):
+        yield _Block(head, first, counts, start, min(start + size, sum(counts)), topk, kv).grow(steps)
 
 
-def keep_best(candidates: Candidates, steps: int, num_draft_tokens: int) -> Trees:
+def keep_best(candidates: Candidates, size: TreeSize) -> Trees:
     """The best ``num_draft_tokens - 1`` candidates of the first ``steps`` steps.
 
     A child as good as its parent (probability 1) can be kept without it; servers leave such a node out of the tree
     (kernels/ops/speculative/spec_tree.py), here it is an ORPHAN.
     """
-    topk, nodes = candidates.topk, num_draft_tokens - 1
-    scores_AC = candidates.scores_AC[:, : most_draft_tokens(topk, steps) - 1]
+    topk, nodes = candidates.topk, size.num_draft_tokens - 1
+    scores_AC = candidates.scores_AC[:, : count_candidates(topk, size.steps)]
     best_AN = scores_AC.topk(nodes, dim=-1).indices.sort(dim=-1).values
     wanted_AN = candidates.parents_AG.gather(1, best_AN // topk)
     place_AN = torch.searchsorted(best_AN, wanted_AN).clamp(max=nodes - 1)
@@ -112,13 +120,17 @@ def keep_best(candidates: Candidates, steps: int, num_draft_tokens: int) -> Tree
     return Trees(candidates.tokens_AC.gather(1, best_AN), parents_AN, tied_AN)
 
 
-_FIELDS = ("tokens_AC", "scores_AC", "parents_AG", "tied_AC")
+def _no_trees(size: TreeSize) -> Trees:
+    ids_AN = torch.empty((0, size.num_draft_tokens - 1), dtype=torch.long)
+    return Trees(ids_AN, ids_AN, ids_AN.bool())
 
 
-def _no_candidates(topk: int, steps: int) -> Candidates:
-    count = most_draft_tokens(topk, steps) - 1
-    ids_AC, ids_AG = (torch.empty((0, width), dtype=torch.long) for width in (count, count // topk))
-    return Candidates(topk, ids_AC, torch.empty((0, count)), ids_AG, ids_AC.bool())
+def _by_request(blocks: Sequence[Trees], counts: Sequence[int]) -> list[Trees]:
+    drafted, parents, tied = (
+        torch.cat([getattr(block, name) for block in blocks]).split(list(counts))
+        for name in ("drafted_AN", "parents_AN", "tied_AN")
+    )
+    return [Trees(*parts) for parts in zip(drafted, parents, tied, strict=True)]
 
 
 class _Block:

@@ -3,11 +3,14 @@
 from dataclasses import dataclass, fields
 from itertools import product
 
-from replay.engines import NUMERICS, PRECISIONS, engine_profile
+from replay.engines import NUMERICS, PRECISIONS, EngineProfile, engine_profile
 from replay.errors import UsageError
 from replay.wiring import Wiring
 
 MAX_STEPS = 64
+MAX_TOPK = 64
+MAX_DRAFT_TOKENS = 4096
+CHAIN_KV, TREE_KVS = "refresh", ("slot", "path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,35 +18,69 @@ class Variant:
     """What may differ between two replays of one trace.
 
     ``draft`` names one of the heads given to ``simulate``. ``wiring`` None means the one that the head states, read
-    as ``engine`` reads it; ``precision`` None the target's; ``numerics`` None the engine's. This version replays
-    chains (``topk`` 1) with committed draft KV from true features (``kv`` refresh), greedily verified, no faults.
+    as ``engine`` reads it; ``precision`` None the target's; ``numerics`` None the engine's.
+
+    ``topk`` 1 drafts chains; more draft trees of ``num_draft_tokens``, the tokens that the target verifies per round,
+    the known one included. A chain has steps + 1 whatever is given, as SGLang sets it
+    (arg_groups/speculative_hook.py); a tree has no default, there as here.
+
+    ``kv``: committed draft KV always comes from true features (``refresh``). What a node of a tree sees beyond it has
+    a layout of its own: ``slot`` whatever stood in its column, ``path`` its ancestors; ``refresh`` or None means the
+    engine's. A chain has one column, so that all of these are ``refresh``. Greedily verified, no faults.
     """
 
     draft: str
     wiring: Wiring | None = None
     steps: int = 5
     topk: int = 1
+    num_draft_tokens: int | None = None
     precision: str | None = None
     numerics: str | None = None
-    kv: str = "refresh"
+    kv: str | None = None
     verify: str = "greedy"
     engine: str = "sglang"
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value that cannot be."""
-        engine_profile(self.engine)
+        profile = engine_profile(self.engine)
         if not 1 <= self.steps <= MAX_STEPS:
             raise UsageError(f"{self.steps} steps were asked for, possible are 1 to {MAX_STEPS}")
-        _one_of("topk", self.topk, (1,), "this version replays chains")
+        if not 1 <= self.topk <= MAX_TOPK:
+            raise UsageError(f"topk {self.topk} was asked for, possible are 1 (a chain) to {MAX_TOPK}")
         _one_of("precision", self.precision, (None, *PRECISIONS))
         _one_of("numerics", self.numerics, (None, *NUMERICS))
-        _one_of("kv", self.kv, ("refresh",))
+        _one_of("kv", self.kv, (None, CHAIN_KV, *TREE_KVS))
         _one_of("verify", self.verify, ("greedy",))
+        object.__setattr__(self, "num_draft_tokens", _tokens(self.topk, self.steps, self.num_draft_tokens))
+        object.__setattr__(self, "kv", _layout(self.topk, self.kv, profile))
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens that the target verifies per round, the known one included: a chain of K steps has K + 1."""
-        return self.steps + 1
+
+def count_candidates(topk: int, steps: int) -> int:
+    """Candidates from which a tree is chosen: ``topk`` after the known token, then ``topk`` after each of ``topk``."""
+    return topk + (steps - 1) * topk * topk
+
+
+def _tokens(topk: int, steps: int, wanted: int | None) -> int:
+    if topk == 1:
+        return steps + 1
+    most = min(1 + count_candidates(topk, steps), MAX_DRAFT_TOKENS)
+    if wanted is None:
+        raise UsageError(
+            f"topk {topk} drafts trees and the number of draft tokens was not given, possible are 2 to {most} with "
+            f"{steps} steps; type the server's with --num-draft-tokens N"
+        )
+    if not 2 <= wanted <= most:
+        raise UsageError(
+            f"{wanted} draft tokens were asked for, a tree of topk {topk} and {steps} steps has 2 to {most}, the known "
+            "token included; type another --num-draft-tokens"
+        )
+    return wanted
+
+
+def _layout(topk: int, wanted: str | None, profile: EngineProfile) -> str:
+    if topk == 1:
+        return CHAIN_KV
+    return profile.tree_kv if wanted in (None, CHAIN_KV) else str(wanted)
 
 
 def _one_of(field: str, value: object, possible: tuple[object, ...], why: str = "") -> None:
@@ -56,9 +93,13 @@ def _one_of(field: str, value: object, possible: tuple[object, ...], why: str = 
 
 
 def sweep(**choices: list[object]) -> list[Variant]:
-    """Every combination of the given values, a field each: ``sweep(draft=["h"], steps=[1, 3])``."""
+    """Every combination of the given values, a field each: ``sweep(draft=["h"], steps=[1, 3])``.
+
+    Combinations that come to the same variant (a chain under another tree layout) stand there once.
+    """
     names = [field.name for field in fields(Variant) if field.name in choices]
-    return [Variant(**dict(zip(names, values, strict=True))) for values in product(*(choices[name] for name in names))]
+    made = (Variant(**dict(zip(names, values, strict=True))) for values in product(*(choices[name] for name in names)))
+    return list(dict.fromkeys(made))
 
 
 def name_variants(variants: list[Variant]) -> list[str]:
@@ -67,13 +108,23 @@ def name_variants(variants: list[Variant]) -> list[str]:
     differing = [name for name in columns if len({getattr(variant, name) for variant in variants}) > 1]
     if not differing:
         differing = ["wiring"]
-    names = [" ".join(_spell(name, getattr(variant, name)) for name in differing) for variant in variants]
+    if "num_draft_tokens" in differing and all(variant.topk == 1 for variant in variants):
+        differing.remove("num_draft_tokens")
+    names = [
+        " ".join(_spell(name, getattr(variant, name)) for name in differing if not _follows(variant, name))
+        for variant in variants
+    ]
     seen: dict[str, int] = {}
     for place, name in enumerate(names):
         seen[name] = seen.get(name, 0) + 1
         if seen[name] > 1:
             names[place] = f"{name} #{seen[name]}"
     return names
+
+
+def _follows(variant: Variant, name: str) -> bool:
+    """Whether the field says nothing that topk 1 has not said."""
+    return variant.topk == 1 and name in ("num_draft_tokens", "kv")
 
 
 def _spell(name: str, value: object) -> str:

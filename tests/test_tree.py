@@ -8,20 +8,28 @@ import torch
 from test_passes import make_head, requests
 
 from replay.accept import continuations, count_accepted, count_accepted_in_tree, served_walk
+from replay.head import Head
 from replay.passes import DraftInput, draft_every_anchor
 from replay.tree import (
     ORPHAN,
     ROOT,
     Candidates,
     Trees,
+    TreeSize,
     draft_every_tree,
-    grow_every_anchor,
+    grow_in_blocks,
     keep_best,
-    most_draft_tokens,
 )
 from replay.tree_twin import TwinNode, accept_in_tree, draft_one_tree, replay_request_with_trees
 
 SHAPES = [(2, 1, 3), (2, 3, 5), (3, 2, 13), (3, 4, 8), (4, 3, 8), (5, 5, 32)]  # topk, steps, num_draft_tokens
+
+
+def grow_trees(
+    head: Head, inputs: list[DraftInput], *, topk: int, steps: int, num_draft_tokens: int, kv: str
+) -> list[Trees]:
+    (trees,) = draft_every_tree(head, inputs, topk=topk, sizes=[TreeSize(steps, num_draft_tokens)], kv=kv)
+    return trees
 
 
 def nodes(trees: Trees) -> list[list[TwinNode]]:
@@ -35,7 +43,7 @@ def test_every_tree_equals_the_twin(topk: int, steps: int, num_draft_tokens: int
     head = make_head("plain")
     inputs = requests(head, [(3, 9), (1, 3), (6, 1), (2, 2)])
     shape = {"topk": topk, "steps": steps, "num_draft_tokens": num_draft_tokens, "kv": kv}
-    for item, trees in zip(inputs, draft_every_tree(head, inputs, **shape), strict=True):
+    for item, trees in zip(inputs, grow_trees(head, inputs, **shape), strict=True):
         anchors = range(item.prompt_tokens, len(item.tokens_T) - 1)
         expected = [draft_one_tree(head, item.tokens_T, item.features_RKD, anchor, **shape) for anchor in anchors]
         assert nodes(trees) == expected
@@ -47,7 +55,7 @@ def test_trees_of_other_heads_equal_the_twin(name: str, kv: str) -> None:
     head = make_head(name)
     (item,) = requests(head, [(3, 6)])
     shape = {"topk": 3, "steps": 4, "num_draft_tokens": 10, "kv": kv}
-    (trees,) = draft_every_tree(head, [item], **shape)
+    (trees,) = grow_trees(head, [item], **shape)
     anchors = range(3, len(item.tokens_T) - 1)
     assert nodes(trees) == [
         draft_one_tree(head, item.tokens_T, item.features_RKD, anchor, **shape) for anchor in anchors
@@ -59,10 +67,10 @@ def test_blocks_of_anchors_and_of_logits_change_no_tree(kv: str, monkeypatch: py
     head = make_head("two layers")
     inputs = requests(head, [(3, 9), (1, 14), (6, 2)])
     shape = {"topk": 3, "steps": 3, "num_draft_tokens": 8, "kv": kv}
-    whole = draft_every_tree(head, inputs, **shape)
+    whole = grow_trees(head, inputs, **shape)
     monkeypatch.setattr("replay.tree._BLOCK_ROWS", 3 * 5 + 1)
     monkeypatch.setattr("replay.tree._BLOCK_LOGITS", 40 * 7)
-    for trees, blocked in zip(whole, draft_every_tree(head, inputs, **shape), strict=True):
+    for trees, blocked in zip(whole, grow_trees(head, inputs, **shape), strict=True):
         assert nodes(trees) == nodes(blocked)
 
 
@@ -70,7 +78,7 @@ def test_blocks_of_anchors_and_of_logits_change_no_tree(kv: str, monkeypatch: py
 def test_one_column_is_the_chain(kv: str) -> None:
     head = make_head("plain")
     inputs = requests(head, [(3, 9), (1, 4)])
-    trees = draft_every_tree(head, inputs, topk=1, steps=4, num_draft_tokens=5, kv=kv)
+    trees = grow_trees(head, inputs, topk=1, steps=4, num_draft_tokens=5, kv=kv)
     for tree, chain in zip(trees, draft_every_anchor(head, inputs, 4), strict=True):
         assert torch.equal(tree.drafted_AN, chain.drafted_AK)
         assert tree.parents_AN.tolist() == [[ROOT, 0, 1, 2]] * len(tree.drafted_AN)
@@ -79,11 +87,12 @@ def test_one_column_is_the_chain(kv: str) -> None:
 def test_fewer_steps_and_tokens_are_cut_from_more() -> None:
     head = make_head("plain")
     (item,) = requests(head, [(4, 12)])
-    (grown,) = grow_every_anchor(head, [item], topk=3, steps=5, kv="slot")
-    for steps, num_draft_tokens in product((1, 2, 4, 5), (2, 4)):
-        shape = {"topk": 3, "steps": steps, "num_draft_tokens": num_draft_tokens, "kv": "slot"}
-        (alone,) = draft_every_tree(head, [item], **shape)
-        assert nodes(keep_best(grown, steps, num_draft_tokens)) == nodes(alone)
+    (grown,) = grow_in_blocks(head, [item], topk=3, steps=5, kv="slot")
+    sizes = [TreeSize(*size) for size in product((1, 2, 4, 5), (2, 4))]
+    together = draft_every_tree(head, [item], topk=3, sizes=sizes, kv="slot")
+    for size, (trees,) in zip(sizes, together, strict=True):
+        ((alone,),) = draft_every_tree(head, [item], topk=3, sizes=[size], kv="slot")
+        assert nodes(trees) == nodes(keep_best(grown, size)) == nodes(alone)
 
 
 def crossed(grown: Candidates, steps: int) -> torch.Tensor:
@@ -100,7 +109,7 @@ def crossed(grown: Candidates, steps: int) -> torch.Tensor:
 def test_slot_equals_path_exactly_where_columns_do_not_cross() -> None:
     head = make_head("plain")
     (item,) = requests(head, [(2, 120)])
-    (slot,), (path,) = (grow_every_anchor(head, [item], topk=2, steps=3, kv=kv) for kv in ("slot", "path"))
+    (slot,), (path,) = (grow_in_blocks(head, [item], topk=2, steps=3, kv=kv) for kv in ("slot", "path"))
     same_A = torch.isclose(slot.scores_AC, path.scores_AC, rtol=1e-6, atol=0).all(dim=1)
     crossed_A = crossed(slot, 3)
     assert torch.equal(same_A, ~crossed_A)
@@ -110,9 +119,7 @@ def test_slot_equals_path_exactly_where_columns_do_not_cross() -> None:
 def test_two_steps_have_no_stranger_to_see() -> None:
     head = make_head("plain")
     (item,) = requests(head, [(2, 30)])
-    slot, path = (
-        draft_every_tree(head, [item], topk=4, steps=2, num_draft_tokens=21, kv=kv)[0] for kv in ("slot", "path")
-    )
+    slot, path = (grow_trees(head, [item], topk=4, steps=2, num_draft_tokens=21, kv=kv)[0] for kv in ("slot", "path"))
     assert nodes(slot) == nodes(path)
 
 
@@ -131,7 +138,7 @@ def test_a_path_tree_that_holds_the_chain_accepts_no_less_at_any_anchor() -> Non
     (first,) = draft_every_anchor(head, [item], 4)
     item = planted(item, first.drafted_AK)
     (chain,) = draft_every_anchor(head, [item], 4)
-    (tree,) = draft_every_tree(head, [item], topk=3, steps=4, num_draft_tokens=most_draft_tokens(3, 4), kv="path")
+    (tree,) = grow_trees(head, [item], topk=3, steps=4, num_draft_tokens=31, kv="path")
     anchors_A = np.arange(3, len(item.tokens_T) - 1)
     chosen_AK = continuations(item.tokens_T.numpy(), np.empty(0, np.int64), anchors_A, 4)
     in_chain_A = count_accepted(chain.drafted_AK.numpy(), chosen_AK)
@@ -153,7 +160,7 @@ def test_served_walk_equals_the_twin_round_for_round(kv: str) -> None:
     shape = {"topk": 3, "steps": 3, "num_draft_tokens": 8, "kv": kv}
     tail = (1, 2)
     expected = replay_request_with_trees(head, item.tokens_T, item.features_RKD, 3, **shape, tail=tail)
-    (trees,) = draft_every_tree(head, [item], **shape)
+    (trees,) = grow_trees(head, [item], **shape)
     anchors_A = np.arange(3, len(item.tokens_T) - 1)
     chosen_AK = continuations(item.tokens_T.numpy(), np.array(tail), anchors_A, 3)
     accepted_A = count_accepted_in_tree(trees.drafted_AN.numpy(), trees.parents_AN.numpy(), chosen_AK)
@@ -199,7 +206,7 @@ def test_a_node_without_its_parent_is_no_part_of_the_tree() -> None:
     scores_AC = torch.tensor([[0.25, 0.5, 0.75, 0.1, 0.1, 0.1]])
     tokens_AC = torch.tensor([[10, 11, 12, 13, 14, 15]])
     grown = Candidates(2, tokens_AC, scores_AC, torch.tensor([[ROOT, 0, 1]]), torch.zeros(1, 6, dtype=torch.bool))
-    tree = keep_best(grown, 2, 3)
+    tree = keep_best(grown, TreeSize(2, 3))
     assert nodes(tree) == [[TwinNode(11, ROOT), TwinNode(12, ORPHAN)]]
     chosen_AK = np.array([[12, 11]])
     assert count_accepted_in_tree(tree.drafted_AN.numpy(), tree.parents_AN.numpy(), chosen_AK).tolist() == [0]
@@ -209,5 +216,5 @@ def test_ties_are_candidates_left_out_that_were_as_good() -> None:
     scores_AC = torch.tensor([[0.5, 0.25, 0.25, 0.2, 0.1, 0.1]])
     tied_AC = torch.tensor([[True, False, False, False, False, False]])
     grown = Candidates(2, torch.arange(6)[None], scores_AC, torch.tensor([[ROOT, 0, 1]]), tied_AC)
-    assert keep_best(grown, 2, 3).tied_AN.tolist() == [[True, True]]
-    assert keep_best(grown, 2, 4).tied_AN.tolist() == [[True, False, False]]
+    assert keep_best(grown, TreeSize(2, 3)).tied_AN.tolist() == [[True, True]]
+    assert keep_best(grown, TreeSize(2, 4)).tied_AN.tolist() == [[True, False, False]]
