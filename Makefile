@@ -57,7 +57,8 @@ $(VENV)/with-demo: pyproject.toml constraints.txt $(MINE)
 	echo '$(CURDIR)' > $(VENV)/checkout
 	touch $@
 
-$(VENV)/with-dev: $(VENV)/with-demo tests/requirements-peers.txt
+$(VENV)/with-dev: $(VENV)/with-demo tests/requirements-peers.txt tests/rig/requirements.txt
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	$(PIP) --no-deps --requirement tests/requirements-peers.txt
+	$(PIP) --no-deps --requirement tests/rig/requirements.txt
 	touch $@
