@@ -4,7 +4,8 @@ Shapes: L prompt tokens, n output tokens, T = L + n; rows 0..T-2; k kept logits;
 
 A server may compute a row more than once (retraction, an overlapped verify of a request that has just ended) and may
 run beyond the end of the output. So the last recording of a position counts, and what a later forward has overwritten
-counts no more.
+counts no more. But ``final`` of an output row stays the one whose logits chose the token: a prefill after retraction
+computes that row again, in another batch, without logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from replay.capture.spool import Chunk, Entry
 from replay.errors import CaptureError
 from replay.traces.captured import ServerCounters
+from replay.traces.taps import FINAL
 from replay.traces.tensors import map_rows
 
 if TYPE_CHECKING:
@@ -160,12 +162,17 @@ def join(
             continue
         begin, here = one.chunk.first_row[one.index], slice(entry.start, entry.start + count)
         consumed[here] = map_rows(layout, "input_ids", begin, begin + count)
+        first = entry.start + entry.rows - entry.logits  # position of its first row with logits
         for tap in taps:
             part = map_rows(layout, f"tap.{tap}", begin, begin + count)
             if tap not in gathered:
                 gathered[tap] = torch.empty((rows, *part.shape[1:]), dtype=part.dtype)
-            gathered[tap][here] = part
-        first = entry.start + entry.rows - entry.logits  # position of its first row with logits
+            if tap != FINAL:
+                gathered[tap][here] = part
+                continue
+            for low, high in ((entry.start, min(first, first_output)), (first, entry.start + count)):
+                if low < high:
+                    gathered[tap][low:high] = part[low - entry.start : high - entry.start]
         low, high = max(first, first_output), min(entry.start + entry.rows, rows)
         if low < high:
             place = one.chunk.first_logit[one.index] + low - first

@@ -123,6 +123,14 @@ def _ranks() -> dict[str, int]:
     return {name: int(getattr(parallel, f"{name}_rank")) for name in names}
 
 
+def _world() -> int:
+    """Scheduler processes that share a model: ``/server_info`` counts those of all data-parallel replicas."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.tp_size) * int(parallel.pp_size)
+
+
 def _layout_problem() -> str | None:
     """What of the server's parallel layout cannot be recorded."""
     from sglang.srt.runtime_context import get_parallel
@@ -325,6 +333,7 @@ class _Plugin:
             state="recording",
             writer=writer,
             ranks=ranks,
+            world=_world(),
             wiring=tuple(map(tap_name, fed)),
             server_wiring=tuple(map(tap_name, given)),
             taps=tuple(taps),

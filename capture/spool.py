@@ -48,8 +48,8 @@ _MOST = 1 << 31
 class Manifest:
     """What one scheduler process says of itself.
 
-    ``ranks``: name -> number (tp, pp, attn_tp, attn_dp, attn_cp, dp) and ``world`` its size. ``wiring`` is what the
-    draft is fed, in its order; ``taps`` what is recorded; both canonical names, empty where not known (yet).
+    ``ranks``: name -> number (tp, pp, attn_tp, attn_dp, attn_cp), of ``world`` that share a model. ``wiring`` is what
+    the draft is fed, in its order; ``taps`` what is recorded; both canonical names, empty where not known (yet).
     ``target`` holds the fields of traces.schema.TargetInfo. ``reason`` says why a state is refused or failed.
     """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replay.capture import recorder as recorder_module
-from replay.capture.join import Recorded, first_missing, rounds_of, same_histogram, tail_of
+from replay.capture.join import Recorded, first_missing, join, rounds_of, same_histogram, tail_of
 from replay.capture.recorder import RowRecorder, summarise_rows
 from replay.capture.recording import decode_rows, prefill_rows, tree_parents, verify_rows
 from replay.capture.sample import summarise_logits
@@ -209,6 +209,21 @@ def write_one(folder: Path, entry: Entry, first: int = 0) -> Path:
     _, tensors = prefill_rows([(entry.rid, entry.start, entry.rows)], TAPS, WIDTH, forward(entry.rows, 1, first))
     write_chunk(folder, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
     return folder / chunk_names(folder)[0]
+
+
+def test_final_stays_with_the_logits_when_rows_are_computed_again(tmp_path: Path) -> None:
+    # L = 2, tokens 0 to 5: a prefill, a verify of rows 2 and 3 with logits, then all of rows 0 to 4 again
+    recorded = []
+    for number, (start, count, logits, shift) in enumerate([(0, 2, 1, 0), (2, 2, 2, 10), (0, 5, 1, 20)]):
+        cpu = forward(count, logits, shift) | {"input_ids": torch.arange(start, start + count, dtype=torch.int32)}
+        _, tensors = prefill_rows([("r", start, count)], TAPS, WIDTH, cpu)
+        kind = Entry("r", "prefill", start, count, logits)
+        tensors["logit_rows"] = torch.arange(count - logits, count, dtype=torch.int32)
+        write_chunk(tmp_path, 3, number, [kind], {name: [part] for name, part in tensors.items()})
+        recorded.append(Recorded(read_chunk(tmp_path / chunk_names(tmp_path)[-1], TAPS, WIDTH), 0))
+    joined = join("r", [0, 1], [2, 3, 4, 5], recorded, ("2", "final"))
+    assert joined.taps["2"][:, 0].tolist() == [120, 121, 122, 123, 124]
+    assert joined.taps["final"][:, 0].tolist() == [20, 1, 10, 11, 24]
 
 
 def test_missing_rows_are_seen(tmp_path: Path) -> None:

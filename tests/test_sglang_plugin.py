@@ -1,0 +1,240 @@
+"""Recording a real SGLang server on the CPU rig: drafting a chain, drafting trees, and alone with sampling."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from rig.inprocess import sglang_module
+from rig.server import Generated, Server, start_server
+
+from replay.capture import sglang_plugin
+from replay.capture.events import CaptureResult, Event, Noted
+from replay.capture.recording import RECORD_VARIABLE
+from replay.capture.serve import ServeOptions, prepare
+from replay.capture.server import capture_server
+from replay.capture.server_ask import ServerOptions
+from replay.capture.spool import SPOOL, chunk_names
+from replay.traces.reader import Trace
+
+TEXTS = (
+    "Name the four seasons in order and say which is the coldest.",
+    "Write one sentence about a lighthouse.",
+    "List the first ten even numbers, separated by commas.",
+    "Why is the sky blue? Answer briefly.",
+)
+NEW_TOKENS = 24
+CHUNK = 32  # tokens of a prefill at most: the prompts come in several pieces
+# topk, steps, verified rows
+KINDS = {"chain": (1, 5, 6), "tree": (4, 3, 8)}
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A trace of a real server, and what was told on the way."""
+
+    trace: Trace
+    result: CaptureResult
+    events: list[Event]
+    leftover: list[str]  # files in the spool once the client had gone
+
+
+@pytest.fixture(scope="module")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The head that comes with the project."""
+    from replay.demo import sample_head
+
+    return sample_head()
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"id": f"q{i}", "prompt": text}) for i, text in enumerate(TEXTS)))
+    return path
+
+
+def options(server: Server, prompt_file: Path, out: Path, **changes: Any) -> ServerOptions:
+    return ServerOptions(server.url, prompt_file, out, max_new_tokens=NEW_TOKENS, concurrency=1, **changes)
+
+
+def launch(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """The environment and the extra arguments with which ``replay serve`` would start such a server."""
+    drafting = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft_dir)]
+    arguments = ["--model-path", str(target_dir), *(drafting if kind in KINDS else [])]
+    made = prepare(ServeOptions(folder, arguments, taps="embed,3,16,28"), {})
+    return {RECORD_VARIABLE: made.environment[RECORD_VARIABLE]}, list(made.command[3 + len(arguments) :])
+
+
+@pytest.fixture(scope="module")
+def captured(
+    target_dir: Path, draft_dir: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Captured]:
+    """Traces by kind of server; each server runs once, by itself."""
+    made: dict[str, Captured] = {}
+
+    def of(kind: str) -> Captured:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            environment, extra = launch(kind, target_dir, draft_dir, folder / "trace")
+            topk, steps, rows = KINDS.get(kind, (1, 1, 2))
+            draft = draft_dir if kind in KINDS else None
+            with start_server(
+                target_dir, draft, log=folder / "server.log", steps=steps, topk=topk, num_draft_tokens=rows,
+                extra_args=[*extra, "--chunked-prefill-size", str(CHUNK)], env=environment,
+            ) as server:  # fmt: skip
+                server.generate([[1, 2, 3]], rids=["somebody-else"], max_new_tokens=4)
+                events: list[Event] = []
+                temperature = 0.0 if kind in KINDS else 0.8
+                asked = options(server, prompt_file, folder / "trace", temperature=temperature)
+                result = capture_server(asked, events.append)
+                time.sleep(0.5)
+                left = [name for one in (folder / "trace" / SPOOL).iterdir() for name in chunk_names(one)]
+            made[kind] = Captured(Trace.open(folder / "trace"), result, events, left)
+        return made[kind]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def plain(
+    target_dir: Path, draft_dir: Path, prompt_file: Path, captured: Callable[[str], Captured],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[Generated]:  # fmt: skip
+    """Answers of a server that does not record to the prompts of the chain's trace, in the order of its requests."""
+    topk, steps, rows = KINDS["chain"]
+    trace = captured("chain").trace
+    prompts = [trace.read(i, []).tokens[: record.prompt_tokens].tolist() for i, record in enumerate(trace.records)]
+    with start_server(
+        target_dir, draft_dir, log=tmp_path_factory.mktemp("plain") / "server.log", steps=steps, topk=topk,
+        num_draft_tokens=rows, extra_args=["--chunked-prefill-size", str(CHUNK)],
+    ) as server:  # fmt: skip
+        return server.generate(prompts, max_new_tokens=NEW_TOKENS)
+
+
+def outputs(trace: Trace) -> list[list[int]]:
+    return [trace.read(i, []).tokens[record.prompt_tokens :].tolist() for i, record in enumerate(trace.records)]
+
+
+def own_rounds(trace: Trace, request_id: str) -> list[dict[str, Any]]:
+    return trace.served_rounds().filter(pl.col("request_id") == request_id).sort("round").to_dicts()
+
+
+# ---- the seams ----
+
+
+def test_installed_sglang_has_every_seam() -> None:
+    version = sglang_module("version").__version__
+    assert version in sglang_plugin.VERSIONS
+    assert sglang_plugin.problem_of(version) is None
+
+
+@pytest.mark.parametrize("name", [name for _, name, _ in sglang_plugin.SEAMS])
+def test_a_seam_that_moved_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module = next(module for module, one, _ in sglang_plugin.SEAMS if one == name)
+    owner = sglang_module(module.removeprefix("sglang."))
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    monkeypatch.delattr(owner, last)
+    problem = sglang_plugin.problem_of(sglang_plugin.VERSIONS[0])
+    assert problem is not None and name in problem and "recording works with" in problem
+
+
+def test_another_version_is_refused_with_both() -> None:
+    assert sglang_plugin.problem_of("0.5.9") == "SGLang 0.5.9 was seen, recording works with 0.5.23"
+
+
+# ---- traces of real servers ----
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "alone"])
+def test_trace_passes_its_check(captured: Callable[[str], Captured], kind: str) -> None:
+    """Above all: lm_head(final), made anew, is the recorded argmax and (greedy) the token that the server emitted."""
+    one = captured(kind)
+    assert [finding for finding in one.trace.check() if finding.severity == "error"] == []
+    assert one.result.recorded == len(TEXTS) == len(one.trace)
+    assert set(one.trace.taps) == {"embed", "3", "16", "28", "final"} and one.trace.header.embed == "lookup"
+    assert [event for event in one.events if isinstance(event, Noted)] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_are_those_the_server_counted(captured: Callable[[str], Captured], kind: str) -> None:
+    topk, steps, nodes = KINDS[kind]
+    trace = captured(kind).trace
+    for index, record in enumerate(trace.records):
+        rounds = own_rounds(trace, record.request_id)
+        counted = [0] * (steps + 1)
+        for one in rounds:
+            counted[one["accepted"]] += 1
+        assert record.server_histogram is not None
+        assert counted[: len(record.server_histogram)] == list(record.server_histogram)
+        assert sum(counted) == record.server_verify_rounds == len(rounds)
+        tokens = [*trace.read(index, []).tokens.tolist(), *record.tail_ids]
+        anchor = record.prompt_tokens
+        for one in rounds:
+            assert one["anchor"] == anchor and len(one["drafted"]) == nodes - 1
+            taken = tokens[anchor + 1 : anchor + 1 + one["accepted"]]
+            if topk == 1:
+                assert one["drafted"][: one["accepted"]] == taken
+                after = tokens[anchor + 1 + one["accepted"]]
+                assert one["accepted"] == steps or one["drafted"][one["accepted"]] != after
+            assert set(taken) <= set(one["drafted"])
+            anchor += one["accepted"] + 1
+        assert anchor >= record.prompt_tokens + record.output_tokens - 1
+
+
+def test_recording_changes_nothing(captured: Callable[[str], Captured], plain: list[Generated]) -> None:
+    trace = captured("chain").trace
+    assert outputs(trace) == [answer.output_ids for answer in plain]
+    assert [list(record.server_histogram or ()) for record in trace.records] == [
+        answer.meta_info["spec_correct_drafts_histogram"] for answer in plain
+    ]
+
+
+def test_header_tells_what_ran(captured: Callable[[str], Captured], draft_dir: Path) -> None:
+    engine = captured("chain").trace.header.engine
+    assert (engine.name, engine.version) == ("sglang", "0.5.23")
+    assert engine.details["speculative_num_steps"] == "5"
+    assert json.loads(engine.details["draft_config"]) == json.loads((draft_dir / "config.json").read_text())
+    ids = json.loads((draft_dir / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert engine.details["wiring"] == ",".join("embed" if one == -1 else str(one + 1) for one in sorted(ids))
+
+
+def test_sampled_output_without_a_draft(captured: Callable[[str], Captured]) -> None:
+    trace = captured("alone").trace
+    assert all(record.temperature == 0.8 and record.server_verify_rounds == 0 for record in trace.records)
+    greedy = [trace.logits(index)[0][:, 0].tolist() for index in range(len(trace))]
+    assert outputs(trace) != greedy  # so some tokens were drawn that are not the argmax
+    assert "verify rounds of a server: it drafts nothing" in trace.header.missing
+
+
+@pytest.mark.parametrize("kind", ["chain", "alone"])
+def test_requests_of_others_are_not_recorded(captured: Callable[[str], Captured], kind: str) -> None:
+    """The spool is empty once the client has gone: rows of ``somebody-else`` and of health checks would have stayed."""
+    assert captured(kind).leftover == []
+
+
+# ---- without a server ----
+
+
+def test_a_model_that_cannot_capture_a_tap_is_named() -> None:
+    from types import SimpleNamespace
+
+    from replay.capture.sglang_model import capture_boundaries, capturing_parts
+    from replay.errors import UsageError
+
+    core = SimpleNamespace(layers=[None] * 4, layers_to_capture=[])
+    model = SimpleNamespace(model=core, logits_processor=SimpleNamespace(keep_last_hidden_states=False))
+    with pytest.raises(UsageError, match="no set_dflash_layers_to_capture"):
+        capture_boundaries(model, core, [1])
+    model.set_dflash_layers_to_capture = lambda ids: setattr(core, "layers_to_capture", [one + 1 for one in ids])
+    assert capturing_parts(SimpleNamespace(language_model=model))[0] is core
+    with pytest.raises(UsageError, match=r"R\[4\] cannot be recorded.*1 to 3"):
+        capture_boundaries(model, core, [1, 4])
+    capture_boundaries(model, core, [0, 3])
+    assert core.layers_to_capture == [0, 3]
