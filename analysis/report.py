@@ -17,6 +17,7 @@ from replay.analysis.acceptance import VariantSummary
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.doubts import Case, doubts
 from replay.analysis.gaps import Gap, gaps, observed_gaps
+from replay.analysis.layouts import layout_sentences
 from replay.analysis.provenance import provenance
 from replay.analysis.variant_table import position_table, variant_table
 from replay.traces.rounds import Rounds
@@ -33,7 +34,7 @@ class Report:
 
     ``best`` has the largest accept length (the first of equals; None without rounds), ``nearest`` lies closest to
     what the server reported (None where it reported nothing). ``gaps`` are paired against ``best``, ``observed_gaps``
-    against the server. ``facts`` name what differs between the variants.
+    against the server. ``layouts`` say what a tree's KV layout costs, ``facts`` name what differs between the variants.
     """
 
     summaries: tuple[VariantSummary, ...]
@@ -41,6 +42,7 @@ class Report:
     nearest: VariantSummary | None
     gaps: Mapping[str, Gap]
     observed_gaps: Mapping[str, Gap]
+    layouts: tuple[str, ...]
     facts: tuple[str, ...]
     doubts: tuple[str, ...]
     provenance: tuple[tuple[str, str], ...]
@@ -69,6 +71,7 @@ def assess(
         nearest=nearest,
         gaps=gaps(rounds, best.name, seed=seed, resamples=resamples) if best else {},
         observed_gaps=seen,
+        layouts=layout_sentences(rounds, summaries, seed=seed, resamples=resamples),
         facts=wording.varying(summaries),
         doubts=doubts(Case(rounds, summaries, best, nearest, seen)),
         provenance=tuple(provenance(rounds, summaries, seed=seed, resamples=resamples)),
@@ -87,6 +90,7 @@ def lay_out(report: Report) -> RenderableType:
     parts: list[RenderableType] = [Text(answer(report), style="bold")]
     if sentence := observed_sentence(report):
         parts.append(Text(sentence))
+    parts += [Text(sentence) for sentence in report.layouts]
     parts += [Text(), Text(_shared(report), style="dim"), Text()]
     parts.append(variant_table(report.summaries, report.facts, report.gaps, report.best))
     if len(report.summaries) > 1:
