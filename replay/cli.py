@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from replay.capture.record import CaptureOptions, CaptureResult
+    from replay.capture.server_ask import ServerOptions
     from replay.traces.rounds import Rounds
 
 
@@ -64,7 +65,41 @@ _trace_argument = click.argument("trace", type=click.Path(path_type=Path), metav
 
 
 @cli.command()
-@click.option("--model", required=True, metavar="PATH_OR_ID", help="Target: a checkpoint folder or a hub id.")
+@click.option(
+    "--trace",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder that the server records into; `capture --server` reads it, and may write its trace there.",
+)
+@click.option("--taps", metavar="T", help="Taps to record beside those the draft is fed.  [default: as of capture]")
+@click.option("--wiring", metavar="W", help="Feed the draft exactly these taps, in this order, e.g. embed,3,16.")
+@click.option("--topk", type=click.IntRange(1, 4096), default=32, show_default=True, help="Logits kept of each row.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="-- SGLANG_ARGUMENTS...")
+def serve(trace: Path, taps: str | None, wiring: str | None, topk: int, arguments: tuple[str, ...]) -> None:
+    """Start a real SGLang server with recording on.
+
+    Everything after -- goes to sglang.launch_server as it stands.
+    """
+    from replay.capture.serve import ServeOptions
+    from replay.capture.serve import serve as run
+
+    code = run(ServeOptions(trace, arguments, taps, wiring, topk), lambda note: _say(f"replay: {note}"))
+    sys.exit(code)
+
+
+@cli.command()
+@click.option("--model", metavar="PATH_OR_ID", help="Target in this process: a checkpoint folder or a hub id.")
+@click.option("--server", metavar="URL", help="Target in a server that `replay serve` started (others: answers only).")
+@click.option(
+    "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
+)
+@click.option(
+    "--recording",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where the server's recording folder is seen from here, if under another name.",
+)
 @click.option(
     "--prompts",
     required=True,
@@ -99,7 +134,9 @@ _trace_argument = click.argument("trace", type=click.Path(path_type=Path), metav
     help="Of the target.",
 )
 @click.option("--device", default="auto", show_default=True, help="Where the target runs, e.g. cpu or cuda.")
-@click.option("--concurrency", type=int, default=64, show_default=True, help="Most requests in one batch.")
+@click.option(
+    "--concurrency", type=int, help="Most requests in one batch, or in flight.  [default: 64, of a server 16]"
+)
 @click.option("--raw", is_flag=True, help="Send `prompt` as it stands, without the chat template.")
 @click.option(
     "--no-weights",
@@ -110,28 +147,40 @@ _trace_argument = click.argument("trace", type=click.Path(path_type=Path), metav
 @click.option("--force", is_flag=True, help="Replace an existing trace.")
 @_json_option
 def capture(
-    model: str, prompts: Path, output: Path, taps: str | None, max_new_tokens: int, temperature: float, top_p: float,
-    top_k: int, seed: int, dtype: str, device: str, concurrency: int, raw: bool, no_weights: bool, resume: bool,
-    force: bool, as_json: bool,
+    model: str | None, server: str | None, api_key: str | None, recording: Path | None, prompts: Path, output: Path,
+    taps: str | None, max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed: int, dtype: str,
+    device: str, concurrency: int | None, raw: bool, no_weights: bool, resume: bool, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Run prompts through a target in this process and record a trace."""
+    """Run prompts through a target, in this process or in a server, and record a trace."""
     from dataclasses import asdict
 
     from replay.capture.record import CaptureOptions
+    from replay.capture.server_ask import ServerOptions
 
-    options = CaptureOptions(
-        model=model, prompts=prompts, out=output, taps=taps, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_p=top_p, top_k=top_k, seed=seed, raw=raw, dtype=_DTYPES.get(dtype, dtype), device=device,
-        concurrency=concurrency,
-        weights=not no_weights, resume=resume, force=force,
-    )  # fmt: skip
+    options: CaptureOptions | ServerOptions
+    if model is not None and server is None:
+        options = CaptureOptions(
+            model=model, prompts=prompts, out=output, taps=taps, max_new_tokens=max_new_tokens,
+            temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, raw=raw, dtype=_DTYPES.get(dtype, dtype),
+            device=device, concurrency=64 if concurrency is None else concurrency, weights=not no_weights,
+            resume=resume, force=force,
+        )  # fmt: skip
+    elif server is not None and model is None:
+        options = ServerOptions(
+            server=server, prompts=prompts, out=output, taps=taps, max_new_tokens=max_new_tokens,
+            temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, raw=raw,
+            concurrency=16 if concurrency is None else concurrency, weights=not no_weights, resume=resume,
+            force=force, api_key=api_key, recording=recording,
+        )  # fmt: skip
+    else:
+        raise click.UsageError("give one of --model and --server")
     result = _capture(options)
     if as_json:
         _print_json({**asdict(result), "path": str(result.path)})
     else:
         click.echo(
             f"{result.path}: {result.requests} requests ({result.recorded} recorded now, {result.output_tokens} output "
-            f"tokens in {result.seconds:.0f} s), taps {','.join(result.taps)}"
+            f"tokens in {result.seconds:.0f} s), taps {','.join(result.taps) or 'none'}"
         )
 
 
@@ -411,14 +460,14 @@ def _progress(console: "Console") -> Iterator[Any]:
         yield progress
 
 
-def _capture(options: "CaptureOptions") -> "CaptureResult":
+def _capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
     """Capture with a progress bar on stderr: tokens done, rate, time left."""
     from rich.console import Console
 
-    from replay.capture import record
+    from replay.capture import record, server
 
     with _progress(Console(stderr=True)) as progress:
-        task = progress.add_task("loading target", total=None, rate="")
+        task = progress.add_task("preparing target", total=None, rate="")
 
         def on_event(event: record.Event) -> None:
             match event:
@@ -435,7 +484,9 @@ def _capture(options: "CaptureOptions") -> "CaptureResult":
                 case _:
                     pass
 
-        return record.capture_local(options, on_event)
+        if isinstance(options, record.CaptureOptions):
+            return record.capture_local(options, on_event)
+        return server.capture_server(options, on_event)
 
 
 def _simulate(trace: Any, checkpoints: Any, variants: Any, device: str) -> "Rounds":
