@@ -37,7 +37,7 @@ CONFIG = tiny_config(
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Trace:
-    requests = [make_request(f"r{seed}", seed, prompt=2 + seed, output=10 - seed) for seed in range(4)]
+    requests = [make_request(f"r{seed}", seed, prompt=2 + seed, output=12 - seed) for seed in range(4)]
     return Trace.open(write_trace(tmp_path / "trace", [requests], header=make_header()))
 
 
@@ -106,7 +106,7 @@ def test_more_columns_than_tokens_to_draft_are_refused(trace: Trace, checkpoint:
 
 
 def test_every_round_of_a_sweep_of_trees_and_chains_equals_the_twins(trace: Trace, checkpoint: Checkpoint) -> None:
-    trees = sweep(draft=["h"], steps=[3], topk=[6], num_draft_tokens=[4, 16], kv=["slot", "path"], precision=["fp32"])
+    trees = sweep(draft=["h"], steps=[3], topk=[6], num_draft_tokens=[4, 24], kv=["slot", "path"], precision=["fp32"])
     variants = [*trees, Variant("h", steps=3, precision="fp32")]
     rounds = simulate(trace, {"h": checkpoint}, variants)
     for variant, info in zip(variants, rounds.variants, strict=True):
