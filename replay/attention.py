@@ -69,6 +69,6 @@ def _attend_block(
     weights = torch.cat([base_MGAR, chain_MGAJ], dim=-1).float().softmax(dim=-1).to(q_AMGH.dtype)
     base_w, chain_w = weights[..., :rows], weights[..., rows:]
     out_MgH = base_w.flatten(1, 2) @ base_v_RMH.transpose(0, 1)
-    out_MGAH = out_MgH.unflatten(1, (group, queries))
+    out_MGAH: Tensor = out_MgH.unflatten(1, (group, queries))
     out_MGAH = out_MGAH + torch.einsum("mgaj,jamh->mgah", chain_w, chain_v_JAMH)
     return out_MGAH.permute(2, 0, 1, 3).flatten(1).to(dtype)

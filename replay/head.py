@@ -29,7 +29,7 @@ class Attend(Protocol):
     Owning it means owning the draft KV: what is remembered, and which rows each query may see.
     """
 
-    def __call__(self, layer: int, q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,17 +81,12 @@ class PackedAttention:
         base_k, base_v = (part.split(self._rows) for part in self._base[layer])
         chain_k, chain_v = self._stack_chain(layer, q.shape[0], base_k[0])
         counts = [len(reach) for reach in reaches]
+        parts = zip(
+            q.split(counts), base_k, base_v, reaches, chain_k.split(counts, 1), chain_v.split(counts, 1), strict=True
+        )
         answers = [
-            attend_committed_and_chain(*parts, self._numerics)
-            for parts in zip(
-                q.split(counts),
-                base_k,
-                base_v,
-                reaches,
-                chain_k.split(counts, 1),
-                chain_v.split(counts, 1),
-                strict=True,
-            )
+            attend_committed_and_chain(queries, k, v, reach, own_k, own_v, self._numerics)
+            for queries, k, v, reach, own_k, own_v in parts
         ]
         return torch.cat(answers)
 
@@ -134,7 +129,8 @@ def draft_every_anchor(head: Head, inputs: Sequence[DraftInput], steps: int) -> 
         return [Drafts(empty, empty.bool()) for _ in inputs]
     first = first_pass(head, inputs)
     attention, output, positions_A = first.attention, first.output, first.positions_A
-    drafted, tied = [], []
+    drafted: list[Tensor] = []
+    tied: list[Tensor] = []
     for step in range(steps):
         if step:
             embeds_AE = head.embed(drafted[-1])

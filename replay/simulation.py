@@ -15,6 +15,7 @@ from replay.head import Head
 from replay.passes import DraftInput, Drafts, draft_every_anchor
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
+from replay.traces.taps import FINAL
 from replay.tree import Trees, TreeSize, draft_every_tree
 from replay.variant import Variant, name_variants
 from replay.weights import Checkpoint
@@ -60,8 +61,11 @@ class _Group:
 def resolve(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Variant:
     """The variant with wiring, precision and numerics filled in as its engine would. Raises WiringError, UsageError."""
     target = trace.header.target
-    wiring = variant.wiring or sglang_wiring(
-        checkpoint.config.layer_ids, model_type=target.model_type, layers=target.layers
+    config = checkpoint.config
+    wiring = variant.wiring or (
+        sglang_wiring(config.layer_ids, model_type=target.model_type, layers=target.layers)
+        if config.use_aux_hidden_state
+        else Wiring((FINAL,))
     )
     return replace(
         variant,

@@ -1,7 +1,9 @@
 """A variant: everything that determines a replay, and how a sweep spells its members."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import product
+from typing import Any
 
 from replay.engines import NUMERICS, PRECISIONS, EngineProfile, engine_profile
 from replay.errors import UsageError
@@ -98,8 +100,10 @@ def sweep(**choices: list[object]) -> list[Variant]:
     Combinations that come to the same variant (a chain under another tree layout) stand there once.
     """
     names = [field.name for field in fields(Variant) if field.name in choices]
-    made = (Variant(**dict(zip(names, values, strict=True))) for values in product(*(choices[name] for name in names)))
-    return list(dict.fromkeys(made))
+    combinations: Iterator[dict[str, Any]] = (
+        dict(zip(names, values, strict=True)) for values in product(*(choices[name] for name in names))
+    )
+    return list(dict.fromkeys(Variant(**values) for values in combinations))
 
 
 def name_variants(variants: list[Variant]) -> list[str]:

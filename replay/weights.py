@@ -97,6 +97,7 @@ class HeadConfig:
     norm_output: bool
     layer_ids: tuple[int, ...] | None  # eagle_config.eagle_aux_hidden_state_layer_ids, as stated
     dtype: str | None
+    use_aux_hidden_state: bool = True  # false: the target's final state is fed instead of taps on the way
 
     @property
     def fc_inputs(self) -> int:
@@ -456,6 +457,7 @@ def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadCo
         norm_before_fc=eagle.flag("norm_before_fc", fields.flag("norm_before_fc")),
         fc_norm=fields.flag("fc_norm") or fields.flag("use_aux_norm"),
         norm_output=fields.flag("norm_output"),
+        use_aux_hidden_state=eagle.flag("use_aux_hidden_state", True),
         layer_ids=layer_ids,
         dtype=fields.text("dtype") or fields.text("torch_dtype"),
     )
