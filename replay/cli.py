@@ -332,6 +332,75 @@ def inspect(path: Path, check: bool, as_json: bool) -> None:
 
 
 @cli.command()
+@click.option("--draft", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Draft head's folder.")
+@click.option(
+    "--target",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Target's folder; its config.json is enough.",
+)
+@click.option("--server", metavar="URL", help="A running SGLang server, whose arguments in force are read.")
+@click.option(
+    "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
+)
+@click.option(
+    "--server-args",
+    metavar="TEXT",
+    help='How it is or will be started, in one argument: "VARIABLE=1 --dtype bfloat16 ...".',
+)
+@click.option(
+    "--engine", metavar="PROFILE", help="sglang, vllm or eagle.  [default: as --server-args say, else sglang]"
+)
+@click.option("--wiring", metavar="W", help="What the head was trained on, e.g. embed,3,31, if you know it.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="TRACE", help="Hold the vocabulary map against its outputs."
+)
+@click.option("--weights", is_flag=True, help="Read the head's tensors whole: NaN, constants, what fp16 cannot hold.")
+@click.option("--exit-zero", is_flag=True, help="Exit 0 even with findings of severity error.")
+@_json_option
+def check(
+    draft: Path, target: Path, server: str | None, api_key: str | None, server_args: str | None, engine: str | None,
+    wiring: str | None, trace: Path | None, weights: bool, exit_zero: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Hold a draft head, its target and a server's arguments against the known faults, without running anything.
+
+    Reads configs and tensor headers only. Exit code 1 with findings of severity error, 0 with warnings and notes.
+    """
+    from replay.check import check as run
+    from replay.check_report import render_outcome
+    from replay.facts import count_emitted, read_facts, read_target_config
+    from replay.server_arguments import check_engine, live_server, parse_server_arguments
+
+    if server is not None and server_args is not None:
+        raise click.UsageError("give one of --server and --server-args")
+    check_engine(engine)
+    stated = None if server_args is None else parse_server_arguments(server_args, engine)
+    if server is not None:
+        stated = live_server(_server_info(server, api_key), server)
+    layers = read_target_config(target).layers
+    known = None
+    if wiring is not None:
+        from replay.wiring import parse_wiring
+
+        known = parse_wiring(wiring, layers=layers)
+    emitted = None
+    if trace is not None:
+        from replay.traces.reader import Trace
+
+        emitted = count_emitted(Trace.open(trace))
+    facts = read_facts(draft, target, stated, engine=engine, wiring=known, emitted=emitted, weights=weights)
+    outcome = run(facts)
+    if as_json:
+        _print_json(outcome.to_json())
+    else:
+        _print(render_outcome(outcome, facts))
+    if outcome.errors and not exit_zero:
+        plural = "s" if outcome.errors > 1 else ""
+        raise ReplayError(f"{draft} has {outcome.errors} finding{plural} of severity error; mend what fix says")
+
+
+@cli.command()
 @click.option(
     "-o",
     "--output",
@@ -371,6 +440,15 @@ def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
 
 
 # ---- between the commands and the terminal ----
+
+
+def _server_info(url: str, api_key: str | None) -> object:
+    from replay.capture.server_api import TransientError, open_api
+
+    try:
+        return open_api(url, api_key, timeout=30.0).call("/server_info")
+    except TransientError as error:
+        raise UsageError(f"{url} cannot be asked: {error}; see that an SGLang server runs there") from error
 
 
 def _say(text: str) -> None:

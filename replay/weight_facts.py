@@ -1,0 +1,247 @@
+"""Tensor names, shapes and dtypes of a checkpoint, from its headers alone; small tensors and single rows on request."""
+
+import os
+import pickle
+import re
+import struct
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from replay.errors import CheckpointError, TraceCorruptError
+from replay.traces.fields import parse_json, show
+from replay.traces.files import open_regular, read_small
+from replay.traces.tensors import Layout, parse_layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SINGLE, INDEX, BINARY = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+_MOST_INDEX = 1 << 26
+_MOST_MAP = 1 << 26  # bytes of a vocabulary map
+_SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
+# Spellings that SGLang 0.5.23 (models/llama_eagle3.py load_weights) takes for one tensor.
+_RENAMES = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"midlayer\."), "layers.0."),
+    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
+    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
+    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
+)
+_INTEGERS = {"I64": "q", "I32": "i", "I16": "h", "I8": "b", "U8": "B", "BOOL": "B"}
+_TORCH_NAMES = {
+    "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int64": "I64",
+    "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
+    "torch.float64": "F64", "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFact:
+    """``dtype`` as safetensors names it, and ``original``, the name before it was spelled SGLang's way."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    original: str
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One tensor's values, read whole: how many are not finite, how many would overflow fp16, the largest that is
+    finite, and whether all are equal."""
+
+    values: int
+    unfinite: int
+    beyond_fp16: int
+    largest: float
+    constant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Tensors by name. ``twice``: names that two tensors claim. ``d2t``, ``t2d``: their values where they are integers.
+
+    ``extents`` is None unless the values were asked for.
+    """
+
+    file: str
+    tensors: Mapping[str, TensorFact]
+    twice: tuple[str, ...]
+    d2t: tuple[int, ...] | None
+    t2d: tuple[int, ...] | None
+    extents: Mapping[str, Extent] | None
+    layouts: Mapping[str, Layout]  # by SGLang's spelling; empty for a pytorch_model.bin
+
+    def row(self, name: str, row: int) -> list[float] | None:
+        """Values of one row of a matrix in fp32, fp16 or bf16; None for another dtype or where rows cannot be read."""
+        layout = self.layouts.get(name)
+        if layout is None:
+            return None
+        place = layout.tensors[self.tensors[name].original]
+        size = {"F32": 4, "F16": 2, "BF16": 2}.get(place.dtype)
+        if size is None or len(place.shape) != 2 or not 0 <= row < place.shape[0]:
+            return None
+        length = place.shape[1] * size
+        data = _bytes_at(layout.path, place.start + row * length, length)
+        if place.dtype == "BF16":  # the upper half of an fp32
+            data = b"".join(b"\0\0" + data[index : index + 2] for index in range(0, length, 2))
+        return list(struct.unpack(f"<{place.shape[1]}{'e' if place.dtype == 'F16' else 'f'}", data))
+
+
+def read_weights(folder: Path, *, whole: bool, only: "re.Pattern[str] | None" = None) -> Weights:
+    """Headers of the checkpoint in ``folder``; with ``only``, of the shards that hold names it matches.
+
+    Raises CheckpointError where there are no weights, or a header cannot be trusted.
+    """
+    if (folder / SINGLE).is_file():
+        files = [folder / SINGLE]
+    elif (folder / INDEX).is_file():
+        files = [folder / name for name in _shards(folder / INDEX, only)]
+    elif (folder / BINARY).is_file():
+        return _read_binary(folder / BINARY, whole)
+    else:
+        raise CheckpointError(
+            f"{folder} holds no weights: looked for {SINGLE}, {INDEX} and {BINARY}; give the folder of a draft head"
+        )
+    facts: list[TensorFact] = []
+    layouts: dict[str, Layout] = {}
+    for file in files:
+        layout = _layout(file)
+        for name, place in layout.tensors.items():
+            if only is None or only.fullmatch(name):
+                facts.append(TensorFact(place.dtype, place.shape, name))
+                layouts.setdefault(spell(name), layout)
+    tensors, twice = _by_name(facts)
+    maps = {name: _integers(layouts[name], tensors[name]) for name in ("d2t", "t2d") if name in tensors}
+    extents = {name: _extent(layouts[name], fact) for name, fact in tensors.items()} if whole else None
+    return Weights(
+        folder.name + "/" + (SINGLE if len(files) == 1 else INDEX), tensors, twice, maps.get("d2t"), maps.get("t2d"),
+        None if extents is None else {name: extent for name, extent in extents.items() if extent}, layouts,
+    )  # fmt: skip
+
+
+def spell(name: str) -> str:
+    """``name`` as SGLang spells it now."""
+    for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def _by_name(facts: list[TensorFact]) -> tuple[dict[str, TensorFact], tuple[str, ...]]:
+    tensors: dict[str, TensorFact] = {}
+    twice = []
+    for fact in facts:
+        if spell(fact.original) in tensors:
+            twice.append(spell(fact.original))
+        tensors.setdefault(spell(fact.original), fact)
+    return tensors, tuple(twice)
+
+
+def _layout(path: Path) -> Layout:
+    try:
+        return parse_layout(path.resolve())  # hub caches are folders of links
+    except TraceCorruptError as error:
+        raise CheckpointError(f"{error}; copy or export the checkpoint again") from error
+
+
+def _shards(index: Path, only: "re.Pattern[str] | None") -> list[str]:
+    try:
+        document = parse_json(read_small(index.resolve(), _MOST_INDEX), str(index))
+    except TraceCorruptError as error:
+        raise CheckpointError(f"{error}; copy or export the checkpoint again") from error
+    names = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} has no weight_map from tensors to shards; copy or export the checkpoint again")
+    wanted = {shard if isinstance(shard, str) else show(shard): None for name, shard in names.items()
+              if only is None or only.fullmatch(name)}  # fmt: skip
+    for shard in wanted:
+        if _SHARD.fullmatch(shard) is None:  # foreign text: it must not lead out of the folder
+            raise CheckpointError(
+                f"{index} names the shard {shard!r}, the plain name of a .safetensors file was expected; copy or "
+                "export the checkpoint again"
+            )
+    return sorted(wanted)
+
+
+def _bytes_at(path: Path, start: int, length: int) -> bytes:
+    with open_regular(path) as descriptor:
+        data = os.pread(descriptor, length, start)
+    if len(data) != length:
+        raise CheckpointError(f"{path} ends at {len(data)} of {length} bytes: it is truncated; copy it again")
+    return data
+
+
+def _integers(layout: Layout, fact: TensorFact) -> tuple[int, ...] | None:
+    """A vector of integers or flags; None for another dtype or shape, which rules name."""
+    place = layout.tensors[fact.original]
+    code = _INTEGERS.get(fact.dtype)
+    size = place.stop - place.start
+    if code is None or len(fact.shape) != 1 or size != fact.shape[0] * struct.calcsize(f"<{code}") or size > _MOST_MAP:
+        return None
+    values = array(code)
+    values.frombytes(_bytes_at(layout.path, place.start, size))
+    return tuple(values)
+
+
+def _extent(layout: Layout, fact: TensorFact) -> Extent | None:
+    """Reads the tensor; None for a dtype that holds no plain floats."""
+    import numpy as np
+
+    dtype = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(fact.dtype)
+    if dtype is None:
+        return None
+    place = layout.tensors[fact.original]
+    raw = np.frombuffer(_bytes_at(layout.path, place.start, place.stop - place.start), dtype=dtype)
+    values = (raw.astype(np.uint32) << 16).view(np.float32) if fact.dtype == "BF16" else raw.astype(np.float32)
+    return _extent_of(values)
+
+
+def _extent_of(values: "NDArray[np.float32]") -> Extent:
+    import numpy as np
+
+    finite = np.isfinite(values)
+    size = np.abs(values[finite])
+    return Extent(
+        values.size,
+        int(values.size - finite.sum()),
+        int((size > 65504).sum()),
+        float(size.max(initial=0.0)),
+        bool(values.size > 1 and (values == values.flat[0]).all()),
+    )
+
+
+def _read_binary(path: Path, whole: bool) -> Weights:
+    """A pytorch_model.bin: torch reads it as weights only, so that a foreign file cannot run code."""
+    try:
+        import torch
+    except ImportError as error:
+        raise CheckpointError(f"{path} takes torch to be read; install it, or save the head as {SINGLE}") from error
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, LookupError, TypeError,
+            AttributeError, AssertionError, OverflowError, struct.error) as error:  # fmt: skip
+        raise CheckpointError(
+            f"{path} is no plain dictionary of tensors ({type(error).__name__}); convert it to {SINGLE}"
+        ) from error
+    if not isinstance(loaded, dict) or not all(
+        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items()
+    ):
+        raise CheckpointError(f"{path} is no plain dictionary of tensors; convert it to {SINGLE}")
+    facts = [
+        TensorFact(_TORCH_NAMES.get(str(value.dtype), str(value.dtype)), tuple(value.shape), name)
+        for name, value in loaded.items()
+    ]
+    tensors, twice = _by_name(facts)
+    maps = {
+        name: tuple(int(item) for item in loaded[tensors[name].original].tolist())
+        for name in ("d2t", "t2d")
+        if name in tensors and tensors[name].dtype in _INTEGERS and len(tensors[name].shape) == 1
+    }
+    extents = None
+    if whole:
+        floats = {name: fact for name, fact in tensors.items() if fact.dtype in ("F32", "F16", "BF16")}
+        extents = {name: _extent_of(loaded[fact.original].float().numpy()) for name, fact in floats.items()}
+    return Weights(path.parent.name + "/" + path.name, tensors, twice, maps.get("d2t"), maps.get("t2d"), extents, {})
