@@ -123,10 +123,6 @@ class Entry:
     chosen: Sequence[int] = ()
 
 
-_ENTRY_NUMBERS = ("start", "rows", "logits", "accepted")
-_ENTRY_LISTS = ("drafted", "parents", "chosen")
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One file of rows, checked. ``first_row[i]`` and ``first_logit[i]`` are where entry i begins."""
@@ -224,9 +220,17 @@ def storable(dtype: str) -> bool:
 
 
 def _entry(values: Fields) -> Entry:
-    numbers = {name: values.integer(name, 0, _MOST) for name in _ENTRY_NUMBERS}
-    lists = {name: values.integers(name, 0, _MOST) for name in _ENTRY_LISTS}
-    entry = Entry(rid=values.text("rid"), kind=values.choice("kind", KINDS), **numbers, **lists)
+    entry = Entry(
+        rid=values.text("rid"),
+        kind=values.choice("kind", KINDS),
+        start=values.integer("start", 0, _MOST),
+        rows=values.integer("rows", 0, _MOST),
+        logits=values.integer("logits", 0, _MOST),
+        drafted=values.integers("drafted", 0, _MOST),
+        parents=values.integers("parents", 0, _MOST),
+        accepted=values.integer("accepted", 0, _MOST),
+        chosen=values.integers("chosen", 0, _MOST),
+    )
     if entry.logits > entry.rows:
         raise values.refuse("logits", f"at most its {entry.rows} rows")
     if entry.kind == "verify" and not entry.accepted + 1 == entry.rows == len(entry.chosen):

@@ -128,6 +128,8 @@ def own_rounds(trace: Trace, request_id: str) -> list[dict[str, Any]]:
 
 
 def test_installed_sglang_has_every_seam() -> None:
+    for module, _, _ in sglang_plugin.SEAMS:
+        sglang_module(module.removeprefix("sglang."))
     version = sglang_module("version").__version__
     assert version in sglang_plugin.VERSIONS
     assert sglang_plugin.problem_of(version) is None
