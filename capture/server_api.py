@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -27,6 +28,10 @@ class TransientError(Exception):
         self.pause = pause
 
 
+class NoSuchPathError(CaptureError):
+    """The server has nothing there."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerApi:
     """A server's address, and how it is asked. ``api_key`` goes into the Authorization header and nowhere else."""
@@ -37,17 +42,17 @@ class ServerApi:
     retries: int = 5
     sleep: Callable[[float], None] = time.sleep
 
-    def get(self, path: str) -> Any:
-        """The JSON at ``path``, with retries. Raises CaptureError."""
-        return self.patiently(lambda _: self.call(path))
+    def get(self, *paths: str) -> Any:
+        """The JSON at the first of ``paths`` that the server has, with retries. Raises CaptureError."""
+        for path in paths[:-1]:
+            try:
+                return self.patiently(partial(self._get, path))
+            except NoSuchPathError:
+                continue
+        return self.patiently(partial(self._get, paths[-1]))
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON answered to ``body``, with retries. Raises CaptureError."""
-        return self.patiently(lambda _: self.call(path, body))
-
-    def text(self, path: str) -> str:
-        """The text at ``path``, with retries. Raises CaptureError."""
-        return self.patiently(lambda _: self._call(path, None).decode("utf-8", "replace"))
+    def _get(self, path: str, _: int) -> Any:
+        return self.call(path)
 
     def patiently(self, attempt: Callable[[int], _Result]) -> _Result:
         """The result of ``attempt(number)``, tried again with growing pauses while it raises TransientError.
@@ -99,7 +104,7 @@ class ServerApi:
         if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             return CaptureError(f"{self.url}{path} refuses ({error.code}): give the server's key with --api-key")
         if error.code == HTTPStatus.NOT_FOUND:
-            return CaptureError(f"{self.url} has no {path}: --server takes the address of an SGLang server")
+            return NoSuchPathError(f"{self.url} has no {path}: --server takes the address of an SGLang server")
         if error.code in _AGAIN:
             return TransientError(f"{path} answered {error.code} {said}", _pause(error.headers.get("Retry-After")))
         return CaptureError(f"{self.url}{path} answered {error.code}: {said}")

@@ -65,8 +65,8 @@ def read_facts(api: ServerApi, recording: Path | None) -> ServerFacts:
     Raises CaptureError: no answer, not ready, no SGLang, a recording that is refused, has failed, lacks a rank, or
     lies where this process cannot read it.
     """
-    model = api.get("/model_info")
-    info = api.get("/server_info")
+    model = api.get("/model_info", "/get_model_info")  # the latter: their names of old
+    info = api.get("/server_info", "/get_server_info")
     if not isinstance(model, dict) or not isinstance(info, dict):
         raise CaptureError(f"{api.url} answers no JSON objects: --server takes the address of an SGLang server")
     if model.get("is_generation") is False:

@@ -53,6 +53,7 @@ class FakeServer:
     aborted: int = 0  # the next so many end by abort
     rowless: int = 0  # the next so many leave no rows
     reported_state: str = "recording"
+    old_paths: bool = False  # of servers before these pages were renamed
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -200,9 +201,10 @@ def fake_server(server: FakeServer) -> Iterator[FakeServer]:
                     "folder": str(server.folder), "launch": LAUNCH, "host": "here", "state": server.reported_state,
                     "reason": "SGLang 0.4.0 was seen, recording works with 0.5.23",
                 }  # fmt: skip
+            get = "get_" if server.old_paths else ""
             pages: dict[str, Any] = {
-                "/model_info": {"model_path": str(server.target), "tokenizer_path": str(server.target)},
-                "/server_info": {"version": "0.5.23", "internal_states": [state]},
+                f"/{get}model_info": {"model_path": str(server.target), "tokenizer_path": str(server.target)},
+                f"/{get}server_info": {"version": "0.5.23", "internal_states": [state]},
             }
             if self.path in pages:
                 self.send(200, pages[self.path])

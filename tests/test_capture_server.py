@@ -268,7 +268,7 @@ def test_stock_server_gives_answers_that_can_be_followed(options: ServerOptions,
     from replay.capture.observed import read_observed
     from replay.capture.prompts import read_prompts
 
-    server.folder = None
+    server.folder, server.old_paths = None, True
     result, events = capture(options)
     assert result.taps == () and any(isinstance(event, Noted) and "does not record" in event.text for event in events)
     responses = options.out / "responses.jsonl"
