@@ -150,32 +150,30 @@ class _Block:
         """The candidates of ``steps`` steps, on the CPU."""
         topk, first = self._topk, self._first
         feedback_RE = first.output.feedback_RE[self._anchors]
-        probs_AP, ids_AP, tied_AP = propose(self._head, first.output.normed_RE[self._anchors], topk)
-        scores_AP, best_AP = probs_AP, torch.arange(topk, device=ids_AP.device).expand_as(ids_AP)
-        parents = [torch.full_like(ids_AP[:, :1], ROOT), best_AP]
+        scores_AP, ids_AP, tied_AP = propose(self._head, first.output.normed_RE[self._anchors], topk)
+        anchors = len(ids_AP)
+        anchor_R = torch.arange(anchors, device=ids_AP.device).repeat_interleave(topk)
+        # The candidates that stand in the columns, by their place among those of the step before; each was proposed by
+        # the anchor's row first, then by the row of a column.
+        best_AP, source_R = torch.arange(topk, device=ids_AP.device).expand_as(ids_AP), anchor_R
         grown = [(ids_AP, scores_AP, tied_AP)]
+        parents = [torch.full_like(ids_AP[:, :1], ROOT), best_AP]
         for step in range(1, steps):
-            source_R = self._rows(best_AP // topk) if step > 1 else self._rows(torch.zeros_like(best_AP), columns=1)
-            if step > 1 and self._kv == "path":
-                self._follow_parents(source_R)
             ids_R = grown[-1][0].gather(1, best_AP).flatten()
             output = self._head.forward(
                 self._head.embed(ids_R), feedback_RE[source_R], self._reach_R + step - 1, self._attend
             )
             feedback_RE = output.feedback_RE
-            probs_RP, ids_RP, tied_RP = propose(self._head, output.normed_RE, topk)
-            scores_APP = scores_AP[:, :, None] * probs_RP.unflatten(0, (-1, topk))
-            candidates = [part.unflatten(0, (-1, topk)).flatten(1) for part in (ids_RP, tied_RP)]
-            grown.append((candidates[0], scores_APP.flatten(1), candidates[1]))
-            scores_AP, best_AP = scores_APP.flatten(1).topk(topk, dim=-1)
-            parents.append(best_AP + topk + topk * topk * (step - 1))
+            probs, ids, tied = (part.view(anchors, topk, topk) for part in propose(self._head, output.normed_RE, topk))
+            scores_AC = (scores_AP[:, :, None] * probs).flatten(1)
+            grown.append((ids.flatten(1), scores_AC, tied.flatten(1)))
+            scores_AP, best_AP = scores_AC.topk(topk, dim=-1)
+            source_R = anchor_R * topk + (best_AP // topk).flatten()
+            parents.append(topk + topk * topk * (step - 1) + best_AP)
+            if self._kv == "path":
+                self._follow_parents(source_R)
         tokens, scores, tied = (torch.cat(parts, 1).cpu() for parts in zip(*grown, strict=True))
         return Candidates(topk, tokens, scores, torch.cat(parents[:-1], 1).cpu(), tied)
-
-    def _rows(self, column_AP: Tensor, columns: int | None = None) -> Tensor:
-        """Row numbers [R] of the given columns of each anchor."""
-        anchors_A = torch.arange(len(column_AP), device=column_AP.device)
-        return (anchors_A[:, None] * (self._topk if columns is None else columns) + column_AP).flatten()
 
     def _follow_parents(self, source_R: Tensor) -> None:
         """Give every column the KV of the column its node came from."""
