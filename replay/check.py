@@ -39,12 +39,14 @@ RULES: tuple[Rule, ...] = (
     Rule("tensor shapes", rules_tensors.misshapen),
     Rule("origin of lm_head", rules_tensors.lm_head),
     Rule("origin of the embedding", rules_tensors.embedding),
+    Rule("NaN and zeros, sampled", rules_tensors.sampled),
     Rule("vocabulary sizes", rules_vocabulary.vocabulary_size),
     Rule("vocabulary map", rules_vocabulary.vocabulary_map),
     Rule("rope theta and scaling", rules_positions.rope),
     Rule("rope geometry", rules_positions.rope_geometry),
     Rule("attention window", rules_positions.window),
     Rule("longest position", rules_positions.max_length),
+    Rule("positions of images", rules_positions.image_positions),
     Rule("dtype", rules_server.dtype),
     Rule("dtype of the weights and inherited quantisation", rules_server.draft_precision),
     Rule("drafting depth", rules_server.depth, _stated, _SERVER),
@@ -93,6 +95,6 @@ def check(facts: Facts) -> Outcome:
             unchecked[rule.lacks] = (*unchecked.get(rule.lacks, ()), rule.what)
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable: in the order of rules within
     fed = {}
-    if rules_wiring.uses_aux(facts):
+    if facts.draft.uses_aux:
         fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target).items()}
     return Outcome(tuple(findings), tuple(checked), unchecked, fed)

@@ -90,6 +90,11 @@ class Draft:
         return self.config.inner("eagle_config")
 
     @property
+    def uses_aux(self) -> bool:
+        """Whether the config asks for taps at all; without, the target's final state is fed."""
+        return self.eagle.flag("use_aux_hidden_state") is not False
+
+    @property
     def architecture(self) -> str | None:
         return _architecture(self.config)
 

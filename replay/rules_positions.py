@@ -65,7 +65,7 @@ def rope(facts: Facts) -> Iterator[Finding]:
         yield found(WARNING, f"the config states no rope theta, so engines take 10000; the target's is {wanted:g}",
                     "rope_theta", "absent", f"{wanted:g}, or 10000 stated",
                     f'write "rope_theta": {wanted:g}, or 10000 where the head was trained with that')  # fmt: skip
-    elif theta is not None and theta not in (_DEFAULT_THETA, wanted):
+    elif theta is not None and theta != wanted and (theta != _DEFAULT_THETA or kind == target_kind != "default"):
         yield found(WARNING, f"rope theta is {theta:g}, neither the target's {wanted:g} nor the 10000 that trainers "
                     "fall to", "rope_theta", f"{theta:g}", f"{wanted:g} or 10000",
                     f'write "rope_theta": {wanted:g}, or 10000; replay the head with each')  # fmt: skip
@@ -156,6 +156,16 @@ def max_length(facts: Facts) -> Iterator[Finding]:
                   f"{served} or more", f"start the server with --context-length {own}" if
                   facts.server.engine == "sglang" else f"serve at most {own} tokens, or train the head on "
                                                        "longer ones")  # fmt: skip
+
+
+def image_positions(facts: Facts) -> Iterator[Finding]:
+    """Three-part positions of a target that also sees; SGLang gives them to the head only where its config has them."""
+    config = facts.draft.config
+    if "mrope_section" in _scaling(facts.target.config).values and "mrope_section" not in _scaling(config).values:
+        yield Finding("mm.embeds", WARNING, "the target counts image positions in three parts, the head's config says "
+                      "nothing of them: text is served alike, image prompts are not", config.where,
+                      "rope_scaling.mrope_section", "absent", "the target's",
+                      "copy mrope_section from the target's config where the head was trained with it")  # fmt: skip
 
 
 def window(facts: Facts) -> Iterator[Finding]:

@@ -167,7 +167,10 @@ def draft_kv(facts: Facts) -> Iterator[Finding]:
     kept, own = arguments.get("kv_cache_dtype"), arguments.get("speculative_draft_kv_cache_dtype")
     in_force = own if isinstance(own, str) else kept
     low = isinstance(in_force, str) and in_force not in ("auto", "bf16", "bfloat16", "float16", "fp16")
-    if low and facts.server.engine == "sglang":
+    if low and facts.server.engine == "vllm":
+        yield _at(facts, _KV, WARNING, f"the head's KV cache is {in_force} as the target's", "kv_cache_dtype", "auto",
+                  "start the server without --kv-cache-dtype")  # fmt: skip
+    elif low and facts.server.engine == "sglang":
         yield _at(facts, _KV, WARNING, f"the head's KV cache is {in_force} without calibrated scales"
                   + ("" if own else ", as the target's"), "speculative_draft_kv_cache_dtype" if own else
                   "kv_cache_dtype", "bf16", "--speculative-draft-kv-cache-dtype bf16")  # fmt: skip

@@ -55,9 +55,8 @@ def shapes(draft: Draft, engine: str) -> Table | None:
     table["norm.weight"] = (hidden,)
     if config.flag("bias"):
         table["fc.bias"] = (hidden,)
-    # SGLang 0.5.23 models/llama_eagle3.py: q, k and v have no bias whatever the config says, o_proj keeps its own.
-    biased: tuple[str, ...] = ("o_proj",) if engine == "sglang" else ("q_proj", "k_proj", "v_proj")
-    biased = biased if config.flag("attention_bias") or (engine == "sglang" and config.flag("bias")) else ()
+    # SGLang 0.5.23 models/llama_eagle3.py: q, k and v have no bias whatever the config says; o_proj's begins as zero.
+    biased = ("q_proj", "k_proj", "v_proj") if engine != "sglang" and config.flag("attention_bias") else ()
     for layer in range(min(config.count("num_hidden_layers") or 1, _MOST_LAYERS)):
         inputs = hidden if layer else 2 * hidden
         for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
@@ -129,11 +128,15 @@ def names(facts: Facts) -> Iterator[Finding]:
                       "keep one of them and export the head again")  # fmt: skip
     if table is None or quantised(draft):
         return
-    missing = [name for name in table if name not in draft.tensors]
+    final = not draft.uses_aux and facts.target.hidden_size == draft.config.count("hidden_size")  # fc is skipped then
+    missing = [name for name in table if name not in draft.tensors and not (final and name.startswith("fc."))]
     dropped = [
         fact.original
         for name, fact in draft.tensors.items()
-        if name not in table and not name.startswith(_APART) and not name.endswith(_HARMLESS)
+        if name not in table
+        and not name.startswith(_APART)
+        and not name.endswith(_HARMLESS)
+        and not (engine == "sglang" and name.endswith("o_proj.bias") and _keeps_bias(draft))
     ]
     norms = [name for name in missing if name.endswith("hidden_norm.weight") and not name.startswith("layers.0.")]
     if missing and missing == norms:
@@ -153,6 +156,10 @@ def names(facts: Facts) -> Iterator[Finding]:
         yield Finding(_MISSING, ERROR, f"{engine} {stops} {_some(dropped)}, which its class does not have"
                       + _why_dropped(dropped), draft.weights.file, dropped[0], "present", "absent",
                       _fix_dropped(dropped, facts))  # fmt: skip
+
+
+def _keeps_bias(draft: Draft) -> bool:
+    return bool(draft.config.flag("attention_bias") or draft.config.flag("bias"))
 
 
 def _why_dropped(dropped: list[str]) -> str:
@@ -183,6 +190,7 @@ def misshapen(facts: Facts) -> Iterator[Finding]:
     table = shapes(draft, facts.server.engine)
     if table is None or quantised(draft):
         return
+    table = table | _fusion_norms(facts)
     wrong = [name for name, shape in table.items() if name in draft.tensors and draft.tensors[name].shape != shape]
     if not wrong:
         return
@@ -192,6 +200,15 @@ def misshapen(facts: Facts) -> Iterator[Finding]:
                                   "than the config "
                   "calls for", draft.weights.file, first, str(list(seen)), str(list(wanted)),
                   _fix_shape(draft, first, seen))  # fmt: skip
+
+
+def _fusion_norms(facts: Facts) -> Table:
+    """Norms in front of fc, where they are there at all."""
+    fc, width = facts.draft.tensors.get("fc.weight"), facts.target.hidden_size
+    if fc is None or len(fc.shape) != 2 or fc.shape[1] % width:
+        return {}
+    taps = {f"fc_norm.{tap}.weight": (width,) for tap in range(min(fc.shape[1] // width, _MOST_LAYERS))}
+    return {"input_norm.weight": (fc.shape[1],), **taps}
 
 
 def _fix_shape(draft: Draft, name: str, seen: tuple[int, ...]) -> str:
@@ -265,6 +282,21 @@ def embedding(facts: Facts) -> Iterator[Finding]:
                       "the target's", draft.weights.file, "embed_tokens.weight", "other rows than the target's",
                       "the target's rows", "serve the head with vLLM, or train it on the target's "
                                            "embedding")  # fmt: skip
+
+
+def sampled(facts: Facts) -> Iterator[Finding]:
+    """What two small places of each tensor show: NaN, and nothing but zeros."""
+    weights = facts.draft.weights
+    if weights.extents is not None:
+        return  # the rule on whole weights says it better
+    blank = [name for name in weights.blank if not name.endswith((".bias", "embed_tokens.weight"))]
+    for odd, what, expected in (
+        (list(weights.unfinite), "holds NaN or Inf", "finite numbers"),
+        (blank, "is zero where it was looked at, so it was never trained or not saved", "trained weights"),
+    ):
+        if odd:
+            yield Finding(_MISSING, ERROR, f"{_some(odd)} {what}", weights.file, odd[0], what, expected,
+                          "export the head again from its training checkpoint")  # fmt: skip
 
 
 def values(facts: Facts) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Rules on the vocabulary map: target id = draft id + d2t[draft id]."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from replay.facts import Facts
@@ -51,10 +51,8 @@ def vocabulary_map(facts: Facts) -> Iterator[Finding]:
         if t2d is None or sum(map(bool, t2d[:size])) != size:
             yield found(f"d2t is zero throughout: it maps the {size} draft ids to the first {size} target ids",
                         "all zero", "offsets")  # fmt: skip
-    elif (
-        (not in_range or not rising)
-        and all(low < high for low, high in pairwise(values))
-        and (values[0] >= 0 and values[-1] < target.vocab_size)
+    elif _absolute(values, target.vocab_size) and (
+        not in_range or not rising or (t2d is not None and _marks(t2d, values) and not _marks(t2d, ids))
     ):
         yield found("d2t holds target ids and not offsets: engines add the draft id to them", f"{values[0]} to "
                     f"{values[-1]}, rising", "offsets: target id - draft id",
@@ -74,6 +72,15 @@ def vocabulary_map(facts: Facts) -> Iterator[Finding]:
         yield from _against_mask(facts, ids)
 
 
+def _absolute(values: Sequence[int], vocabulary: int) -> bool:
+    """Whether a map's numbers, taken as target ids, would be a map."""
+    return values[0] >= 0 and values[-1] < vocabulary and all(low < high for low, high in pairwise(values))
+
+
+def _marks(mask: Sequence[int], ids: Sequence[int]) -> bool:
+    return max(ids) < len(mask) and all(mask[index] for index in ids)
+
+
 def _against_mask(facts: Facts, ids: list[int]) -> Iterator[Finding]:
     """t2d, the training side's mask of the same tokens; engines do not use it."""
     draft = facts.draft
@@ -88,6 +95,10 @@ def _against_mask(facts: Facts, ids: list[int]) -> Iterator[Finding]:
 
     if mask is None:
         yield found(f"t2d is {tensor.dtype} of shape {list(tensor.shape)}", tensor.dtype, "a vector of BOOL")
+        return
+    vocabulary = draft.config.count("vocab_size") or 0
+    if len(mask) not in (vocabulary, facts.target.vocab_size):
+        yield found(f"t2d marks tokens of a vocabulary of {len(mask)}", len(mask), vocabulary)
         return
     marked = sum(map(bool, mask))
     if marked != len(ids):

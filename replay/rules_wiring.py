@@ -29,14 +29,9 @@ _Found = Callable[[str, str, str, object, str], Finding]
 _DATED = (0, 5, 23)  # the version whose reading of ids is known; before #25454 (merged 2026-05-16) it was another
 
 
-def uses_aux(facts: Facts) -> bool:
-    """Whether the config asks for taps at all; without, the final state is fed."""
-    return facts.draft.eagle.flag("use_aux_hidden_state") is not False
-
-
 def layer_ids(facts: Facts) -> Iterator[Finding]:
     """At most one finding: the first that explains why the head is fed other taps than it was trained on."""
-    if not uses_aux(facts):
+    if not facts.draft.uses_aux:
         return
     draft, target = facts.draft, facts.target
     ids, all_readings = stated_ids(draft), readings(draft, target)
@@ -57,6 +52,9 @@ def layer_ids(facts: Facts) -> Iterator[Finding]:
             yield found(ERROR, f"{fed.engine} feeds {fed}, the head was trained on {spell_taps(trained)}",
                         fed.place or NESTED, _seen(ids.nested if fed.place in (None, NESTED) else ids.top),
                         f"ids that feed {spell_taps(trained)}")  # fmt: skip
+    elif ids.nested is None and intended is None and draft.eagle.has("eagle_aux_hidden_state_layer_ids"):
+        yield found(WARNING, f"the layer ids are null, so {fed.engine} feeds its default {fed}", NESTED, "null",
+                    "ids, or no such field where the head was trained on the default")  # fmt: skip
     elif facts.server.engine == "eagle":
         if intended is not None and intended != default:
             yield found(ERROR, f"EAGLE feeds {fed} whatever the config says, its ids mean {spell_taps(intended)}",
@@ -181,7 +179,7 @@ def taps(facts: Facts) -> Iterator[Finding]:
         return Finding(fault, ERROR, what, file, place, str(seen), str(expected), fix)
 
     config, weights = draft.config.where, draft.weights.file
-    if not uses_aux(facts):
+    if not facts.draft.uses_aux:
         if inputs != width or inputs == hidden:
             yield found(f"use_aux_hidden_state is false, so the final state of width {width} is fed"
                         + (" and SGLang skips fc" if width == hidden else "") + f"; fc takes {inputs}", config,
@@ -199,7 +197,7 @@ def taps(facts: Facts) -> Iterator[Finding]:
         yield found(f"fc takes {inputs} features, no whole number of taps of width {width}", weights, "fc.weight",
                     list(fc.shape), f"a multiple of {width} inputs",
                     "take a head that was made for this target")  # fmt: skip
-    elif fed is not None and len(fed) != inputs // width:
+    elif fed is not None and len(fed) != inputs // width and len(ids or ()) != inputs // width:  # else ids stand twice
         yield found(f"{len(fed)} taps are fed, fc takes {inputs // width} of width {width}", config,
                     NESTED if ids else "eagle_config", _seen(ids), f"{inputs // width} layer ids",
                     f"write the {inputs // width} layer ids that the head was trained on as {NESTED}")  # fmt: skip
@@ -234,7 +232,12 @@ def norms(facts: Facts) -> Iterator[Finding]:
                     + ("" if nested is None else " in eagle_config"))  # fmt: skip
     count = sum(name.startswith("fc_norm.") for name in tensors)
     on = bool(top.flag("fc_norm") or top.flag("use_aux_norm"))
-    if on != bool(count):
+    fc = tensors.get("fc.weight")
+    wanted = fc.shape[1] // facts.target.hidden_size if fc is not None and len(fc.shape) == 2 else count
+    if on and count and count != wanted:
+        yield found(f"the head has {count} fc_norm tensors and fc takes {wanted} taps", "fc_norm", count, wanted,
+                    "export the head again with a norm for each tap")  # fmt: skip
+    elif on != bool(count):
         hidden_in = " (eagle_config.fc_norm is read by nobody)" if eagle.flag("fc_norm") else ""
         yield found(f"the head has {count} fc_norm tensors, which are dropped in silence{hidden_in}" if count else
                     "fc_norm is on and there is no fc_norm tensor: norms the head never had are applied", "fc_norm", on,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX, BINARY = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _MOST_INDEX = 1 << 26
 _MOST_MAP = 1 << 26  # bytes of a vocabulary map
+_SAMPLE = 1 << 12  # bytes of each of the two places where a tensor is looked at
 _SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 # Spellings that SGLang 0.5.23 (models/llama_eagle3.py load_weights) takes for one tensor.
 _RENAMES = (
@@ -32,6 +33,8 @@ _RENAMES = (
     (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
 )
 _INTEGERS = {"I64": "q", "I32": "i", "I16": "h", "I8": "b", "U8": "B", "BOOL": "B"}
+# Of each float dtype: the array code of its bits, and the exponent that only NaN and Inf have.
+_EXPONENT = {"F32": ("I", 0x7F800000), "F16": ("H", 0x7C00), "BF16": ("H", 0x7F80)}
 _TORCH_NAMES = {
     "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int64": "I64",
     "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
@@ -64,6 +67,7 @@ class Extent:
 class Weights:
     """Tensors by name. ``twice``: names that two tensors claim. ``d2t``, ``t2d``: their values where they are integers.
 
+    ``blank``, ``unfinite``: tensors that are zero throughout, or hold NaN or Inf, in a sample of two small places.
     ``extents`` is None unless the values were asked for.
     """
 
@@ -72,6 +76,8 @@ class Weights:
     twice: tuple[str, ...]
     d2t: tuple[int, ...] | None
     t2d: tuple[int, ...] | None
+    blank: tuple[str, ...]
+    unfinite: tuple[str, ...]
     extents: Mapping[str, Extent] | None
     layouts: Mapping[str, Layout]  # by SGLang's spelling; empty for a pytorch_model.bin
 
@@ -116,11 +122,13 @@ def read_weights(folder: Path, *, whole: bool, only: "re.Pattern[str] | None" = 
                 layouts.setdefault(spell(name), layout)
     tensors, twice = _by_name(facts)
     maps = {name: _integers(layouts[name], tensors[name]) for name in ("d2t", "t2d") if name in tensors}
-    extents = {name: _extent(layouts[name], fact) for name, fact in tensors.items()} if whole else None
-    return Weights(
-        folder.name + "/" + (SINGLE if len(files) == 1 else INDEX), tensors, twice, maps.get("d2t"), maps.get("t2d"),
-        None if extents is None else {name: extent for name, extent in extents.items() if extent}, layouts,
-    )  # fmt: skip
+    floats = {name: fact for name, fact in tensors.items() if fact.dtype in _EXPONENT}
+    extents = {name: _extent(layouts[name], fact) for name, fact in floats.items()} if whole else None
+    looks = {name: _look(layouts[name], fact) for name, fact in floats.items()} if only is None else {}
+    blank = tuple(name for name, (zero, _) in looks.items() if zero)
+    unfinite = tuple(name for name, (_, odd) in looks.items() if odd)
+    name = f"{folder.name}/{SINGLE if len(files) == 1 else INDEX}"
+    return Weights(name, tensors, twice, maps.get("d2t"), maps.get("t2d"), blank, unfinite, extents, layouts)
 
 
 def spell(name: str) -> str:
@@ -186,13 +194,25 @@ def _integers(layout: Layout, fact: TensorFact) -> tuple[int, ...] | None:
     return tuple(values)
 
 
-def _extent(layout: Layout, fact: TensorFact) -> Extent | None:
-    """Reads the tensor; None for a dtype that holds no plain floats."""
+def _look(layout: Layout, fact: TensorFact) -> tuple[bool, bool]:
+    """Whether the beginning and the middle of a tensor are zero, and whether they hold NaN or Inf."""
+    place = layout.tensors[fact.original]
+    code, exponent = _EXPONENT[fact.dtype]
+    size = place.stop - place.start
+    length = min(size, _SAMPLE)
+    data = _bytes_at(layout.path, place.start, length)
+    middle = size // 2 - size // 2 % 8
+    data += _bytes_at(layout.path, place.start + middle, min(length, size - middle))
+    bits = array(code)
+    bits.frombytes(data)
+    return bool(data) and not any(data), any(value & exponent == exponent for value in bits)
+
+
+def _extent(layout: Layout, fact: TensorFact) -> Extent:
+    """Reads the tensor."""
     import numpy as np
 
-    dtype = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(fact.dtype)
-    if dtype is None:
-        return None
+    dtype = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[fact.dtype]
     place = layout.tensors[fact.original]
     raw = np.frombuffer(_bytes_at(layout.path, place.start, place.stop - place.start), dtype=dtype)
     values = (raw.astype(np.uint32) << 16).view(np.float32) if fact.dtype == "BF16" else raw.astype(np.float32)
@@ -244,4 +264,5 @@ def _read_binary(path: Path, whole: bool) -> Weights:
     if whole:
         floats = {name: fact for name, fact in tensors.items() if fact.dtype in ("F32", "F16", "BF16")}
         extents = {name: _extent_of(loaded[fact.original].float().numpy()) for name, fact in floats.items()}
-    return Weights(path.parent.name + "/" + path.name, tensors, twice, maps.get("d2t"), maps.get("t2d"), extents, {})
+    return Weights(path.parent.name + "/" + path.name, tensors, twice, maps.get("d2t"), maps.get("t2d"), (), (),
+                   extents, {})  # fmt: skip
