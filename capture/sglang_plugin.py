@@ -364,8 +364,10 @@ class _Plugin:
         """What the draft is fed, of all that was captured [R, K*H]: a tensor of its own, as without us."""
         if self.fed == list(range(len(self.boundaries))):
             return full
-        parts = full.reshape(-1, len(self.boundaries), self.width)
-        return parts[:, self.fed].flatten(1)
+        import torch
+
+        # Slices, not a list of indices: that would be copied to the device, and the forward would wait for it.
+        return torch.cat([full[:, place * self.width : (place + 1) * self.width] for place in self.fed], dim=-1)
 
     def _recorded(self) -> list[str]:
         return [tap_name(boundary) for boundary in self.boundaries]

@@ -14,10 +14,11 @@ from rig.server import Generated, Server, start_server
 
 from replay.capture import sglang_plugin
 from replay.capture.events import CaptureResult, Event, Noted
-from replay.capture.recording import RECORD_VARIABLE
+from replay.capture.recording import RECORD_VARIABLE, Recording
 from replay.capture.serve import ServeOptions, prepare
 from replay.capture.server import capture_server
 from replay.capture.server_ask import ServerOptions
+from replay.capture.sglang_reporter import Reporter
 from replay.capture.spool import SPOOL, chunk_names
 from replay.traces.reader import Trace
 
@@ -240,3 +241,22 @@ def test_a_model_that_cannot_capture_a_tap_is_named() -> None:
         capture_boundaries(model, core, [1, 4])
     capture_boundaries(model, core, [0, 3])
     assert core.layers_to_capture == [0, 3]
+
+
+@pytest.mark.parametrize("fed", [[1, 2], [2, 0, 1], [3, 3], []])
+def test_draft_is_fed_its_columns_in_their_order(tmp_path: Path, fed: list[int]) -> None:
+    """The draft gets what its wiring names, as a tensor of its own; without a draft, what SGLang itself returns."""
+    from types import SimpleNamespace
+
+    import torch
+
+    recording = Recording(str(tmp_path), "0" * 16, None, None, 4)
+    plugin = sglang_plugin._Plugin(recording, Reporter(recording, "0.5.23"))
+    plugin.boundaries, plugin.fed, plugin.width = (0, 3, 16, 28), fed, 2
+    full, final = torch.arange(24.0).reshape(3, 8), torch.ones(3, 2)
+    out = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=full, last_hidden_states=final))
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    plugin.after_forward(out, SimpleNamespace(is_draft_worker=False), batch)
+    given = out.logits_output.hidden_states
+    columns = [full[:, 2 * place : 2 * place + 2] for place in fed]
+    assert torch.equal(given, torch.cat(columns, dim=1) if fed else final)
