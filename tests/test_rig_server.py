@@ -29,8 +29,8 @@ QUESTIONS = (
     "Name three animals that live in Africa.",
 )
 NEW_TOKENS = 24
-# How far below Transformers' best logit a choice may lie. Logits are about 20, where neighbours in bf16 are 0.125 apart,
-# and each engine rounds the stream 60 times on its way to them: two such steps. Seen: one.
+# How far below Transformers' best logit a choice may lie. Logits are about 20, where neighbours in bf16 are 0.125
+# apart, and each engine rounds the stream 60 times on its way to them: two such steps. Seen: one.
 NEAR = 0.25
 # topk, steps, verified rows
 DRAFTING = {"chain": (1, 3, 4), "tree": (4, 3, 8)}
