@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from replay import rules_positions, rules_server, rules_tensors, rules_vocabulary, rules_wiring
+from replay import rules_positions, rules_server, rules_tensors, rules_values, rules_vocabulary, rules_wiring
 from replay.facts import Facts
 from replay.finding import ERROR, SEVERITIES, Finding
 from replay.readings import readings
@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
     Rule("tensor shapes", rules_tensors.misshapen),
     Rule("origin of lm_head", rules_tensors.lm_head),
     Rule("origin of the embedding", rules_tensors.embedding),
-    Rule("NaN and zeros, sampled", rules_tensors.sampled),
+    Rule("NaN and zeros in samples", rules_values.sampled),
     Rule("vocabulary sizes", rules_vocabulary.vocabulary_size),
     Rule("vocabulary map", rules_vocabulary.vocabulary_map),
     Rule("rope theta and scaling", rules_positions.rope),
@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     Rule("acceptance rule", rules_server.acceptance, _stated, _SERVER),
     Rule("KV cache dtype", rules_server.draft_kv, _stated, _SERVER),
     Rule("coverage of emitted tokens", rules_vocabulary.coverage, lambda facts: facts.emitted is not None, "--trace"),
-    Rule("weights, whole", rules_tensors.values, lambda facts: facts.draft.weights.extents is not None, "--weights"),
+    Rule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
 )
 
 

@@ -72,12 +72,16 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft head on disk. ``speculators``: its config is nested the way speculators writes it."""
+    """A draft head on disk. ``speculators``: its config is nested the way speculators writes it.
+
+    ``filled``: sizes that the config lacks and that were taken from its tensors or the target, so that rules can go on.
+    """
 
     name: str
     config: Settings
     speculators: bool
     weights: Weights
+    filled: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> Mapping[str, TensorFact]:
@@ -165,8 +169,8 @@ def read_facts(
 
     Raises CheckpointError for what cannot be read or is no draft head's or target's.
     """
-    read_draft = _read_draft(draft, whole=weights)
     read_target = read_target_config(target)
+    read_draft = _read_draft(draft, read_target, whole=weights)
     return Facts(
         read_draft,
         read_target,
@@ -200,7 +204,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return document
 
 
-def _read_draft(folder: Path, *, whole: bool) -> Draft:
+def _read_draft(folder: Path, target: Target, *, whole: bool) -> Draft:
     document = read_config(folder)
     name = folder.name or str(folder)
     nested = document.get("transformer_layer_config")
@@ -208,9 +212,17 @@ def _read_draft(folder: Path, *, whole: bool) -> Draft:
     # speculators keeps the decoder layer's fields in an object of their own; no name is in both.
     merged = {**nested, **document} if isinstance(nested, dict) else document
     config = Settings(merged, f"{name}/config.json")
-    for key in ("hidden_size", "vocab_size"):
+    weights = read_weights(folder, whole=whole)
+    norm = weights.tensors.get("norm.weight")
+    instead = {
+        "hidden_size": norm.shape[0] if norm is not None and norm.shape else target.hidden_size,
+        "vocab_size": target.vocab_size,
+    }
+    filled = tuple(key for key in instead if merged.get(key) is None)
+    config = Settings({**merged, **{key: instead[key] for key in filled}}, config.where)
+    for key in instead:
         _needed(config, key, "a draft head's")
-    return Draft(name, config, speculators, read_weights(folder, whole=whole))
+    return Draft(name, config, speculators, weights, filled)
 
 
 def read_target_config(folder: Path) -> Target:

@@ -101,12 +101,14 @@ def sizes(facts: Facts) -> Iterator[Finding]:
     """Sizes that the config must state, and must state in agreement."""
     draft = facts.draft
     config = draft.config
-    wanted = ["num_attention_heads", "intermediate_size"]
+    wanted = ["num_attention_heads", "intermediate_size", "num_hidden_layers"]
     if draft.mla:
         wanted += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-    absent = [name for name in wanted if not config.count(name)]
+    absent = [*draft.filled, *(name for name in wanted if not config.count(name))]
     if absent:
-        yield Finding("config.field-drop", ERROR, f"the config lacks {', '.join(absent)}", config.where, absent[0],
+        yield Finding("config.field-drop", ERROR,
+                      f"the config lacks {', '.join(absent)}: transformers fills in those of "
+                      "Llama 7B", config.where, absent[0],
                       "absent", "a size", "copy the fields from the config that the head was trained with")  # fmt: skip
     heads, groups = config.count("num_attention_heads") or 0, config.count("num_key_value_heads") or 1
     if heads % groups:
@@ -123,7 +125,7 @@ def names(facts: Facts) -> Iterator[Finding]:
     draft, engine = facts.draft, facts.server.engine
     table = shapes(draft, engine)
     if draft.weights.twice:
-        yield Finding(_LAYOUT, ERROR, f"two tensors claim the name {_some(draft.weights.twice)}", draft.weights.file,
+        yield Finding(_LAYOUT, ERROR, f"two tensors claim the name {some(draft.weights.twice)}", draft.weights.file,
                       draft.weights.twice[0], "twice", "once",
                       "keep one of them and export the head again")  # fmt: skip
     if table is None or quantised(draft):
@@ -141,19 +143,19 @@ def names(facts: Facts) -> Iterator[Finding]:
     norms = [name for name in missing if name.endswith("hidden_norm.weight") and not name.startswith("layers.0.")]
     if missing and missing == norms:
         yield Finding("wiring.multi-layer", ERROR,
-                      f"SGLang norms the stream of later layers by {_some(missing)}, which "
+                      f"SGLang norms the stream of later layers by {some(missing)}, which "
                       "the head lacks: it was made for vLLM, which applies input_layernorm there", draft.weights.file,
                       missing[0], "absent", str(list(table[missing[0]])), "serve the head with vLLM")  # fmt: skip
         missing, dropped = [], [name for name in dropped if "input_layernorm" not in name]
     if missing:
-        also = f", and drops {_some(dropped)} without a word" if dropped else ""
-        yield Finding(_MISSING, ERROR, f"{engine} finds no {_some(missing)}, so it stays as initialised{also}",
+        also = f", and drops {some(dropped)} without a word" if dropped else ""
+        yield Finding(_MISSING, ERROR, f"{engine} finds no {some(missing)}, so it stays as initialised{also}",
                       draft.weights.file, missing[0], "absent", str(list(table[missing[0]])),
                       "export the head again with all tensors under the names of its config's "
                       "architecture")  # fmt: skip
     elif dropped:
         stops = "refuses" if engine == "vllm" else "drops"
-        yield Finding(_MISSING, ERROR, f"{engine} {stops} {_some(dropped)}, which its class does not have"
+        yield Finding(_MISSING, ERROR, f"{engine} {stops} {some(dropped)}, which its class does not have"
                       + _why_dropped(dropped), draft.weights.file, dropped[0], "present", "absent",
                       _fix_dropped(dropped, facts))  # fmt: skip
 
@@ -196,7 +198,7 @@ def misshapen(facts: Facts) -> Iterator[Finding]:
         return
     first = wrong[0]
     seen, wanted = draft.tensors[first].shape, table[first]
-    yield Finding(_LAYOUT, ERROR, f"{_some(wrong)} {'has' if len(wrong) == 1 else 'have'} another shape "
+    yield Finding(_LAYOUT, ERROR, f"{some(wrong)} {'has' if len(wrong) == 1 else 'have'} another shape "
                                   "than the config "
                   "calls for", draft.weights.file, first, str(list(seen)), str(list(wanted)),
                   _fix_shape(draft, first, seen))  # fmt: skip
@@ -266,7 +268,7 @@ def embedding(facts: Facts) -> Iterator[Finding]:
     draft, target = facts.draft, facts.target
     own, hidden = draft.tensors.get("embed_tokens.weight"), draft.config.count("hidden_size") or 0
     if own is None:
-        if hidden != target.hidden_size:
+        if hidden != target.hidden_size and draft.config.count("target_hidden_size") == target.hidden_size:
             yield Finding(_MISSING, ERROR, f"the head is {hidden} wide, the target {target.hidden_size}, "
                                            "so it needs an "
                           "embedding of its own and has none", draft.weights.file, "embed_tokens.weight", "absent",
@@ -284,38 +286,6 @@ def embedding(facts: Facts) -> Iterator[Finding]:
                                            "embedding")  # fmt: skip
 
 
-def sampled(facts: Facts) -> Iterator[Finding]:
-    """What two small places of each tensor show: NaN, and nothing but zeros."""
-    weights = facts.draft.weights
-    if weights.extents is not None:
-        return  # the rule on whole weights says it better
-    blank = [name for name in weights.blank if not name.endswith((".bias", "embed_tokens.weight"))]
-    for odd, what, expected in (
-        (list(weights.unfinite), "holds NaN or Inf", "finite numbers"),
-        (blank, "is zero where it was looked at, so it was never trained or not saved", "trained weights"),
-    ):
-        if odd:
-            yield Finding(_MISSING, ERROR, f"{_some(odd)} {what}", weights.file, odd[0], what, expected,
-                          "export the head again from its training checkpoint")  # fmt: skip
-
-
-def values(facts: Facts) -> Iterator[Finding]:
-    """Read whole: NaN, zeros, constants, and what fp16 cannot hold."""
-    draft = facts.draft
-    extents = draft.weights.extents or {}
-    unfinite = [name for name, extent in extents.items() if extent.unfinite]
-    zero = [name for name, extent in extents.items() if extent.constant and name.endswith("_proj.weight")]
-    zero += [name for name in ("fc.weight", "lm_head.weight") if name in extents and extents[name].constant]
-    silent = [name for name, extent in extents.items() if "norm" in name and extent.constant and not extent.largest]
-    for names_, what, expected in (
-        (unfinite, "holds NaN or Inf", "finite numbers"),
-        (zero, "holds one number throughout, so it was never trained or not saved", "trained weights"),
-        (silent, "is zero throughout, so nothing passes", "trained weights"),
-    ):
-        if names_:
-            yield Finding(_MISSING, ERROR, f"{_some(names_)} {what}", draft.weights.file, names_[0], what, expected,
-                          "export the head again from its training checkpoint")  # fmt: skip
-
-
-def _some(names: "list[str] | tuple[str, ...]") -> str:
+def some(names: "list[str] | tuple[str, ...]") -> str:
+    """The first three, and how many more."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

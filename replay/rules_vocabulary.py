@@ -88,8 +88,9 @@ def _against_mask(facts: Facts, ids: list[int]) -> Iterator[Finding]:
     if tensor is None:
         return
 
-    def found(what: str, seen: object, expected: object) -> Finding:
-        return Finding(_FAULT, WARNING, what + "; engines use d2t", draft.weights.file, "t2d", str(seen), str(expected),
+    def found(what: str, seen: object, expected: object, severity: str = WARNING) -> Finding:
+        return Finding(_FAULT, severity, what + "; engines use d2t", draft.weights.file, "t2d", str(seen),
+                       str(expected),
                        "find out which of the two the head was trained with: the other is from another "
                        "run")  # fmt: skip
 
@@ -105,7 +106,8 @@ def _against_mask(facts: Facts, ids: list[int]) -> Iterator[Finding]:
         yield found(f"t2d marks {marked} tokens, d2t maps {len(ids)}", marked, len(ids))
     elif any(index >= len(mask) or not mask[index] for index in ids):
         odd = [index for index in ids if index >= len(mask) or not mask[index]]
-        yield found(f"t2d does not mark {len(odd)} of the {len(ids)} tokens that d2t maps to", odd[0], "marked")
+        yield found(f"t2d does not mark {len(odd)} of the {len(ids)} tokens that d2t maps to", odd[0], "marked",
+                    ERROR if 2 * len(odd) > len(ids) else WARNING)  # fmt: skip
 
 
 def vocabulary_size(facts: Facts) -> Iterator[Finding]:

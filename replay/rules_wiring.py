@@ -52,9 +52,10 @@ def layer_ids(facts: Facts) -> Iterator[Finding]:
             yield found(ERROR, f"{fed.engine} feeds {fed}, the head was trained on {spell_taps(trained)}",
                         fed.place or NESTED, _seen(ids.nested if fed.place in (None, NESTED) else ids.top),
                         f"ids that feed {spell_taps(trained)}")  # fmt: skip
-    elif ids.nested is None and intended is None and draft.eagle.has("eagle_aux_hidden_state_layer_ids"):
-        yield found(WARNING, f"the layer ids are null, so {fed.engine} feeds its default {fed}", NESTED, "null",
-                    "ids, or no such field where the head was trained on the default")  # fmt: skip
+    elif ids.nested is None and intended is None and draft.eagle.values:
+        yield found(WARNING, f"eagle_config is there and states no layer ids, so {fed.engine} feeds its default {fed}",
+                    NESTED, "null" if draft.eagle.has("eagle_aux_hidden_state_layer_ids") else "absent",
+                    "the ids of the training run, were they the default's or not")  # fmt: skip
     elif facts.server.engine == "eagle":
         if intended is not None and intended != default:
             yield found(ERROR, f"EAGLE feeds {fed} whatever the config says, its ids mean {spell_taps(intended)}",
@@ -88,6 +89,10 @@ def _nested(facts: Facts, found: _Found) -> Iterator[Finding]:
         yield found(WARNING, f"these ids are the default taps as vLLM and EAGLE count them; SGLang adds 1 for {kind} "
                     f"targets and feeds {spell_taps(fed)}", NESTED, list(nested),
                     str([index - 1 for index in default]))  # fmt: skip
+    elif nested[0] == 0 and fed[0] == 1:
+        yield found(WARNING, f"id 0 is the output of the first layer to SGLang, which feeds {spell_taps(fed)}; the "
+                    "embedding, which other engines call 0, is -1 here", NESTED, list(nested),
+                    "-1 for the embedding, or the wiring said with --wiring")  # fmt: skip
     elif ids.top is not None and tuple(sorted(ids.top)) != fed:
         yield found(WARNING, f"two lists of layer ids disagree: SGLang reads {list(nested)} here as {spell_taps(fed)}, "
                     f"vLLM reads {TOP} {list(ids.top)} as {spell_taps(sorted(ids.top))}", NESTED, list(nested),

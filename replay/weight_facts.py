@@ -26,7 +26,8 @@ _SAMPLE = 1 << 12  # bytes of each of the two places where a tensor is looked at
 _SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 # Spellings that SGLang 0.5.23 (models/llama_eagle3.py load_weights) takes for one tensor.
 _RENAMES = (
-    (re.compile(r"^model\."), ""),
+    (re.compile(r"^model\.(?!lm_head\.)"), ""),  # it looks for lm_head outside of the model
+    (re.compile(r"^.*\.(?=(?:d2t|t2d)$)"), ""),
     (re.compile(r"midlayer\."), "layers.0."),
     (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
     (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),

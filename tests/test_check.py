@@ -70,6 +70,8 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
         "wiring.aux-layer-id", "error", Case({"eagle_config": {"layer_ids": [3, 9, 20]}})),
     "ids twice": ("wiring.aux-layer-id", "error", Case(ids(1, 14, 14))),
     "no ids in the list": ("wiring.aux-layer-id", "error", Case(ids())),
+    "eagle_config without ids": ("wiring.aux-layer-id", "warning", Case({"eagle_config": {"norm_before_fc": False}})),
+    "embedding as vLLM counts": ("wiring.aux-layer-id", "warning", Case(ids(0, 3, 16))),
     "null ids": (
         "wiring.aux-layer-id", "warning", Case({"eagle_config": {"eagle_aux_hidden_state_layer_ids": None}})),
     "ids out of order": ("wiring.aux-layer-id", "error", Case(ids(26, 14, 1))),
@@ -124,6 +126,10 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
     # ---- tensors ----
     "architecture of a plain Llama": ("config.field-drop", "error", Case({"architectures": ["LlamaForCausalLM"]})),
     "no architecture": ("config.field-drop", "error", Case({"architectures": None})),
+    "no vocab_size": ("config.field-drop", "error", Case({"vocab_size": None})),
+    "no hidden_size": ("config.field-drop", "error", Case({"hidden_size": None})),
+    "no num_hidden_layers": ("config.field-drop", "error", Case({"num_hidden_layers": None})),
+    "no layers": ("config.field-drop", "error", Case({"num_hidden_layers": 0})),
     "no intermediate_size": ("config.field-drop", "error", Case({"intermediate_size": None})),
     "no fc": ("weights.missing", "error", Case(change=drop("fc.weight"))),
     "no final norm": ("weights.missing", "error", Case(change=drop("norm.weight"))),
@@ -186,6 +192,8 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
     "mask with a token too many": (
         "vocab.d2t", "warning", Case(change=put_mask(lambda mask: flip(mask, int((~mask).nonzero()[0]))))),
     "mask of other tokens": ("vocab.d2t", "warning", Case(change=put_mask(move_mark))),
+    "map shifted by one against its mask": (
+        "vocab.d2t", "error", Case(change=both(put_mask(lambda mask: None), d2t(lambda offsets: offsets - 1)))),
     "mask of another vocabulary": ("vocab.d2t", "warning", Case(change=put("t2d", 90, dtype=torch.bool))),
     "map of few target ids": (
         "vocab.d2t", "error",
@@ -295,7 +303,8 @@ SOUND: dict[str, tuple[Case, dict[str, Any]]] = {
     "embedding first": (Case(ids(-1, 2, 15)), {}),
     "trained as it is fed": (Case(ids(-1, 2, 15), wiring="embed,3,16"), {}),
     "EAGLE's names": (Case(change=rename("layers.0.", "midlayer.")), {}),
-    "names behind model.": (Case(change=rename("layers.0.", "model.layers.0.")), {}),
+    "names behind model.": (Case(change=both(
+        rename("layers.0.", "model.layers.0."), rename("fc.", "model.fc."), rename("d2t", "model.d2t"))), {}),
     "all norms": (
         Case({**ids(1, 14, 26, norm_before_fc=True), "fc_norm": True, "norm_output": True}),
         {**ids(1, 14, 26, norm_before_fc=True), "fc_norm": True}),
@@ -390,6 +399,13 @@ def test_the_real_target_and_the_head_of_the_demo_agree(target_dir: Path, tmp_pa
 
 
 # ---- what is read ----
+
+
+def test_an_lm_head_inside_the_model_is_not_found(tmp_path: Path) -> None:
+    """SGLang 0.5.23 models/llama_eagle3.py takes the other names with or without ``model.``, this one without."""
+    found = outcome(tmp_path, Case(change=rename("lm_head.", "model.lm_head."))).findings
+    assert {finding.fault for finding in found} == {"weights.missing"}
+    assert {"lm_head.weight", "model.lm_head.weight"} == {finding.field for finding in found}
 
 
 def test_layer_ids_are_read_as_each_engine_does(tmp_path: Path) -> None:
