@@ -374,6 +374,8 @@ def check(
 
     if server is not None and server_args is not None:
         raise click.UsageError("give one of --server and --server-args")
+    if server is not None and engine not in (None, "sglang"):
+        raise click.UsageError("--server asks SGLang servers; give --server-args for another --engine")
     check_engine(engine)
     stated = None if server_args is None else parse_server_arguments(server_args, engine)
     if server is not None:

@@ -732,6 +732,7 @@ def _serving(info: dict[str, Any]) -> Iterator[str]:
         (("--wiring", "embed,99"), 1),
         (("--server-args", "--speculative-num-steps x"), 1),
         (("--server", "x", "--server-args", "y"), 2),
+        (("--server", "x", "--engine", "vllm"), 2),
     ],
 )
 def test_what_the_command_refuses(more: tuple[str, ...], code: int, tmp_path: Path) -> None:
