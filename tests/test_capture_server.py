@@ -14,7 +14,7 @@ from replay.capture import server_client as client
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.server import capture_server
 from replay.capture.server_ask import ServerOptions
-from replay.capture.spool import chunk_names, launch_folder
+from replay.capture.spool import chunk_names, drop_launches, launch_folder
 from replay.errors import CaptureError, OutputError, PromptError, UsageError
 from replay.traces.reader import Trace
 
@@ -176,6 +176,29 @@ def test_recording_that_fails_midway_ends_the_capture(
     with pytest.raises(CaptureError, match=r"stopped recording.*No space left"):
         capture(replace(options, concurrency=1))
     assert len(Trace.open(options.out, allow_incomplete=True)) == 2
+
+
+def test_server_started_anew_is_noticed_and_resumed(options: ServerOptions, server: FakeServer) -> None:
+    answer = server.answer
+    assert server.folder is not None
+    folder = server.folder
+
+    def start_anew(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body["input_ids"] == PROMPTS[2]:
+            drop_launches(folder, "f" * 16)
+            server.rowless = 9
+        return answer(body)
+
+    server.answer = start_anew  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match="started anew"):
+        capture(replace(options, concurrency=1))
+    assert len(Trace.open(options.out, allow_incomplete=True)) == 2
+    server.answer, server.rowless = answer, 0  # type: ignore[method-assign]
+    server.manifest()
+    result, _ = capture(replace(options, resume=True))
+    assert result.recorded == 2
+    ids = [record.request_id for record in Trace.open(options.out).records]
+    assert sorted(ids) == ["r0", "r1", "r2", "r3"]
 
 
 def test_api_key_is_sent_and_asked_for(options: ServerOptions, server: FakeServer) -> None:
