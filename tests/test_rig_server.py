@@ -4,7 +4,6 @@ Two engines in bf16 round differently, so their greedy texts part at near ties a
 what each server chose at every place, given its own tokens before it, with what Transformers would choose there.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from heads import random_tensors
 from rig.server import Generated, ServerError, start_server
-from safetensors.torch import save_file
 from torch import Tensor
-
-from replay.weights import parse_config
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -55,29 +50,9 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The head that the project ships for the target; while there is none, a random one of its size."""
-    demo = Path(__file__).parent.parent / "traces" / "samples" / "smollm2-eagle3"
-    return demo if demo.is_dir() else random_head(tmp_path_factory.mktemp("head"))
-
-
-def random_head(folder: Path) -> Path:
-    """Writes a random draft head for the target, embedding and layers 3 and 16 in."""
-    config = {
-        **{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "torch_dtype": "bfloat16"},
-        **{"hidden_size": 576, "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 9},
-        **{"num_key_value_heads": 3, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "hidden_act": "silu"},
-        **{"max_position_embeddings": 8192, "vocab_size": 49152, "draft_vocab_size": 4096},
-        **{"tie_word_embeddings": False, "num_aux_hidden_states": 3},
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 2, 15], "use_aux_hidden_state": True},
-    }
-    tensors = random_tensors(parse_config(config))
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: tensor if name == "d2t" else tensor.bfloat16() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-    )
-    return folder
+def draft_dir() -> Path:
+    """The head that the project ships for the target."""
+    return Path(__file__).parent.parent / "traces" / "samples" / "smollm2-eagle3"
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +130,7 @@ def test_drafting_changes_no_answer_but_at_near_ties(
 @pytest.mark.parametrize("kind", list(DRAFTING))
 def test_the_server_counts_its_rounds(served: Any, kind: str) -> None:
     _, steps, rows = DRAFTING[kind]
+    total = 0
     for number, answer in enumerate(served(kind).answers):
         info = answer.meta_info
         rounds, histogram = info["spec_verify_ct"], info["spec_correct_drafts_histogram"]
@@ -168,6 +144,8 @@ def test_the_server_counts_its_rounds(served: Any, kind: str) -> None:
         # The first token comes from the prompt; the last round may reach beyond the end.
         assert info["completion_tokens"] == len(answer.output_ids)
         assert 1 + rounds + accepted - steps <= info["completion_tokens"] <= 1 + rounds + accepted
+        total += accepted
+    assert total > 0
 
 
 def test_a_server_without_a_draft_counts_none(served: Any) -> None:
