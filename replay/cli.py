@@ -412,7 +412,7 @@ def check(
     metavar="DIR",
     help="Folder for the trace and the rounds.",
 )
-@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Output tokens per prompt.")
+@click.option("--max-new-tokens", type=int, default=200, show_default=True, help="Output tokens per prompt.")
 @click.option("--force", is_flag=True, help="Capture again even if the trace is there.")
 @_json_option
 def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
