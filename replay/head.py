@@ -8,7 +8,8 @@ Sources: arXiv 2503.01840; SafeAILab/EAGLE ``eagle/model/cnets.py``; sglang 0.5.
 Everything is differentiable, so training can use the same forward.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log, pi
 from pathlib import Path
@@ -69,6 +70,7 @@ class Head:
         self.dtype = dtype
         self.device = torch.device(device)
         self.product_rows = product_rows
+        self._product_sizes: Sequence[int] = ()
         self.notes = list(checkpoint.notes)
         self._weights = {
             key: tensor.to(device=self.device, dtype=dtype)
@@ -209,10 +211,22 @@ class Head:
             bias = None
         return self._product(x, self._weights[f"{name}.weight"], bias)
 
+    @contextmanager
+    def products_of(self, sizes: Sequence[int]) -> Iterator[None]:
+        """Within, products over sum(sizes) rows run in pieces of these sizes, whatever ``product_rows`` says."""
+        self._product_sizes = tuple(sizes)
+        try:
+            yield
+        finally:
+            self._product_sizes = ()
+
     def _product(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        if self.product_rows is None or len(x_RI) <= self.product_rows:
+        pieces: int | list[int] = self.product_rows or len(x_RI)
+        if self._product_sizes and sum(self._product_sizes) == len(x_RI):
+            pieces = list(self._product_sizes)
+        elif len(x_RI) <= pieces:
             return functional.linear(x_RI, weight_OI, bias_O)
-        return torch.cat([functional.linear(rows, weight_OI, bias_O) for rows in x_RI.split(self.product_rows)])
+        return torch.cat([functional.linear(rows, weight_OI, bias_O) for rows in x_RI.split(pieces)])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self._weights[f"{name}.weight"]

@@ -91,9 +91,10 @@ class OrderedRequest:
         start = self._kv.written
         features = self._item.features_RKD[start : start + true_rows]
         padding = features.new_zeros((len(following) - true_rows, features.shape[1]))
-        state = self._head.fuse(torch.cat([features, padding]))
         positions = torch.arange(start, start + len(following))
-        output = self._head.forward(self._head.embed(following), state, positions, self._attend)
+        with self._head.products_of([len(following)]):
+            state = self._head.fuse(torch.cat([features, padding]))
+            output = self._head.forward(self._head.embed(following), state, positions, self._attend)
         self._kv.written = start + true_rows
         return HeadOutput(output.normed_RE[last : last + 1], output.feedback_RE[last : last + 1])
 

@@ -50,7 +50,6 @@ class PackedAttention:
 
     def __init__(self, head: Head, inputs: Sequence[DraftInput]) -> None:
         self._numerics = head.numerics
-        self._last_layer = head.config.num_layers - 1
         self._rows = [item.rows for item in inputs]
         self._anchors = [item.anchors for item in inputs]
         self._reach_all = [torch.arange(1, rows + 1, device=head.device) for rows in self._rows]
@@ -67,10 +66,9 @@ class PackedAttention:
         return list(zip(keys, values, strict=True))
 
     def committed(self, layer: int, q: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
-        """Pass 1: remember every row, answer for every row, or in the last layer for the anchors' rows."""
+        """Pass 1: remember every row, answer for every row, or where only these ask for the anchors' rows."""
         self._base.append((k_RMH, v_RMH))
-        last = layer == self._last_layer
-        return self._answer(layer, q, self._reach_anchors if last else self._reach_all)
+        return self._answer(layer, q, self._reach_all if len(q) == len(k_RMH) else self._reach_anchors)
 
     def chained(self, layer: int, q: Tensor, k_AMH: Tensor, v_AMH: Tensor) -> Tensor:
         """Pass j: one more chain row per anchor."""
@@ -108,14 +106,33 @@ class FirstPass:
 
 
 def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
-    """One causal pass over every row of true target features. There must be an anchor in some request."""
+    """One causal pass over every row of true target features. There must be an anchor in some request.
+
+    A head with ``product_rows`` runs each prompt in products as large as the server's prefill of it.
+    """
     attention = PackedAttention(head, inputs)
     ids_R = torch.cat([item.tokens_T[1 : 1 + item.rows] for item in inputs]).to(head.device)
     positions_R = torch.cat([torch.arange(item.rows, device=head.device) for item in inputs])
-    state_RE = head.fuse(torch.cat([item.features_RKD[: item.rows] for item in inputs]))
+    features_RKD = torch.cat([item.features_RKD[: item.rows] for item in inputs])
     keep_A = _anchor_rows(inputs, head.device)
-    output = head.forward(head.embed(ids_R), state_RE, positions_R, attention.committed, keep_A)
+    if head.product_rows is None:
+        output = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed, keep_A)
+    else:
+        # All rows to the end: an anchor's row that ran in a prefill keeps the company that it had there.
+        with head.products_of(served_products(inputs, head.product_rows)):
+            whole = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed)
+        output = HeadOutput(whole.normed_RE[keep_A], whole.feedback_RE[keep_A])
     return FirstPass(attention, output, positions_R[keep_A])
+
+
+def served_products(inputs: Sequence[DraftInput], product_rows: int) -> list[int]:
+    """Sizes of the products over all rows: every prompt by itself and whole, as a server without load prefills it."""
+    sizes: list[int] = []
+    for item in inputs:
+        prompt = min(item.prompt_tokens, item.rows)
+        whole, rest = divmod(item.rows - prompt, product_rows)
+        sizes += [prompt, *[product_rows] * whole, rest]
+    return [size for size in sizes if size]
 
 
 def draft_every_anchor(head: Head, inputs: Sequence[DraftInput], steps: int) -> list[Drafts]:

@@ -8,7 +8,7 @@ from replay.accept import continuations, count_accepted, served_walk
 from replay.engines import ENGINES, NUMERICS
 from replay.head import Head
 from replay.ordered import replay_in_order
-from replay.passes import DraftInput, draft_every_anchor
+from replay.passes import DraftInput, draft_every_anchor, served_products
 from replay.twin import draft_one_round, replay_request
 
 HEADS = {
@@ -91,6 +91,36 @@ def test_packing_changes_no_draft() -> None:
     for item, drafts in zip(inputs, together, strict=True):
         (alone,) = draft_every_anchor(head, [item], 3)
         assert torch.equal(alone.drafted_AK, drafts.drafted_AK)
+
+
+@pytest.mark.parametrize("name", ["plain", "three layers", "every norm"])
+def test_products_as_small_as_a_servers_change_no_draft(name: str) -> None:
+    head = make_head(name)
+    inputs = requests(head, [(3, 9), (1, 14), (6, 1), (7, 2)])
+    whole = draft_every_anchor(head, inputs, 3)
+    head.product_rows = 4
+    for drafts, split in zip(whole, draft_every_anchor(head, inputs, 3), strict=True):
+        assert torch.equal(drafts.drafted_AK, split.drafted_AK)
+
+
+def test_a_prompt_is_one_product_and_its_output_small_ones() -> None:
+    inputs = [
+        DraftInput(torch.zeros(length), torch.zeros(0, 1), prompt) for length, prompt in [(87, 47), (7, 6), (35, 1)]
+    ]
+    assert served_products(inputs, 32) == [47, 32, 6, 5, 1, 32]
+
+
+def test_products_run_in_the_sizes_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head("plain")
+    seen: list[int] = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr("replay.head.functional.linear", lambda x, *rest: seen.append(len(x)) or linear(x, *rest))
+    head.product_rows = 3
+    with head.products_of([5, 2]):
+        head.logits(torch.zeros(7, 32, dtype=torch.float64))
+        head.logits(torch.zeros(4, 32, dtype=torch.float64))
+    head.logits(torch.zeros(7, 32, dtype=torch.float64))
+    assert seen == [5, 2, 3, 1, 3, 3, 1]
 
 
 def test_fewer_steps_are_a_prefix_of_more() -> None:
