@@ -72,6 +72,10 @@ def server_details(arguments: Mapping[str, Any], typed: Sequence[str], versions:
             details["draft_config"] = json.dumps(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             details["draft_config"] = ""  # a hub id, or no JSON; the server has read it somehow
+        try:
+            details["draft_fingerprint"] = fingerprint_target(Path(draft))  # a head may be replaced under its name
+        except (CaptureError, OSError):
+            pass
     return details
 
 

@@ -14,6 +14,7 @@ from rig.server import Generated, Server, start_server
 
 from replay.capture import sglang_plugin
 from replay.capture.events import CaptureResult, Event, Noted
+from replay.capture.fingerprint import fingerprint_target
 from replay.capture.recording import RECORD_VARIABLE, Recording
 from replay.capture.serve import ServeOptions, prepare
 from replay.capture.server import capture_server
@@ -204,6 +205,7 @@ def test_header_tells_what_ran(captured: Callable[[str], Captured], draft_dir: P
     assert (engine.name, engine.version) == ("sglang", "0.5.23")
     assert engine.details["speculative_num_steps"] == "5"
     assert json.loads(engine.details["draft_config"]) == json.loads((draft_dir / "config.json").read_text())
+    assert engine.details["draft_fingerprint"] == fingerprint_target(draft_dir)
     ids = json.loads((draft_dir / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert engine.details["wiring"] == ",".join("embed" if one == -1 else str(one + 1) for one in sorted(ids))
 
