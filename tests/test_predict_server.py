@@ -28,7 +28,7 @@ Capture = Callable[[str], replay.Trace]
 
 @pytest.fixture(scope="module")
 def captured(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Capture:
-    """Traces of a server that was given a wiring; each server runs once, by itself, four requests at a time."""
+    """Traces of a server that was given a wiring; each server runs once, by itself, one request at a time."""
     made: dict[str, replay.Trace] = {}
 
     def of(wiring: str) -> replay.Trace:
@@ -44,7 +44,7 @@ def captured(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Capt
                 target_dir, sample_head(), log=folder / "log", steps=STEPS, topk=1, num_draft_tokens=STEPS + 1,
                 env=environment,
             ) as server:  # fmt: skip
-                options = ServerOptions(server.url, prompts, folder / "trace", max_new_tokens=NEW_TOKENS, concurrency=4)
+                options = ServerOptions(server.url, prompts, folder / "trace", max_new_tokens=NEW_TOKENS, concurrency=1)
                 capture_server(options, lambda _: None)
             made[wiring] = replay.Trace.open(folder / "trace")
         return made[wiring]
