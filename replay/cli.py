@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,11 @@ class _Group(click.Group):
         except ReplayError as error:
             raise _Refusal(str(error)) from error
         except KeyboardInterrupt as error:
-            raise _Refusal("interrupted; nothing was written") from error
+            raise _Refusal("interrupted; what was whole before is kept, nothing half is left behind") from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise _Refusal(f"{error.filename}: {error.strerror}; name a path that can be read and written") from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -276,9 +281,9 @@ def simulate(
                 _say(f"note: topk 1 with {chain_steps} steps verifies {chain_steps + 1} tokens a round, not "
                      f"{wanted}; SGLang sets it so as well")  # fmt: skip
     rounds = _simulate(opened, checkpoints, variants, device)
-    if output is not None:
-        write_rounds(rounds, output, force=force)
     _show(rounds, as_json)
+    if output is not None:  # last, so that a full disk loses the file only
+        write_rounds(rounds, output, force=force)
 
 
 @cli.command()
@@ -294,9 +299,9 @@ def report(rounds: Path, html: Path | None, peers: bool, force: bool, as_json: b
     if html is not None:
         _refuse_existing(html, force)
     table = read_rounds(rounds)
+    _show(table, as_json, peers=peers)
     if html is not None:
         _write_html(table, html, peers)
-    _show(table, as_json, peers=peers)
 
 
 @cli.command()
@@ -468,11 +473,18 @@ def _print_json(document: object) -> None:
 
 
 def _show(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None:
+    from dataclasses import asdict
+
     from replay.analysis.acceptance import summarise, to_json
 
     summaries = summarise(rounds)
     if as_json:
-        _print_json(to_json(rounds, summaries))
+        document = to_json(rounds, summaries)
+        if peers:
+            from replay.analysis.peers import peer_metrics
+
+            document["peers"] = [asdict(peer_metrics(rounds, variant.name)) for variant in rounds.variants]
+        _print_json(document)
     else:
         _print(_report(rounds, peers))
 
@@ -494,10 +506,12 @@ def _report(rounds: "Rounds", peers: bool) -> "RenderableType":
 def _write_html(rounds: "Rounds", path: Path, peers: bool) -> None:
     from rich.console import Console
 
+    from replay.traces.files import write_whole
+
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
     console.print(_report(rounds, peers))
     try:
-        path.write_text(console.export_html(), encoding="utf-8")
+        write_whole(path, [console.export_html().encode()])
     except OSError as error:
         raise OutputError(f"{path} cannot be written ({error.strerror}); choose another --html") from error
 
@@ -509,10 +523,14 @@ def _spell_finding(finding: dict[str, Any]) -> str:
 
 def _refuse_existing(path: Path, force: bool) -> None:
     """Before the work, so that nothing is lost after it."""
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file")
     if path.exists() and not force:
         raise OutputError(f"{path} exists already; type another name, or --force to replace it")
     if not path.parent.is_dir():
         raise OutputError(f"{path.parent} is not a folder, so {path.name} cannot be written there; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise OutputError(f"{path.parent} cannot be written to; name a file in a folder that can")
 
 
 def _check_temperature(wanted: float | None, recorded: float) -> None:

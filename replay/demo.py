@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from replay.errors import OutputError
+
 if TYPE_CHECKING:
     from replay.capture.record import CaptureOptions
 
@@ -33,22 +35,31 @@ def demo_options(
 ) -> "CaptureOptions | None":
     """How to capture the demo's trace into ``folder``/trace; None where a whole one lies there already.
 
-    An unfinished trace is gone on with. Raises CaptureError where the target's package is missing.
+    An unfinished trace is gone on with. Raises CaptureError where the target's package is missing, OutputError where
+    something else lies there.
     """
+    from replay.capture.prompts import read_prompts
     from replay.capture.record import CaptureOptions
     from replay.capture.smollm2 import smollm2
     from replay.traces.writer import read_header
 
     trace = folder / "trace"
     recorded = read_header(trace) if (trace / "trace.json").is_file() and not force else None
-    if recorded is not None and recorded.state == "complete" and recorded.capture.max_new_tokens == max_new_tokens:
-        return None
+    if recorded is not None:
+        asked = (read_prompts(sample_prompts()).sha256, max_new_tokens)
+        if (recorded.capture.prompts_sha256, recorded.capture.max_new_tokens) != asked:
+            raise OutputError(
+                f"{trace} is not the demo's trace of {max_new_tokens} output tokens a prompt; "
+                "name another folder with -o, or --force to replace it"
+            )
+        if recorded.state == "complete":
+            return None
     target = smollm2(tell=tell)
     return CaptureOptions(
         model=str(target),
         prompts=sample_prompts(),
         out=trace,
         max_new_tokens=max_new_tokens,
-        resume=recorded is not None and recorded.state != "complete",
-        force=force or (recorded is not None and recorded.state == "complete"),
+        resume=recorded is not None,
+        force=force,
     )

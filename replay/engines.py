@@ -33,6 +33,7 @@ class EngineProfile:
 
     name: str
     own_embedding: bool
+    reads_layer_ids: bool  # EAGLE's taps are in its code (R[2], R[N//2], R[N-3]), whatever ids a config states
     attention_bias: bool
     numerics: str
     tree_kv: str
@@ -43,8 +44,12 @@ NUMERICS = {
     "hf": Numerics("hf", norm_sums_unrounded=False, attention_fp32=False),
 }
 ENGINES = {
-    "sglang": EngineProfile("sglang", own_embedding=False, attention_bias=False, numerics="sglang", tree_kv="slot"),
-    "eagle": EngineProfile("eagle", own_embedding=True, attention_bias=True, numerics="hf", tree_kv="path"),
+    "sglang": EngineProfile(
+        "sglang", own_embedding=False, reads_layer_ids=True, attention_bias=False, numerics="sglang", tree_kv="slot"
+    ),
+    "eagle": EngineProfile(
+        "eagle", own_embedding=True, reads_layer_ids=False, attention_bias=True, numerics="hf", tree_kv="path"
+    ),
 }
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

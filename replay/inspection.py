@@ -42,7 +42,7 @@ class TraceFacts:
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """A draft head in numbers, and the wiring its config states for a target of the Llama kind."""
+    """A draft head in numbers, and the layer ids that its config states."""
 
     path: str
     parameters: int
@@ -134,12 +134,13 @@ def draft_facts(path: Path) -> DraftFacts:
 def render_facts(facts: TraceFacts | DraftFacts) -> "RenderableType":
     """Two columns: what, and how much."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in asdict(facts).items():
-        table.add_row(name.replace("_", " "), _spell(name, value))
+        table.add_row(name.replace("_", " "), Text(_spell(name, value)))  # Text: names may hold square brackets
     return table
 
 

@@ -3,7 +3,8 @@
 Where passes.py computes every anchor at once, this walks: prefill, then per round one row for each drafted token and
 an extend of K+1 rows after verify (SGLang 0.5.23 speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``,
 ``draft_forward``, ``_draft_extend_for_decode``). Products therefore run over as many rows as the server's do for one
-request at a time, which is what equality to the last bit can depend on. Slower than passes.py, faster than twin.py.
+request at a time, which is what equality to the last bit can depend on: tests hold it against a real server's rounds,
+drafted token for drafted token. ``replay simulate`` uses passes.py. Slower than passes.py, faster than twin.py.
 
 Suffixes as in head.py and attention.py.
 """

@@ -17,6 +17,9 @@ from torch import Tensor
 from replay.attention import attend_committed_and_chain
 from replay.head import Head, HeadOutput
 
+# Logits in memory at a time, in elements.
+_BLOCK_LOGITS = 1 << 26
+
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
@@ -152,7 +155,7 @@ def draft_every_anchor(head: Head, inputs: Sequence[DraftInput], steps: int) -> 
         if step:
             embeds_AE = head.embed(drafted[-1])
             output = head.forward(embeds_AE, output.feedback_RE, positions_A + step, attention.chained)
-        ids_A, tied_A = choose(head, head.logits(output.normed_RE))
+        ids_A, tied_A = next_tokens(head, output.normed_RE)
         drafted.append(ids_A)
         tied.append(tied_A)
     counts = [item.anchors for item in inputs]
@@ -167,6 +170,13 @@ def _anchor_rows(inputs: Sequence[DraftInput], device: torch.device) -> Tensor:
         rows.append(torch.arange(start + item.rows - item.anchors, start + item.rows, device=device))
         start += item.rows
     return torch.cat(rows)
+
+
+def next_tokens(head: Head, normed_AE: Tensor) -> tuple[Tensor, Tensor]:
+    """``choose`` for every row, a block of rows at a time: logits of all anchors over a large vocabulary are many."""
+    block = max(1, _BLOCK_LOGITS // head.config.draft_vocab_size)
+    parts = [choose(head, head.logits(rows_AE)) for rows_AE in normed_AE.split(block)]
+    return torch.cat([ids_A for ids_A, _ in parts]), torch.cat([tied_A for _, tied_A in parts])
 
 
 def choose(head: Head, logits_AW: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,12 @@ from replay.traces.taps import FINAL
 from replay.tree import Trees, TreeSize, draft_every_tree
 from replay.variant import Variant, name_variants
 from replay.weights import Checkpoint
-from replay.wiring import Wiring, check_wiring, engine_ids, sglang_wiring
+from replay.wiring import Wiring, check_wiring, default_wiring, engine_ids, sglang_wiring
 
 if TYPE_CHECKING:
     import polars as pl
 
-# Rows packed into one pass. Bounds memory whatever the trace holds; large enough to fill the matrix units.
+# Rows packed into one pass, unless one request alone has more. Large enough to fill the matrix units.
 PACK_ROWS = 4096
 
 
@@ -62,11 +62,13 @@ def resolve(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Variant:
     """The variant with wiring, precision and numerics filled in as its engine would. Raises WiringError, UsageError."""
     target = trace.header.target
     config = checkpoint.config
-    wiring = variant.wiring or (
-        sglang_wiring(config.layer_ids, model_type=target.model_type, layers=target.layers)
-        if config.use_aux_hidden_state
-        else Wiring((FINAL,))
-    )
+    wiring = variant.wiring
+    if wiring is None and not config.use_aux_hidden_state:
+        wiring = Wiring((FINAL,))
+    elif wiring is None and ENGINES[variant.engine].reads_layer_ids:
+        wiring = sglang_wiring(config.layer_ids, model_type=target.model_type, layers=target.layers)
+    elif wiring is None:
+        wiring = default_wiring(target.layers)
     return replace(
         variant,
         wiring=wiring,
@@ -87,7 +89,15 @@ def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
             f"draft head {checkpoint.name} reads features {config.target_hidden_size} wide, the trace's target "
             f"{target.name} is {target.hidden_size} wide; give a head that was made for this target"
         )
-    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=config.fc_inputs)
+    if config.hidden_size != config.target_hidden_size and config.vocab_size < target.vocab_size:
+        raise CheckpointError(
+            f"draft head {checkpoint.name} embeds {config.vocab_size} tokens, the trace's target {target.name} has "
+            f"{target.vocab_size}; give a head that was made for this target"
+        )
+    # A head that reads the final state takes it as it stands where the widths agree: no fc (Head.fuse).
+    skips_fc = not config.use_aux_hidden_state and target.hidden_size == config.hidden_size
+    inputs = target.hidden_size if skips_fc else config.fc_inputs
+    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=inputs)
 
 
 def simulate(
@@ -98,7 +108,7 @@ def simulate(
     device: str = "cpu",
     on_event: Callable[[Progress], None] = lambda _: None,
 ) -> Rounds:
-    """Replay every request of ``trace`` under every variant; memory does not grow with the number of requests.
+    """Replay every request of ``trace`` under every variant; memory grows with the rounds table only.
 
     ``checkpoints`` maps the variants' ``draft`` to heads. All checks stand before the first tensor is read.
     Raises WiringError, CheckpointError, UsageError or TraceError.
@@ -109,6 +119,9 @@ def simulate(
     """
     if not variants:
         raise UsageError("no variant was given; give at least one draft head with --draft")
+    unknown = sorted({variant.draft for variant in variants} - set(checkpoints))
+    if unknown:
+        raise UsageError(f"no head is called {', '.join(unknown)}; there are {', '.join(checkpoints) or 'none'}")
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     for variant in resolved:
         assert variant.wiring is not None
@@ -134,7 +147,7 @@ def simulate(
         ),
         requests=tuple(_request_info(row) for row in trace.requests.iter_rows(named=True)),
         trace={**describe_trace(trace), "wirings": _describe_wirings(resolved, trace)},
-        drafts={name: _describe_head(checkpoint, groups) for name, checkpoint in checkpoints.items()},
+        drafts={name: _describe_head(name, checkpoint, resolved, groups) for name, checkpoint in checkpoints.items()},
     )
 
 
@@ -232,7 +245,7 @@ def _replay_pack(
     drafts = _draft(group, [draft_input(rows, group.wiring) for rows in pack])
     seconds = perf_counter() - start
     for member, drafted in zip(group.members, drafts, strict=True):
-        tallies[member].seconds += seconds
+        tallies[member].seconds += seconds / len(group.members)  # one run serves them all
         for rows, draft in zip(pack, drafted, strict=True):
             _walk(rows, draft, variants[member].steps, tallies[member], table, member)
 
@@ -371,9 +384,11 @@ def _describe_wirings(variants: Sequence[Variant], trace: Trace) -> dict[str, li
     }
 
 
-def _describe_head(checkpoint: Checkpoint, groups: Sequence[_Group]) -> dict[str, Any]:
+def _describe_head(
+    name: str, checkpoint: Checkpoint, variants: Sequence[Variant], groups: Sequence[_Group]
+) -> dict[str, Any]:
     config = checkpoint.config
-    notes = [note for group in groups if group.head.name == checkpoint.name for note in group.head.notes]
+    notes = [note for group in groups if variants[group.members[0]].draft == name for note in group.head.notes]
     return {
         "taps": config.num_taps,
         "layers": config.num_layers,

@@ -99,7 +99,12 @@ def sweep(**choices: list[object]) -> list[Variant]:
 
     Combinations that come to the same variant (a chain under another tree layout) stand there once.
     """
-    names = [field.name for field in fields(Variant) if field.name in choices]
+    possible = [field.name for field in fields(Variant)]
+    wrong = sorted(set(choices) - set(possible))
+    if wrong or "draft" not in choices:
+        seen = f"{', '.join(wrong)} is no field of a variant" if wrong else "no draft was given"
+        raise UsageError(f"{seen}; a sweep takes draft and any of {', '.join(possible[1:])}")
+    names = [name for name in possible if name in choices]
     combinations: Iterator[dict[str, Any]] = (
         dict(zip(names, values, strict=True)) for values in product(*(choices[name] for name in names))
     )

@@ -59,7 +59,10 @@ def sglang_wiring(ids: Sequence[int] | None, *, model_type: str, layers: int) ->
     that never fire, as the server fails or silently feeds fewer taps then.
     """
     if ids is None:
-        return default_wiring(layers)
+        default = default_wiring(layers)
+        # sglang 0.5.23 models/minimax_m3_vl.py adds 1 to its default list too.
+        shift = int(model_type == "minimax_m3_vl")
+        return Wiring(tuple(tap_name((tap_index(tap) or 0) + shift) for tap in default.taps))
     if not ids:
         raise WiringError("the draft config states no layer ids at all; say the wiring with --wiring")
     verbatim = (model_type in _FIRST_ID_DECIDES and ids[0] != 1) or (

@@ -2,7 +2,7 @@
 
 Columns, in this order: ``variant`` (str), ``request_id`` (str), ``round`` (i32, from 0 in each request), ``anchor``
 (i32, tokens), ``drafted`` (list of i32, token ids), ``accepted`` (i32, 0..len(drafted), without the bonus token) and
-``cut`` (bool: the drafted tokens ran past the end of the recorded output). Who the variants and requests are stands as
+``cut`` (bool: accepted + 1 tokens run past the end of the recorded output). Who the variants and requests are stands as
 JSON under the key ``replay`` of the parquet key-value metadata, so that the file needs nothing beside it.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
@@ -134,7 +135,8 @@ def write_rounds(rounds: Rounds, path: Path, *, force: bool = False) -> None:
             f"{path} cannot be written ({error.strerror or error}): name a file in a folder that exists and has room"
         ) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def read_rounds(path: Path) -> Rounds:
@@ -155,7 +157,7 @@ def read_rounds(path: Path) -> Rounds:
             raise TraceVersionError(
                 f"{path} is a parquet file but not one of rounds: type the file that replay simulate -o wrote"
             )
-        table = pl.read_parquet(path, hive_partitioning=False)
+        table = pl.read_parquet(path, glob=False, hive_partitioning=False)
     except OSError as error:
         raise TraceError(f"{path} cannot be read ({error.strerror or error}): name a file that you may read") from error
     except (PolarsError, PanicException) as error:
