@@ -1,0 +1,146 @@
+"""What a user can get wrong on the command line and in Python: one sentence, exit code 1, nothing lost."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from heads import random_tensors, tiny_checkpoint, tiny_config
+from safetensors.torch import save_file
+from trace_maker import H, V, changed, make_header, make_request, write_trace
+
+import replay
+from replay.cli import cli
+from replay.demo import demo_options
+from replay.errors import CheckpointError, OutputError, UsageError
+from replay.simulation import check_fit, resolve
+from replay.traces.schema import TapInfo
+from replay.weights import parse_config
+from replay.wiring import Wiring
+
+CONFIG = tiny_config(hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]})
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three requests of an invented target of four layers, taps 1, 2 and final."""
+    header = replace(make_header(), taps={name: TapInfo("bfloat16", H) for name in ("1", "2", "final")})
+    requests = []
+    for seed in range(3):
+        request = make_request(f"r{seed}", seed, output=9)
+        rows = torch.randn(request.taps["2"].shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        requests.append(changed(request, taps={**request.taps, "1": rows}))
+    return write_trace(tmp_path / "trace", [requests], header=header)
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(random_tensors(parse_config(CONFIG)), folder / "model.safetensors")
+    return folder
+
+
+def refused(*arguments: object) -> str:
+    """The one sentence with which the command line refuses."""
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_a_trace_can_be_simulated(trace: Path, draft: Path, tmp_path: Path) -> None:
+    """So that the refusals below are not those of a broken fixture."""
+    out = tmp_path / "r.parquet"
+    done = CliRunner().invoke(cli, ["simulate", str(trace), "--draft", str(draft), "--json", "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    (variant,) = json.loads(done.stdout)["variants"]
+    assert variant["wiring"] == ["embed", "1", "2"]
+    assert variant["rounds"] == sum(variant["histogram"]) > 0
+    assert replay.read_rounds(out).table.height == variant["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--wiring", "embed,1,3"], "asks for tap 3, the trace has embed, 1, 2, final"),
+        (["--wiring", "embed,1"], "the head's fc takes 48 (3 taps)"),
+        (["--wiring", "embed,one"], "'one' is not a tap"),
+        (["--wiring", "embed,1,9"], "the target has 4 layers"),
+        (["--steps", "0"], "0 steps"),
+        (["--precision", "fp12"], "possible are fp32, bf16, fp16"),
+        (["--engine", "vllm"], "possible are sglang, eagle"),
+        (["--temperature", "1"], "capture one with --temperature 1"),
+        (["--device", "nowhere"], "device 'nowhere' cannot be used here"),
+        (["-o", "."], "is a folder; name a file"),
+        (["-o", "missing/r.parquet"], "make it first"),
+    ],
+)
+def test_options_that_cannot_be(trace: Path, draft: Path, options: list[str], said: str) -> None:
+    assert said in refused("simulate", trace, "--draft", draft, *options)
+
+
+def test_no_draft_and_no_trace(trace: Path, draft: Path, tmp_path: Path) -> None:
+    assert "add --draft DIR" in refused("simulate", trace)
+    assert "holds no trace.json" in refused("simulate", draft, "--draft", draft)
+    assert "neither a trace" in refused("inspect", tmp_path)
+    assert "type replay simulate" in refused("report", tmp_path / "none.parquet")
+
+
+def test_names_too_long_for_the_file_system(draft: Path) -> None:
+    assert "File name too long" in refused("inspect", "x" * 300)
+
+
+def test_a_rounds_file_is_not_a_pattern(trace: Path, draft: Path, tmp_path: Path) -> None:
+    """Square brackets are a glob to polars: the file of this very name has to be read, not its neighbour."""
+    for name, steps in (("r[1].parquet", "1"), ("r1.parquet", "3")):
+        arguments = ["simulate", str(trace), "--draft", str(draft), "--steps", steps, "-o", str(tmp_path / name)]
+        assert CliRunner().invoke(cli, arguments).exit_code == 0
+    assert {len(row) for row in replay.read_rounds(tmp_path / "r[1].parquet").table["drafted"]} == {1}
+
+
+def test_square_brackets_in_a_path_are_shown(draft: Path) -> None:
+    odd = draft.rename(draft.with_name("runs[bold]"))
+    assert "runs[bold]" in CliRunner().invoke(cli, ["inspect", str(odd)]).stdout.replace("\n", "")
+
+
+def test_an_existing_file_stays(trace: Path, draft: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    assert "--force to replace it" in refused("simulate", trace, "--draft", draft, "-o", kept)
+    assert kept.read_text() == "mine"
+
+
+def test_a_sweep_names_its_fields() -> None:
+    with pytest.raises(UsageError, match="step is no field of a variant"):
+        replay.sweep(draft=["head"], step=[1, 3])
+    with pytest.raises(UsageError, match="no draft was given"):
+        replay.sweep(steps=[1])
+
+
+def test_a_variant_of_no_head(trace: Path) -> None:
+    with pytest.raises(UsageError, match="no head is called b; there are a"):
+        replay.simulate(replay.Trace.open(trace), {"a": tiny_checkpoint()}, [replay.Variant("b")])
+
+
+def test_stated_wiring_is_read_as_the_engine_reads_it(trace: Path, draft: Path) -> None:
+    opened, head = replay.Trace.open(trace), replay.load_head(draft)
+    assert resolve(replay.Variant("d"), head, opened).wiring == Wiring(("embed", "1", "2"))
+    # EAGLE's taps are in its code: R[2], R[N//2], R[N-3], here of four layers, in layer order and each once.
+    assert resolve(replay.Variant("d", engine="eagle"), head, opened).wiring == Wiring(("1", "2"))
+
+
+def test_a_head_with_fewer_tokens_than_the_target(trace: Path) -> None:
+    head = tiny_checkpoint(hidden_size=24, target_hidden_size=H, vocab_size=20, draft_vocab_size=20)
+    with pytest.raises(CheckpointError, match="embeds 20 tokens"):
+        check_fit(head, Wiring(("embed", "1", "2")), replay.Trace.open(trace))
+
+
+def test_the_demo_leaves_other_traces_alone(trace: Path) -> None:
+    with pytest.raises(OutputError, match="not the demo's trace"):
+        demo_options(trace.parent, 200, force=False, tell=print)
+    assert replay.Trace.open(trace).header.requests == 3
