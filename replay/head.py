@@ -221,12 +221,14 @@ class Head:
             self._product_sizes = ()
 
     def _product(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        pieces: int | list[int] = self.product_rows or len(x_RI)
-        if self._product_sizes and sum(self._product_sizes) == len(x_RI):
-            pieces = list(self._product_sizes)
-        elif len(x_RI) <= pieces:
+        rows = len(x_RI)
+        if sum(self._product_sizes) == rows:
+            pieces = x_RI.split(list(self._product_sizes))
+        elif self.product_rows is not None and rows > self.product_rows:
+            pieces = x_RI.split(self.product_rows)
+        else:
             return functional.linear(x_RI, weight_OI, bias_O)
-        return torch.cat([functional.linear(rows, weight_OI, bias_O) for rows in x_RI.split(pieces)])
+        return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in pieces])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self._weights[f"{name}.weight"]
