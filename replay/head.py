@@ -222,7 +222,7 @@ class Head:
 
     def _product(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         rows = len(x_RI)
-        if sum(self._product_sizes) == rows:
+        if self._product_sizes and sum(self._product_sizes) == rows:
             pieces = x_RI.split(list(self._product_sizes))
         elif self.product_rows is not None and rows > self.product_rows:
             pieces = x_RI.split(self.product_rows)
