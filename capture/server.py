@@ -20,10 +20,11 @@ from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.server_api import ServerApi, open_api
 from replay.capture.server_ask import ServerOptions
 from replay.capture.server_client import PROBE_TOKENS, ServerClient
-from replay.capture.server_facts import ServerFacts, read_facts
+from replay.capture.server_facts import ServerFacts, check_same_server, read_facts
 from replay.capture.spool import RID_PREFIX
 from replay.capture.spool_reader import SpoolReader
 from replay.errors import OutputError, PromptError, TraceError, UsageError
+from replay.traces.files import HEADER
 from replay.traces.schema import CaptureSettings, TapInfo, TraceHeader
 from replay.traces.taps import EMBED, FINAL, parse_taps, sort_taps
 
@@ -42,6 +43,10 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
     check_place(options)
     api = open_api(options.server, options.api_key, timeout=options.timeout, retries=options.retries)
     facts = read_facts(api, options.recording)
+    if not facts.recording and (options.out / HEADER).exists():
+        raise OutputError(
+            f"{options.out} holds a trace, and {api.url} does not record: start it by replay serve, or type another -o"
+        )
     requests = encode(prompts, facts, options)
     on_event(Loading(facts.model_path, len(requests)))
     if not facts.recording:
@@ -107,16 +112,18 @@ def _capture_recorded(
     requests: Sequence[EncodedRequest],
     on_event: Callable[[Event], None],
 ) -> CaptureResult:
-    from replay.traces.writer import TraceWriter
+    from replay.traces.writer import TraceWriter, read_header
 
     target = facts.target()
     taps = _wanted_taps(options, facts, target.layers)
     assert facts.spool is not None
+    header = _header(options, prompts, facts, taps)
+    if options.resume and (options.out / HEADER).exists():
+        check_same_server(read_header(options.out).engine, header.engine, options.out)
     session = f"{RID_PREFIX}{secrets.token_hex(8)}"
     spool = SpoolReader(facts.spool, facts.taps, target.hidden_size, session)
     client = ServerClient(options, api, facts, spool, session, on_event)
     probe = client.probe(requests[0])
-    header = _header(options, prompts, facts, taps)
     weights, lookup, lacking = _weights_and_lookup(options, header, probe, requests[0])
     if lacking:
         on_event(Noted(f"the trace will lack {lacking}"))

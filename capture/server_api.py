@@ -1,9 +1,11 @@
 """Asking an SGLang server over HTTP: one call, its refusals told apart, and retries where trying again can help."""
 
+import http.client
 import json
 import random
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,20 +88,23 @@ class ServerApi:
             request.data = json.dumps(body).encode()
             request.add_header("Content-Type", "application/json")
         if self.api_key:
-            request.add_header("Authorization", f"Bearer {self.api_key}")
+            # not passed on where the server redirects to: that may be another's
+            request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
                 data: bytes = response.read()
                 return data
         except urllib.error.HTTPError as error:
             raise self._refusal(path, error) from error
-        except (OSError, ValueError) as error:  # no connection, cut off, timed out (http.client's errors are both)
-            raise TransientError(f"{path} gave no answer ({getattr(error, 'reason', error)})") from error
+        except http.client.InvalidURL as error:
+            raise CaptureError(f"{self.url}{path} is no address ({error}): see to --server") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, cut off, timed out
+            raise TransientError(f"{path} gave no answer ({_reason(error)})") from error
 
     def _refusal(self, path: str, error: urllib.error.HTTPError) -> Exception:
         try:
             said = _show(error.read())
-        except OSError:
+        except (OSError, http.client.HTTPException):
             said = ""
         if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             return CaptureError(f"{self.url}{path} refuses ({error.code}): give the server's key with --api-key")
@@ -118,7 +123,30 @@ def open_api(url: str, api_key: str | None = None, *, timeout: float = 600.0, re
     scheme, _, rest = address.partition("://")
     if scheme not in ("http", "https") or not rest or any(character.isspace() for character in rest):
         raise UsageError(f"--server {url!r} is no address: type for example http://127.0.0.1:30000")
-    return ServerApi(address, api_key, timeout, retries)
+    _check_host(address, url)
+    return ServerApi(address, _clean_key(api_key), timeout, retries)
+
+
+def _check_host(address: str, url: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UsageError(f"--server {url!r} is no address ({error}): type for example http://127.0.0.1:30000") from None
+    if not host or port == 0:
+        raise UsageError(f"--server {url!r} names no host or no port: type for example http://127.0.0.1:30000")
+
+
+def _clean_key(api_key: str | None) -> str | None:
+    """The key as it goes into a header, never shown. Raises UsageError where a header cannot hold it."""
+    key = (api_key or "").strip()
+    if any(not (" " <= character <= "~" or "\xa0" <= character <= "\xff") for character in key):
+        raise UsageError("--api-key holds a character that no HTTP header can hold: type the key alone, in one line")
+    return key or None
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "reason", "") or error) or type(error).__name__
 
 
 def _pause(value: str | None) -> float:

@@ -1,4 +1,4 @@
-"""What a server says of itself before anything is asked of it: /health, /model_info, /server_info, its manifests."""
+"""What a server says of itself before anything is asked of it: /model_info, /server_info, its manifests."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,9 +8,12 @@ from typing import Any
 
 from replay.capture.server_api import ServerApi
 from replay.capture.spool import Manifest, launch_folder, read_manifests
-from replay.errors import CaptureError, TraceCorruptError
+from replay.errors import CaptureError, TraceCorruptError, TraceError
 from replay.traces.schema import MAX_COUNT, EngineInfo, Fields, TargetInfo
 from replay.traces.taps import FINAL
+
+# details that decide rows or rounds: those of one trace come from servers that agree in them and in all speculative_*
+_DECISIVE = ("wiring", "server_wiring", "dtype", "quantization", "kv_cache_dtype", "draft_fingerprint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,27 @@ def read_facts(api: ServerApi, recording: Path | None) -> ServerFacts:
         spool=folder,
         manifests=manifests,
     )
+
+
+def check_same_server(begun: EngineInfo, running: EngineInfo, trace: Path) -> None:
+    """Refuse to go on with ``trace`` by a server that drafts or computes in another way. Raises TraceError.
+
+    Traces of other engines are left to TraceWriter.resume, which names both.
+    """
+    if begun.name != running.name:
+        return
+    speculative = {name for name in (*begun.details, *running.details) if name.startswith("speculative_")}
+    for name in (*_DECISIVE, *sorted(speculative), "draft_config"):  # the long one last
+        before, now = (engine.details.get(name) for engine in (begun, running))
+        if before != now:
+            raise TraceError(
+                f"{trace} was begun on a server with {name} {_told(before)}, the running one has {_told(now)}: start "
+                "the server as before, or type another -o"
+            )
+
+
+def _told(value: str | None) -> str:
+    return "unset" if value is None else repr(value)
 
 
 def _recording(

@@ -51,6 +51,8 @@ class FakeServer:
     world: int = 1
     unavailable: int = 0  # the next so many generations answer 503
     aborted: int = 0  # the next so many end by abort
+    cut: int = 0  # the next so many answers end in their middle
+    redirect: str = ""  # a server that every page is moved to
     rowless: int = 0  # the next so many leave no rows
     reported_state: str = "recording"
     old_paths: bool = False  # of servers before these pages were renamed
@@ -181,7 +183,11 @@ def fake_server(server: FakeServer) -> Iterator[FakeServer]:
         def send(self, status: int, value: Any) -> None:
             data = json.dumps(value).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
+            if server.redirect:
+                self.send_header("Location", server.redirect + self.path)
+            cut = self.command == "POST" and server.cut > 0
+            server.cut -= cut
+            self.send_header("Content-Length", str(len(data) + cut))
             self.end_headers()
             self.wfile.write(data)
 
@@ -194,6 +200,9 @@ def fake_server(server: FakeServer) -> Iterator[FakeServer]:
 
         def do_GET(self) -> None:
             if self.refused():
+                return
+            if server.redirect:
+                self.send(307, {})
                 return
             state: dict[str, Any] = {"world_size": server.world, "context_length": 64}
             if server.folder is not None:

@@ -13,9 +13,10 @@ from fake_server import LAUNCH, PATTERN, STEPS, VOCABULARY, FakeServer, fake_ser
 from replay.capture import server_client as client
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.server import capture_server
+from replay.capture.server_api import open_api
 from replay.capture.server_ask import ServerOptions
 from replay.capture.spool import chunk_names, drop_launches, launch_folder
-from replay.errors import CaptureError, OutputError, PromptError, UsageError
+from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
 from replay.traces.reader import Trace
 
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
@@ -107,7 +108,7 @@ def test_trace_may_lie_in_the_recording_folder(options: ServerOptions, server: F
     assert len(Trace.open(server.folder)) == 4
 
 
-@pytest.mark.parametrize("trouble", ["unavailable", "aborted"])
+@pytest.mark.parametrize("trouble", ["unavailable", "aborted", "cut"])
 def test_trouble_is_tried_again(options: ServerOptions, server: FakeServer, trouble: str) -> None:
     setattr(server, trouble, 2)
     capture(options)
@@ -207,6 +208,72 @@ def test_api_key_is_sent_and_asked_for(options: ServerOptions, server: FakeServe
         capture(options)
     capture(replace(options, api_key="s3cret"))
     assert "s3cret" not in (options.out / "trace.json").read_text()
+
+
+def test_api_key_is_not_sent_to_where_a_server_redirects(server: FakeServer) -> None:
+    with fake_server(FakeServer(server.target, None, redirect=server.url)) as moved:
+        assert open_api(moved.url, " s3cret\n").get("/model_info")["model_path"] == str(server.target)
+    assert (moved.keys, server.keys) == (["Bearer s3cret"], [None])
+
+
+@pytest.mark.parametrize("key", ["s3\ncret", "s3\x00cret", "s3\u2028cret"])
+def test_api_key_that_no_header_holds_is_refused_unseen(key: str) -> None:
+    with pytest.raises(UsageError, match="--api-key") as refusal:
+        open_api("127.0.0.1:9", key)
+    assert "s3" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("url", ["host:port", "host:70000", "host:0", "http://:30000", "http://[::1", "http://a b:1"])
+def test_address_that_cannot_be_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=r"--server .* http://127\.0\.0\.1:30000"):
+        open_api(url)
+
+
+def test_path_that_no_url_holds_is_not_tried_again() -> None:
+    with pytest.raises(CaptureError, match="is no address"):
+        open_api("http://127.0.0.1:9/\x00").call("/model_info")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"wiring": ["2", "embed"]}, "wiring 'embed,2', the running one has '2,embed'"),
+        ({"server_wiring": ["2"]}, "server_wiring 'embed,2', the running one has '2'"),
+        ({"details": {"speculative_num_steps": "5"}}, "speculative_num_steps '2', the running one has '5'"),
+        ({"details": {}}, "speculative_num_steps '2', the running one has unset"),
+        *(
+            ({"details": {"speculative_num_steps": "2", name: "x"}}, f"{name} unset, the running one has 'x'")
+            for name in ("draft_fingerprint", "draft_config", "dtype", "quantization", "kv_cache_dtype")
+        ),
+    ],
+)
+def test_trace_is_not_gone_on_with_by_another_server(
+    options: ServerOptions, server: FakeServer, change: dict[str, Any], message: str
+) -> None:
+    capture(options)
+    asked = len(server.asked)
+    server.manifest(**change)
+    with pytest.raises(TraceError, match=message):
+        capture(replace(options, resume=True))
+    assert len(server.asked) == asked and len(Trace.open(options.out)) == 4
+
+
+def test_other_details_may_change_between_resumes(options: ServerOptions, server: FakeServer) -> None:
+    capture(options)
+    server.manifest(details={"speculative_num_steps": str(STEPS), "torch": "another"})
+    assert capture(replace(options, resume=True))[0].recorded == 0
+
+
+@pytest.mark.parametrize("way", ["resume", "force"])
+def test_trace_is_left_alone_by_a_server_without_the_plugin(
+    options: ServerOptions, server: FakeServer, way: str
+) -> None:
+    capture(options)
+    asked, server.folder = len(server.asked), None
+    with pytest.raises(OutputError, match=r"holds a trace, and .* does not record"):
+        capture(replace(options, **{way: True}))
+    assert len(server.asked) == asked and len(Trace.open(options.out)) == 4
+    assert not (options.out / "responses.jsonl").exists()
 
 
 def refusals() -> list[tuple[str, Callable[[FakeServer], None], str]]:
