@@ -24,6 +24,8 @@ ARGUMENTS = (
 )  # fmt: skip
 _SECRET = ("key", "password", "token", "secret", "salt")
 _NOT_SECRET = ("--speculative-num-draft-tokens", "--max-total-tokens", "--speculative-token-map", "--tokenizer-path")
+_SECRET_OPTIONS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")  # argparse takes beginnings of them
+_LEAST = ("--ap", "--ad", "--ssl-keyfile-p")  # shorter ones it refuses, being ambiguous
 
 
 def target_info(
@@ -85,12 +87,16 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     hide = False
     for argument in arguments:
         option, equals, _ = argument.partition("=")
-        secret = (
-            option.startswith("--") and option not in _NOT_SECRET and any(word in option.lower() for word in _SECRET)
-        )
+        secret = _is_secret(option)
         if secret and equals:
             shown.append(f"{option}=***")
         else:
             shown.append("***" if hide and not argument.startswith("--") else argument)
         hide = secret and not equals
     return shown
+
+
+def _is_secret(option: str) -> bool:
+    if option.startswith(_LEAST) and any(full.startswith(option) for full in _SECRET_OPTIONS):
+        return True
+    return option.startswith("--") and option not in _NOT_SECRET and any(word in option.lower() for word in _SECRET)

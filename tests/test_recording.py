@@ -292,3 +292,12 @@ def test_secrets_are_not_kept() -> None:
     assert without_secrets(typed) == [
         "--api-key", "***", "--admin-api-key=***", "--port", "1", "--speculative-num-draft-tokens", "6",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "option", ["--api", "--api-k", "--ap", "--admin", "--admin-api-ke", "--ad", "--ssl-keyfile-p", "--ssl-keyfile-pass"]
+)
+def test_beginnings_of_secret_options_hide_their_values_too(option: str) -> None:
+    assert without_secrets([option, "k", "--port", "1"]) == [option, "***", "--port", "1"]
+    assert without_secrets([f"{option}=k=", "--port", "1"]) == [f"{option}=***", "--port", "1"]
+    assert without_secrets(["--", "a", "--attention-backend", "b"]) == ["--", "a", "--attention-backend", "b"]
