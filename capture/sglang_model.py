@@ -10,6 +10,8 @@ from typing import Any
 
 from replay.errors import UsageError
 
+_ABSENT = object()
+
 
 def capturing_parts(model: Any) -> tuple[Any, Any]:
     """The module that holds ``layers_to_capture``, and the logits processor, of a text model or one that also sees."""
@@ -21,7 +23,10 @@ def capturing_parts(model: Any) -> tuple[Any, Any]:
 
 
 def capture_boundaries(model: Any, core: Any, boundaries: Sequence[int]) -> None:
-    """Let ``model`` capture exactly ``boundaries`` (R indices, rising)."""
+    """Let ``model`` capture exactly ``boundaries`` (R indices, rising). Where it raises, the model is as it was.
+
+    Raises UsageError for a model or boundaries that cannot be, and what the model itself raises.
+    """
     if not hasattr(model, "set_dflash_layers_to_capture"):
         raise UsageError(f"{type(model).__name__} has no set_dflash_layers_to_capture, so its taps cannot be chosen")
     layers = len(core.layers)
@@ -30,8 +35,30 @@ def capture_boundaries(model: Any, core: Any, boundaries: Sequence[int]) -> None
             f"R[{boundaries[-1]}] cannot be recorded by SGLang's {type(model).__name__}: possible are embed, 1 to "
             f"{layers - 1}, and final"
         )
-    model.set_dflash_layers_to_capture([boundary - 1 for boundary in boundaries])
-    if sorted(core.layers_to_capture) != list(boundaries):
-        raise UsageError(
-            f"{type(model).__name__} captures {sorted(core.layers_to_capture)} where {list(boundaries)} were asked for"
-        )
+    before = _capture_state(model, core)
+    try:
+        model.set_dflash_layers_to_capture([boundary - 1 for boundary in boundaries])
+        if sorted(core.layers_to_capture) != list(boundaries):
+            raise UsageError(
+                f"{type(model).__name__} captures {sorted(core.layers_to_capture)} where {list(boundaries)} were asked "
+                "for"
+            )
+    except BaseException:  # whatever it was: the server may go on, and as it would without us
+        _restore(before)
+        raise
+
+
+def _capture_state(model: Any, core: Any) -> list[tuple[Any, str, Any]]:
+    """Owner, name and value of all that setting the layers may change: the list, the switch, a flag of each layer."""
+    owners = [(layer, "_is_layer_to_capture") for layer in core.layers]
+    owners += [(one, "capture_aux_hidden_states") for one in (model, getattr(model, "language_model", None), core)]
+    flags = [(owner, name, getattr(owner, name, _ABSENT)) for owner, name in owners if owner is not None]
+    return [(core, "layers_to_capture", list(core.layers_to_capture)), *flags]
+
+
+def _restore(state: list[tuple[Any, str, Any]]) -> None:
+    for owner, name, value in state:
+        if value is not _ABSENT:
+            setattr(owner, name, value)
+        elif hasattr(owner, name):
+            delattr(owner, name)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# What our own code may raise on shapes or fields that it does not foresee: this ends recording, never the server.
+_OURS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, OSError)
+
 # what is hooked or read: module, attribute, and the parameters or fields it must have
 SEAMS = (
     ("sglang.srt.managers.scheduler", "Scheduler.init_model_worker", ("self",)),
@@ -168,6 +171,10 @@ def _versions(runner: Any) -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__, "accelerator": device}
 
 
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['?'])[0]}"
+
+
 @dataclass(slots=True)
 class _Verify:
     """Between a verify's forward and its end: node rows [B*N, .] on the device, not overwritten yet."""
@@ -211,6 +218,10 @@ class _Plugin:
             self._widen(runner)
         except ReplayError as error:
             self.refuse(str(error))
+        except _OURS as error:
+            if self.recording.wiring is not None:
+                raise
+            self.failed(f"the taps could not be set: {_in_words(error)}")
 
     def after_forward(self, out: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Copy the rows of a target forward; give the draft the columns it had without us."""
@@ -225,11 +236,9 @@ class _Plugin:
         self.pending = None
         if self.recorder is None or self.recorder.failure is not None or mode.is_idle():
             return
-        rids = forward_batch.rids
-        if not rids or not any(rid.startswith(RID_PREFIX) for rid in rids):
-            return
         with self._guarded(self.recorder):
-            self._record(forward_batch, full, final, logits_output.next_token_logits)
+            if any(rid.startswith(RID_PREFIX) for rid in forward_batch.rids or ()):
+                self._record(forward_batch, full, final, logits_output.next_token_logits)
 
     def _record(self, forward_batch: Any, full: "torch.Tensor", final: Any, logits: Any) -> None:
         mode = forward_batch.forward_mode
@@ -246,9 +255,10 @@ class _Plugin:
     def after_verify(self, result: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Copy the accepted rows of a verify, in the order of their positions."""
         pending, self.pending = self.pending, None
-        if pending is not None and self.recorder is not None and not batch.forward_mode.is_idle():
+        if pending is not None and self.recorder is not None:
             with self._guarded(self.recorder):
-                self._record_verify(pending, result, batch)
+                if not batch.forward_mode.is_idle():
+                    self._record_verify(pending, result, batch)
 
     def _record_verify(self, pending: _Verify, result: Any, batch: Any) -> None:
         import torch
@@ -293,6 +303,8 @@ class _Plugin:
         algorithm = runner.spec_algorithm
         if not (algorithm.is_none() or algorithm.is_eagle3()):
             raise UsageError(f"the server drafts by {algorithm}, recording works with EAGLE3 or without a draft")
+        if not algorithm.is_none() and _resolved_arguments().get("enable_multi_layer_eagle"):
+            raise UsageError("enable_multi_layer_eagle is set, recording works with EAGLE3 of one draft model")
         core, processor = capturing_parts(runner.model)
         config = runner.model_config.hf_text_config
         layers = int(config.num_hidden_layers)
@@ -305,11 +317,12 @@ class _Plugin:
         taps = default_taps(layers) if text is None else parse_taps(text, layers=layers)
         indices = {index for tap in taps if (index := tap_index(tap)) is not None}
         # R[0] always: whether it is a lookup of the embedding is seen from it
-        self.boundaries = tuple(sorted({0} | indices | set(fed)))
-        capture_boundaries(runner.model, core, self.boundaries)
-        processor.keep_last_hidden_states = True
-        self.fed = [self.boundaries.index(one) for one in fed]
+        boundaries = tuple(sorted({0} | indices | set(fed)))
         self.width, self.vocabulary = int(config.hidden_size), int(runner.model_config.vocab_size)
+        capture_boundaries(runner.model, core, boundaries)
+        # From here on columns must be cut back, whatever else fails.
+        self.boundaries, self.fed = boundaries, [boundaries.index(one) for one in fed]
+        processor.keep_last_hidden_states = True
         self._announce(runner, given, fed, sort_taps([FINAL, *map(tap_name, self.boundaries)]))
 
     def _wanted_wiring(self, given: tuple[int, ...], layers: int) -> tuple[int, ...]:
@@ -357,8 +370,8 @@ class _Plugin:
         """Rows that cannot be copied (no memory, an unforeseen shape) end the recording, not the server."""
         try:
             yield
-        except RuntimeError as error:
-            recorder.fail(f"a forward's rows could not be copied: {(str(error).splitlines() or ['?'])[0]}")
+        except _OURS as error:
+            recorder.fail(f"a forward's rows could not be copied: {_in_words(error)}")
 
     def _columns(self, full: "torch.Tensor") -> "torch.Tensor":
         """What the draft is fed, of all that was captured [R, K*H]: a tensor of its own, as without us."""

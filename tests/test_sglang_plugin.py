@@ -15,12 +15,13 @@ from rig.server import Generated, Server, start_server
 from replay.capture import sglang_plugin
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.fingerprint import fingerprint_target
+from replay.capture.recorder import RowRecorder
 from replay.capture.recording import RECORD_VARIABLE, Recording
 from replay.capture.serve import ServeOptions, prepare
 from replay.capture.server import capture_server
 from replay.capture.server_ask import ServerOptions
 from replay.capture.sglang_reporter import Reporter
-from replay.capture.spool import SPOOL, chunk_names
+from replay.capture.spool import SPOOL, chunk_names, launch_folder, read_manifests
 from replay.traces.reader import Trace
 
 TEXTS = (
@@ -243,6 +244,115 @@ def test_a_model_that_cannot_capture_a_tap_is_named() -> None:
         capture_boundaries(model, core, [1, 4])
     capture_boundaries(model, core, [0, 3])
     assert core.layers_to_capture == [0, 3]
+
+
+def test_a_model_that_captures_otherwise_is_left_as_it_was() -> None:
+    from types import SimpleNamespace
+
+    from replay.capture.sglang_model import capture_boundaries
+    from replay.errors import UsageError
+
+    layers = [SimpleNamespace(_is_layer_to_capture=one == 2) for one in range(3)] + [SimpleNamespace()]
+    core = SimpleNamespace(layers=layers, layers_to_capture=[2])
+    model = SimpleNamespace(model=core, capture_aux_hidden_states=False)
+
+    def verbatim(ids: list[int]) -> None:
+        core.layers_to_capture[:] = ids
+        model.capture_aux_hidden_states = True
+        for one in ids:
+            layers[one]._is_layer_to_capture = True
+
+    model.set_dflash_layers_to_capture = verbatim
+    with pytest.raises(UsageError, match=r"captures \[-1, 0\] where \[0, 1\]"):
+        capture_boundaries(model, core, [0, 1])
+    assert core.layers_to_capture == [2] and model.capture_aux_hidden_states is False
+    assert [vars(layer) for layer in layers] == [
+        {"_is_layer_to_capture": False}, {"_is_layer_to_capture": False}, {"_is_layer_to_capture": True}, {},
+    ]  # fmt: skip
+
+
+def plugin_of(folder: Path, wiring: str | None = None) -> sglang_plugin._Plugin:
+    recording = Recording(str(folder), "0" * 16, None, wiring, 4)
+    return sglang_plugin._Plugin(recording, Reporter(recording, "0.5.23"))
+
+
+def told(folder: Path) -> tuple[str, str]:
+    """State and reason of the manifest."""
+    (manifest,) = read_manifests(launch_folder(folder, "0" * 16))
+    return manifest.state, manifest.reason
+
+
+def runner_of(core: Any, setter: Callable[[list[int]], None]) -> Any:
+    from types import SimpleNamespace
+
+    model = SimpleNamespace(
+        model=core, logits_processor=SimpleNamespace(keep_last_hidden_states=False), set_dflash_layers_to_capture=setter
+    )
+    config = SimpleNamespace(num_hidden_layers=30, hidden_size=2)
+    return SimpleNamespace(
+        is_draft_worker=False, model=model, spec_aux_config=SimpleNamespace(eagle_use_aux_hidden_state=True),
+        spec_algorithm=SimpleNamespace(is_none=lambda: False, is_eagle3=lambda: True),
+        model_config=SimpleNamespace(hf_text_config=config, vocab_size=16),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def core() -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(layers=[SimpleNamespace() for _ in range(30)], layers_to_capture=[2, 15, 27])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "state", "reason"),
+    [
+        ({"enable_multi_layer_eagle": True}, "refused", "enable_multi_layer_eagle is set"),
+        ({}, "refused", "captures [2]"),
+    ],
+)
+def test_refused_taps_leave_the_model_alone(
+    tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], state: str, reason: str
+) -> None:
+    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", lambda: arguments)
+    plugin = plugin_of(tmp_path)
+    plugin.after_attention(None, runner_of(core, lambda _: setattr(core, "layers_to_capture", [2])))
+    assert plugin.boundaries == () and core.layers_to_capture == [2, 15, 27]
+    assert told(tmp_path)[0] == state and reason in told(tmp_path)[1]
+
+
+@pytest.mark.parametrize("error", sglang_plugin._OURS)
+def test_errors_of_ours_end_the_recording_and_not_the_server(
+    tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise error("moved")
+
+    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", dict)
+    plugin = plugin_of(tmp_path)
+    plugin.after_attention(None, runner_of(core, broken))
+    assert plugin.boundaries == () and core.layers_to_capture == [2, 15, 27]
+    assert told(tmp_path)[0] == "failed" and error.__name__ in told(tmp_path)[1] and "moved" in told(tmp_path)[1]
+    with pytest.raises(error, match="moved"):  # a wiring that was asked for would not be had
+        plugin_of(tmp_path, "embed,3,16").after_attention(None, runner_of(core, broken))
+
+
+@pytest.mark.parametrize("rids", [5, [7], ["replay-a"]])
+def test_a_forward_that_is_not_understood_is_served_unrecorded(tmp_path: Path, rids: Any) -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    plugin = plugin_of(tmp_path)
+    plugin.recorder = RowRecorder(plugin.reporter.folder, 1, plugin.failed)
+    plugin.boundaries, plugin.fed, plugin.width, plugin.vocabulary = (0, 3), [1], 2, 16
+    full = torch.arange(12.0).reshape(3, 4)
+    logits_output = SimpleNamespace(hidden_states=full, last_hidden_states=full, next_token_logits=torch.ones(3, 16))
+    mode = SimpleNamespace(is_idle=lambda: False)  # and no more methods
+    batch = SimpleNamespace(forward_mode=mode, rids=rids)
+    plugin.after_forward(SimpleNamespace(logits_output=logits_output), SimpleNamespace(is_draft_worker=False), batch)
+    plugin.recorder.close()
+    assert torch.equal(logits_output.hidden_states, full[:, 2:])
+    assert told(tmp_path)[0] == "failed" and "rows could not be copied" in told(tmp_path)[1]
 
 
 @pytest.mark.parametrize("fed", [[1, 2], [2, 0, 1], [3, 3], []])
