@@ -124,6 +124,9 @@ def _check(options: ServeOptions, environment: Mapping[str, str]) -> None:
             raise UsageError(f"--wiring {options.wiring} names final, which no SGLang draft is fed")
         if not _has(options.arguments, "--speculative-draft-model-path"):
             raise UsageError(f"--wiring {options.wiring} needs a draft: add --speculative-draft-model-path")
+    nodes = _nodes(options.arguments)
+    if nodes > 1:
+        raise UsageError(f"--nnodes {nodes} was given, recording works with servers of one node: leave --nnodes out")
     simulated = environment.get(SIMULATED, "")
     if simulated and not re.fullmatch(r"-?0*\.?0*", simulated.strip()) and not simulated.strip().startswith("-"):
         raise UsageError(f"{SIMULATED} is {simulated}, so every accept length of the server would be made up: unset it")
@@ -154,3 +157,13 @@ def _check_plugin() -> None:
 
 def _has(arguments: Sequence[str], option: str) -> bool:
     return any(argument == option or argument.startswith(f"{option}=") for argument in arguments)
+
+
+def _nodes(arguments: Sequence[str]) -> int:
+    """What --nnodes (or a beginning of it that argparse takes) says; the last one counts, 1 where there is none."""
+    nodes = "1"
+    for argument, following in zip(arguments, (*arguments[1:], ""), strict=True):
+        option, equals, value = argument.partition("=")
+        if option.startswith("--nn") and "--nnodes".startswith(option):
+            nodes = value if equals else following
+    return int(nodes) if nodes.isdecimal() else 1  # what is no number SGLang refuses

@@ -59,6 +59,9 @@ def test_list_of_allowed_plugins_gets_this_one(tmp_path: Path) -> None:
         (DRAFT, "3,x", None, {}, "'x' is not a tap"),
         (DRAFT, None, "embed,final", {}, "names final"),
         (("--model-path", "m"), None, "embed,3,16", {}, "needs a draft"),
+        ((*DRAFT, "--nnodes", "2"), None, None, {}, "--nnodes 2 was given"),
+        ((*DRAFT, "--nnodes=16"), None, None, {}, "--nnodes 16 was given"),
+        ((*DRAFT, "--nnode", "3"), None, None, {}, "--nnodes 3 was given"),
         (DRAFT, None, None, {"SGLANG_SIMULATE_ACC_LEN": "2.5"}, "made up"),
     ],
 )
@@ -73,6 +76,10 @@ def test_refused(
     with pytest.raises(UsageError, match=message):
         prepare(options(tmp_path, arguments, taps, wiring), environment)
     assert not (tmp_path / "rec").exists()
+
+
+def test_one_node_is_no_reason(tmp_path: Path) -> None:
+    prepare(options(tmp_path, (*DRAFT, "--nnodes", "1")), {})
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "", "0.0"])
