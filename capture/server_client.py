@@ -16,7 +16,7 @@ from replay.capture.server_ask import ServerOptions, generate
 from replay.capture.server_facts import ServerFacts
 from replay.capture.spool import read_manifests
 from replay.capture.spool_reader import SpoolReader
-from replay.errors import CaptureError
+from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.captured import CapturedRequest
 
 if TYPE_CHECKING:
@@ -205,7 +205,11 @@ class ServerClient:
     def _finish(self, one: _Waiting, batch: _Batch, taps: Sequence[str]) -> None:
         request, answer = one.request, one.answer
         name = f"request {request.request_id!r}"
-        joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps)
+        try:
+            joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps)
+        except TraceCorruptError:
+            self._check_recording()  # rows that vanish while they are read are those of a server started anew
+            raise
         if not same_histogram(histogram_of(joined.rounds), answer.counters.histogram):
             self.differing += 1
         self.cached += answer.counters.cached_tokens > 0

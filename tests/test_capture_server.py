@@ -193,11 +193,12 @@ def test_server_started_anew_is_noticed_and_resumed(options: ServerOptions, serv
     server.answer = start_anew  # type: ignore[method-assign]
     with pytest.raises(CaptureError, match="started anew"):
         capture(replace(options, concurrency=1))
-    assert len(Trace.open(options.out, allow_incomplete=True)) == 2
+    kept = len(Trace.open(options.out, allow_incomplete=True))
+    assert kept <= 2  # rows of the answered two that were not joined yet are gone with the server
     server.answer, server.rowless = answer, 0  # type: ignore[method-assign]
     server.manifest()
     result, _ = capture(replace(options, resume=True))
-    assert result.recorded == 2
+    assert result.recorded == 4 - kept
     ids = [record.request_id for record in Trace.open(options.out).records]
     assert sorted(ids) == ["r0", "r1", "r2", "r3"]
 
