@@ -18,8 +18,8 @@ from replay.demo import sample_head, sample_prompts
 from replay.ordered import replay_in_order
 from replay.simulation import build_head, draft_input, resolve
 
-PROMPTS = 12
-NEW_TOKENS = 40
+PROMPTS = 8
+NEW_TOKENS = 32
 STEPS = 5
 RIGHT, WRONG = "embed,3,16", "3,16,28"
 
