@@ -108,7 +108,7 @@ def simulate(
     device: str = "cpu",
     on_event: Callable[[Progress], None] = lambda _: None,
 ) -> Rounds:
-    """Replay every request of ``trace`` under every variant; memory grows with the rounds table only.
+    """Replay every request of ``trace`` under every variant; rows are read a pack at a time.
 
     ``checkpoints`` maps the variants' ``draft`` to heads. All checks stand before the first tensor is read.
     Raises WiringError, CheckpointError, UsageError or TraceError.
