@@ -230,7 +230,7 @@ def smollm2_text(target_dir: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # The sample joins as soon as it lies there.
-@pytest.mark.parametrize("name", ["random", *(["sample"] if DEMO.is_dir() else [])])
+@pytest.mark.parametrize("name", ["random", "sample"])
 def test_on_the_features_of_a_real_target(
     name: str, smollm2_text: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
