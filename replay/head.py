@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from replay.conduct import HEALTHY, Conduct
 from replay.engines import ENGINES, NUMERICS, EngineProfile, Numerics
 from replay.errors import CheckpointError
 from replay.weights import Checkpoint, Rope, check_checkpoint, parse_config, read_checkpoint
@@ -55,13 +56,15 @@ class Head:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         product_rows: int | None = None,
+        conduct: Conduct = HEALTHY,
     ) -> None:
         """Bind a checkpoint to its target.
 
         ``target_embed_VE`` and ``target_lm_head_VE`` are the target's tables (lm_head None where it is tied); they
         are used as they are and never copied whole. ``product_rows`` runs every matrix product over at most so many
         rows: kernels choose their order of summation by the number of rows, so equality to the last bit with a server
-        that runs a few rows at a time asks for products as small as its own.
+        that runs a few rows at a time asks for products as small as its own. ``conduct`` is how the engine runs the
+        head where that differs from a healthy server.
         Raises CheckpointError where head and target do not fit.
         """
         self.name = checkpoint.name
@@ -70,6 +73,7 @@ class Head:
         self.dtype = dtype
         self.device = torch.device(device)
         self.product_rows = product_rows
+        self.conduct = conduct
         self._product_sizes: Sequence[int] = ()
         self.notes = list(checkpoint.notes)
         self._weights = {
@@ -79,8 +83,8 @@ class Head:
         }
         self._embed_VE = self._choose_embedding(checkpoint, target_embed_VE, profile)
         tied = target_lm_head_VE is None
-        self._lm_head_WE = self._choose_lm_head(target_embed_VE if tied else target_lm_head_VE)
         self.target_ids_W = self._target_ids(checkpoint)
+        self._lm_head_WE = self._choose_lm_head(target_embed_VE if tied else target_lm_head_VE)
         self._use_attention_bias = self.config.attention_bias and profile.attention_bias
         if self.config.attention_bias and not profile.attention_bias:
             self.notes.append(f"{profile.name} builds q, k and v without the bias that this head has")
@@ -104,9 +108,10 @@ class Head:
         return target_VE.to(self.device)
 
     def _choose_lm_head(self, target_lm_head_VE: Tensor | None) -> Tensor:
-        if self.config.lm_head == "own":
+        own = self.config.lm_head == "own"
+        if own and not self.conduct.target_lm_head:
             return self._weights["lm_head.weight"]
-        table_VE = target_lm_head_VE if self.config.lm_head == "target" else self._embed_VE
+        table_VE = self._embed_VE if self.config.lm_head == "embed" else target_lm_head_VE
         if table_VE is None:
             raise CheckpointError(f"draft head {self.name} uses the target's lm_head, and none was given")
         if table_VE.shape != (self.config.vocab_size, self.config.hidden_size):
@@ -114,7 +119,8 @@ class Head:
                 f"draft head {self.name} borrows an lm_head of {self.config.vocab_size} x {self.config.hidden_size}, "
                 f"the target's is {table_VE.shape[0]} x {table_VE.shape[1]}; this head was not made for this target"
             )
-        return table_VE.to(device=self.device, dtype=self.dtype)
+        rows_WE = table_VE.to(self.device)[self.target_ids_W] if own else table_VE
+        return rows_WE.to(device=self.device, dtype=self.dtype)
 
     def _target_ids(self, checkpoint: Checkpoint) -> Tensor:
         ids_W = torch.arange(self.config.draft_vocab_size)
@@ -163,15 +169,19 @@ class Head:
         """One pass over rows. ``keep_Q`` names the rows whose output is wanted: the last layer's queries, and all
         that follows them, run on these only, while keys and values are made for every row."""
         cos_RH, sin_RH = self._rotation(positions_R)
+        conduct = self.conduct
         hidden, residual = state_RE, torch.empty(0)
         for layer in range(self.config.num_layers):
             prefix = f"layers.{layer}."
             if layer == 0:
-                residual = hidden
                 normed = self._norm(hidden, f"{prefix}hidden_norm")
-                inputs = torch.cat([self._norm(embeds_RE, f"{prefix}input_layernorm"), normed], dim=-1)
+                residual = normed if conduct.residual_normed else hidden
+                halves = [self._norm(embeds_RE, f"{prefix}input_layernorm"), normed]
+                inputs = torch.cat(halves[::-1] if conduct.features_first else halves, dim=-1)
+            elif conduct.later_residual:
+                inputs, residual = self._add_norm(hidden, residual, f"{prefix}{conduct.later_norm}")
             else:
-                inputs, residual = self._add_norm(hidden, residual, f"{prefix}hidden_norm")
+                inputs, residual = self._norm(hidden, f"{prefix}{conduct.later_norm}"), hidden
             q_RNH, k_RMH, v_RMH = self._project(layer, inputs, cos_RH, sin_RH)
             if keep_Q is not None and layer == self.config.num_layers - 1:
                 q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
@@ -179,7 +189,8 @@ class Head:
             hidden, residual = self._add_norm(mixed, residual, f"{prefix}post_attention_layernorm")
             hidden = self._mlp(layer, hidden)
         normed_RE, stream_RE = self._add_norm(hidden, residual, "norm")
-        return HeadOutput(normed_RE, normed_RE if self.config.norm_output else stream_RE)
+        stated = "post" if self.config.norm_output else "pre"
+        return HeadOutput(normed_RE, normed_RE if (conduct.feedback or stated) == "post" else stream_RE)
 
     def logits(self, normed_RE: Tensor) -> Tensor:
         """Draft logits [R, W], rounded to the head's dtype as a server's lm_head leaves them."""
@@ -193,7 +204,8 @@ class Head:
         sizes = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
         q, k, v = self._product(inputs, weight, bias).split(sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in (q, k, v))
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        turn = rotate_interleaved if self.conduct.interleaved else rotate
+        return turn(q, cos, sin), turn(k, cos, sin), v
 
     def _mlp(self, layer: int, x_RE: Tensor) -> Tensor:
         gate_up = self._fused[layer][2]
@@ -231,11 +243,21 @@ class Head:
         return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in pieces])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
+        if self._skips(name):
+            return x
         weight = self._weights[f"{name}.weight"]
         return self._scale(x.float(), weight)
 
+    def _skips(self, name: str) -> bool:
+        """Whether a norm such as ``layers.0.hidden_norm`` or ``fc_norm.1`` is left out."""
+        kind = next(part for part in reversed(name.split(".")) if not part.isdigit())
+        return kind in self.conduct.skip_norms
+
     def _add_norm(self, x: Tensor, residual: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """norm(x + residual) and the rounded sum."""
+        if self._skips(name):
+            total = (x.float() + residual.float()).to(self.dtype)
+            return total, total
         weight = self._weights[f"{name}.weight"]
         if self.numerics.norm_sums_unrounded:
             total = x.float() + residual.float()
@@ -298,6 +320,15 @@ def rotate(x_RNH: Tensor, cos_RH: Tensor, sin_RH: Tensor) -> Tensor:
     cos, sin = cos_RH[:, None], sin_RH[:, None]
     first, second, rest = x_RNH[..., :half], x_RNH[..., half : 2 * half], x_RNH[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def rotate_interleaved(x_RNH: Tensor, cos_RH: Tensor, sin_RH: Tensor) -> Tensor:
+    """Rotary embedding of the pairs (2i, 2i + 1), as GPT-J pairs them; other features as they stand."""
+    width = 2 * cos_RH.shape[-1]
+    cos, sin = cos_RH[:, None], sin_RH[:, None]
+    even, odd = x_RNH[..., :width:2], x_RNH[..., 1:width:2]
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+    return torch.cat([turned, x_RNH[..., width:]], dim=-1)
 
 
 def load_head(folder: Path | str) -> Checkpoint:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from replay.attention import attend_committed_and_chain
 from replay.head import Head, HeadOutput
-from replay.passes import DraftInput, choose
+from replay.passes import choose
+from replay.rows import DraftInput
 from replay.twin import TwinRound
 
 

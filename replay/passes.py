@@ -14,30 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replay.attention import attend_committed_and_chain
+from replay.attention import Sight, attend_committed_and_chain
+from replay.conduct import Conduct
 from replay.head import Head, HeadOutput
+from replay.rows import DraftInput, Rows, committed_rows, drafted_positions
 
 # Logits in memory at a time, in elements.
 _BLOCK_LOGITS = 1 << 26
-
-
-@dataclass(frozen=True, slots=True)
-class DraftInput:
-    """One request: its tokens [T] and the features [>= T-2, K*D] of its rows, taps joined in wiring order."""
-
-    tokens_T: Tensor
-    features_RKD: Tensor
-    prompt_tokens: int
-
-    @property
-    def rows(self) -> int:
-        """Rows a draft ever reads: the last output token starts no round, so neither its row nor the one before."""
-        return max(0, len(self.tokens_T) - 2)
-
-    @property
-    def anchors(self) -> int:
-        """Anchors S = prompt_tokens .. T-2, each drafting from row S-1."""
-        return max(0, len(self.tokens_T) - 1 - self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +32,10 @@ class Drafts:
 
 
 class PackedAttention:
-    """Attention for rows packed request after request; holds the committed and the chain keys and values."""
+    """Attention for rows packed request after request; holds the committed keys and values."""
 
-    def __init__(self, head: Head, inputs: Sequence[DraftInput]) -> None:
-        self._numerics = head.numerics
+    def __init__(self, head: Head, inputs: Sequence[DraftInput], rows: Sequence[Rows]) -> None:
+        self._head = head
         self._rows = [item.rows for item in inputs]
         self._anchors = [item.anchors for item in inputs]
         self._reach_all = [torch.arange(1, rows + 1, device=head.device) for rows in self._rows]
@@ -60,8 +43,8 @@ class PackedAttention:
         self._reach_anchors = [
             reach[len(reach) - count :] for reach, count in zip(self._reach_all, self._anchors, strict=True)
         ]
+        self._blanks = [None if part.blank_R is None else part.blank_R.to(head.device) for part in rows]
         self._base: list[tuple[Tensor, Tensor]] = []
-        self._chain: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(head.config.num_layers)]
 
     def committed_kv(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [R, M, H] of each request's committed rows, after pass 1."""
@@ -71,37 +54,71 @@ class PackedAttention:
     def committed(self, layer: int, q: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
         """Pass 1: remember every row, answer for every row, or where only these ask for the anchors' rows."""
         self._base.append((k_RMH, v_RMH))
-        return self._answer(layer, q, self._reach_all if len(q) == len(k_RMH) else self._reach_anchors)
+        none = k_RMH.new_empty((0, len(q), *k_RMH.shape[1:]))
+        return self.answer(layer, q, none, none, 0, every=len(q) == len(k_RMH))
 
-    def chained(self, layer: int, q: Tensor, k_AMH: Tensor, v_AMH: Tensor) -> Tensor:
-        """Pass j: one more chain row per anchor."""
-        self._chain[layer].append((k_AMH, v_AMH))
-        return self._answer(layer, q, self._reach_anchors)
+    def answer(
+        self, layer: int, q: Tensor, k_JAMH: Tensor, v_JAMH: Tensor, step: int, *, every: bool = False
+    ) -> Tensor:
+        """Mixed values for the rows that embed the anchors' drafted token number ``step`` and see J drafted rows.
 
-    def _answer(self, layer: int, q: Tensor, reaches: list[Tensor]) -> Tensor:
-        base_k, base_v = (part.split(self._rows) for part in self._base[layer])
-        chain_k, chain_v = self._stack_chain(layer, q.shape[0], base_k[0])
+        Step 0 are the anchors' own rows, or with ``every`` all committed ones.
+        """
+        reaches = self._reach_all if every else self._reach_anchors
         counts = [len(reach) for reach in reaches]
         parts = zip(
-            q.split(counts), base_k, base_v, reaches, chain_k.split(counts, 1), chain_v.split(counts, 1), strict=True
+            q.split(counts),
+            self.committed_kv(layer),
+            reaches,
+            k_JAMH.split(counts, 1),
+            v_JAMH.split(counts, 1),
+            self._blanks,
+            strict=True,
         )
         answers = [
-            attend_committed_and_chain(queries, k, v, reach, own_k, own_v, self._numerics)
-            for queries, k, v, reach, own_k, own_v in parts
+            attend_committed_and_chain(q, *base, reach, k, v, self._head.numerics, self._sight(reach, blank_R, step))
+            for q, base, reach, k, v, blank_R in parts
         ]
         return torch.cat(answers)
 
-    def _stack_chain(self, layer: int, queries: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _sight(self, reach_A: Tensor, blank_R: Tensor | None, step: int) -> Sight:
+        conduct = self._head.conduct
+        first_A = None
+        if conduct.alone:
+            first_A = reach_A - 1
+        elif conduct.window is not None:
+            first_A = reach_A + step - conduct.window
+        return Sight(first_A, blank_R, reach_A - 1, conduct.blank_fill == "masked")
+
+
+class ChainAttention:
+    """Attention of drafted rows: the committed rows that ``base`` holds, and the anchor's own drafted rows before."""
+
+    def __init__(self, head: Head, base: PackedAttention) -> None:
+        self._base, self._conduct = base, head.conduct
+        self._chain: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(head.config.num_layers)]
+
+    def __call__(self, layer: int, q: Tensor, k_AMH: Tensor, v_AMH: Tensor) -> Tensor:
+        """One more drafted row per anchor."""
         chain = self._chain[layer]
-        if not chain:
-            empty = like.new_empty((0, queries, *like.shape[1:]))
-            return empty, empty
-        return torch.stack([k for k, _ in chain]), torch.stack([v for _, v in chain])
+        chain.append((k_AMH, v_AMH))
+        seen = chain[seen_from(self._conduct, len(chain)) :]
+        if seen:
+            k_JAMH, v_JAMH = (torch.stack(part) for part in zip(*seen, strict=True))
+        else:
+            k_JAMH, v_JAMH = (part.new_empty((0, *part.shape)) for part in (k_AMH, v_AMH))
+        return self._base.answer(layer, q, k_JAMH, v_JAMH, len(chain))
+
+
+def seen_from(conduct: Conduct, step: int) -> int:
+    """How many of the first drafted rows the drafted row of ``step`` (1, 2, ...) does not see."""
+    hidden = {"grow": 0, "overwrite": step - 1, "unseen": step}[conduct.chain]
+    return hidden if conduct.window is None else max(hidden, step - conduct.window)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPass:
-    """What pass 1 leaves behind: the committed draft KV, and for each anchor its row's output and position [A]."""
+    """What pass 1 leaves behind: the committed draft KV, and for each anchor its row's output and index [A]."""
 
     attention: PackedAttention
     output: HeadOutput
@@ -109,15 +126,17 @@ class FirstPass:
 
 
 def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
-    """One causal pass over every row of true target features. There must be an anchor in some request.
+    """One causal pass over every committed row. There must be an anchor in some request.
 
     A head with ``product_rows`` runs each prompt in products as large as the server's prefill of it.
     """
-    attention = PackedAttention(head, inputs)
-    ids_R = torch.cat([item.tokens_T[1 : 1 + item.rows] for item in inputs]).to(head.device)
-    positions_R = torch.cat([torch.arange(item.rows, device=head.device) for item in inputs])
-    features_RKD = torch.cat([item.features_RKD[: item.rows] for item in inputs])
+    parts = [committed_rows(item, head.conduct, head.config.target_hidden_size) for item in inputs]
+    attention = PackedAttention(head, inputs, parts)
+    ids_R = torch.cat([part.ids_R for part in parts]).to(head.device)
+    positions_R = torch.cat([part.positions_R for part in parts]).to(head.device)
+    features_RKD = torch.cat([part.features_RKD for part in parts])
     keep_A = _anchor_rows(inputs, head.device)
+    index_A = torch.cat([torch.arange(item.rows - item.anchors, item.rows) for item in inputs]).to(head.device)
     if head.product_rows is None:
         output = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed, keep_A)
     else:
@@ -125,7 +144,7 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
         with head.products_of(served_products(inputs, head.product_rows)):
             whole = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed)
         output = HeadOutput(whole.normed_RE[keep_A], whole.feedback_RE[keep_A])
-    return FirstPass(attention, output, positions_R[keep_A])
+    return FirstPass(attention, output, index_A)
 
 
 def served_products(inputs: Sequence[DraftInput], product_rows: int) -> list[int]:
@@ -138,28 +157,35 @@ def served_products(inputs: Sequence[DraftInput], product_rows: int) -> list[int
     return [size for size in sizes if size]
 
 
-def draft_every_anchor(head: Head, inputs: Sequence[DraftInput], steps: int) -> list[Drafts]:
+def draft_every_anchor(
+    head: Head, inputs: Sequence[DraftInput], steps: int, *, first: FirstPass | None = None
+) -> list[Drafts]:
     """Drafts of ``steps`` tokens at every anchor of every request, in the order of ``inputs``.
 
-    Equal to running each anchor by itself (twin.py) up to the rounding of products over other numbers of rows.
+    ``first`` is the first pass over the same inputs, where another variant that agrees up to there has made it.
+    Equal to running each anchor by itself (twin.py) up to the rounding of products over other numbers of rows. Conduct
+    that follows the walk is not played here but in walk.py.
     """
     inputs = list(inputs)
     if sum(item.anchors for item in inputs) == 0:
         empty = torch.empty((0, steps), dtype=torch.long)
         return [Drafts(empty, empty.bool()) for _ in inputs]
-    first = first_pass(head, inputs)
-    attention, output, positions_A = first.attention, first.output, first.positions_A
+    first = first or first_pass(head, inputs)
+    output, chain = first.output, ChainAttention(head, first.attention)
     drafted: list[Tensor] = []
     tied: list[Tensor] = []
     for step in range(steps):
         if step:
             embeds_AE = head.embed(drafted[-1])
-            output = head.forward(embeds_AE, output.feedback_RE, positions_A + step, attention.chained)
+            positions_A = drafted_positions(first.positions_A, step, head.conduct)
+            output = head.forward(embeds_AE, output.feedback_RE, positions_A, chain)
         ids_A, tied_A = next_tokens(head, output.normed_RE)
         drafted.append(ids_A)
         tied.append(tied_A)
     counts = [item.anchors for item in inputs]
     drafted_AK, tied_AK = torch.stack(drafted, 1).cpu(), torch.stack(tied, 1).cpu()
+    if head.conduct.dummy_from is not None:
+        drafted_AK[first.positions_A.cpu() >= head.conduct.dummy_from] = 0
     return [Drafts(*parts) for parts in zip(drafted_AK.split(counts), tied_AK.split(counts), strict=True)]
 
 

@@ -12,7 +12,8 @@ from replay.accept import Round, continuations, count_accepted, count_accepted_i
 from replay.engines import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
 from replay.errors import CheckpointError, UsageError
 from replay.head import Head
-from replay.passes import DraftInput, Drafts, draft_every_anchor
+from replay.passes import Drafts, draft_every_anchor
+from replay.rows import DraftInput
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 from replay.traces.taps import FINAL

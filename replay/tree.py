@@ -22,7 +22,8 @@ from torch import Tensor
 
 from replay.attention import attend_committed_and_chain
 from replay.head import Head
-from replay.passes import DraftInput, FirstPass, first_pass
+from replay.passes import FirstPass, first_pass
+from replay.rows import DraftInput
 from replay.variant import count_candidates
 
 ROOT, ORPHAN = -1, -2

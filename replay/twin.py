@@ -1,16 +1,17 @@
-"""The slow, obvious twin of the engine: one request, one round, one token at a time; no cache, no batching.
+"""The slow, obvious twin of the engines: one request, one round, one token at a time; no cache, no batching.
 
-Every drafted token recomputes the head over the whole sequence so far. Tests hold the engine equal to it.
+Every drafted token recomputes the head over all rows so far. Rows are a list; each notes when it is made which rows
+it sees. Tests hold the engines equal to it, whatever the conduct (conduct.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
 from torch import Tensor
 
 from replay.engines import Numerics
-from replay.head import Head
+from replay.head import Head, HeadOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,55 +23,214 @@ class TwinRound:
     accepted: int
 
 
-def plain_causal_attention(q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor, numerics: Numerics) -> Tensor:
-    """Mixed values [R, N*H], row by row and head by head: row i sees rows 0..i."""
+@dataclass(frozen=True, slots=True)
+class TwinRow:
+    """One input row of the head: ``sees`` and ``sees_zeros`` are places of rows, of itself too."""
+
+    index: int
+    position: int
+    embed_E: Tensor
+    state_E: Tensor
+    blank: bool
+    sees: tuple[int, ...]
+    sees_zeros: tuple[int, ...]
+
+
+def plain_attention(
+    q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor, seen_RR: Tensor, zeros_RR: Tensor, numerics: Numerics
+) -> Tensor:
+    """Mixed values [R, N*H], head by head: row i sees the rows that ``seen_RR[i]`` marks, as zeros where marked so."""
     dtype = q_RNH.dtype
     if numerics.attention_fp32:
         q_RNH, k_RMH, v_RMH = q_RNH.float(), k_RMH.float(), v_RMH.float()
-    rows, heads, width = q_RNH.shape
+    _, heads, width = q_RNH.shape
     group = heads // k_RMH.shape[1]
     out_RNH = torch.empty_like(q_RNH)
     for head in range(heads):
         q, k, v = q_RNH[:, head], k_RMH[:, head // group], v_RMH[:, head // group]
         scores_RR = q @ k.T / sqrt(width)
-        scores_RR = scores_RR.masked_fill(~torch.ones(rows, rows, dtype=torch.bool).tril(), float("-inf"))
-        out_RNH[:, head] = scores_RR.float().softmax(-1).to(q.dtype) @ v
+        scores_RR = scores_RR.masked_fill(zeros_RR, 0.0).masked_fill(~seen_RR, float("-inf"))
+        weights_RR = scores_RR.float().softmax(-1).to(q.dtype).masked_fill(zeros_RR, 0.0)
+        out_RNH[:, head] = weights_RR @ v
     return out_RNH.flatten(1).to(dtype)
 
 
-def draft_one_round(head: Head, tokens_T: Tensor, features_RKD: Tensor, anchor: int, steps: int) -> list[int]:
-    """The target ids that ``head`` drafts when ``anchor`` tokens are committed and token x[anchor] is known."""
-    embeds = list(head.embed(tokens_T[1 : anchor + 1]))
-    states = list(head.fuse(features_RKD[:anchor]))
-    drafted: list[int] = []
-    for _ in range(steps):
-        output = head.forward(
-            torch.stack(embeds),
-            torch.stack(states),
-            torch.arange(len(states)),
-            lambda _, q, k, v: plain_causal_attention(q, k, v, head.numerics),
+class Twin:
+    """One request under a head's conduct: its rows, and the rounds that they lead to."""
+
+    def __init__(self, head: Head, tokens_T: Tensor, features_RKD: Tensor, prompt_tokens: int,
+                 sampled_T: Tensor | None = None) -> None:  # fmt: skip
+        """Prefill: a row for each prompt token."""
+        self._head, self._conduct = head, head.conduct
+        self._tokens, self._features, self._prompt = tokens_T, features_RKD, prompt_tokens
+        self._sampled = sampled_T
+        self.rows: list[TwinRow] = []
+        self.anchor = prompt_tokens
+        self._next_row = prompt_tokens - 1
+        self._continued: HeadOutput | None = None
+        for index in range(prompt_tokens):
+            self.rows.append(self._true_row(index))
+
+    def _true_row(self, index: int, blank: bool = False) -> TwinRow:
+        """A committed row: this position's features, and what conduct makes of them."""
+        conduct = self._conduct
+        token = index if conduct.pairing == "own-token" else index + 1
+        last_prompt_row = self._prompt - 1
+        embedded = self._tokens[token]
+        if conduct.chunk is not None and index < last_prompt_row and (index + 1) % conduct.chunk == 0:
+            assert self._sampled is not None
+            embedded = self._sampled[index]
+        source = index - 1 if conduct.pairing == "earlier-features" else index
+        features = self._features[source].clone() if source >= 0 else torch.zeros_like(self._features[0])
+        width = self._head.config.target_hidden_size
+        for slot in range(len(features) // width):
+            part = features[slot * width : (slot + 1) * width]
+            if conduct.unit_taps:
+                size = part.float().pow(2).mean().sqrt().clamp_min(1e-6)
+                part.copy_((part.float() / size).to(part.dtype))
+            if slot in conduct.zero_slots:
+                part.zero_()
+        if conduct.handoff and index == last_prompt_row:
+            features = torch.zeros_like(features)
+        output_token = index + 1 - self._prompt
+        blank = blank or index < min(conduct.blank_prefix, last_prompt_row)
+        blank = blank or conduct.blank_output[0] <= output_token < conduct.blank_output[1]
+        state = self._head.fuse(features[None])[0]
+        return self._row(index, self._placed(index), embedded, state, blank, drafted=0)
+
+    def _drafted_row(self, step: int, token: int, state_E: Tensor) -> TwinRow:
+        """The row that embeds the drafted token number ``step``."""
+        index = self.anchor - 1 + step
+        conduct = self._conduct
+        position = self._placed(self.anchor - 1 + step * conduct.advance + conduct.drafted_offset)
+        return self._row(index, position, torch.tensor(token), state_E, False, drafted=step)
+
+    def _row(self, index: int, position: int, token: Tensor, state: Tensor, blank: bool, *, drafted: int) -> TwinRow:
+        here = len(self.rows)
+        own = here - drafted  # the row itself, or the anchor row of the round
+        conduct = self._conduct
+        sees, zeros = [], []
+        for place, row in enumerate(self.rows):
+            near = conduct.window is None or row.index > index - conduct.window
+            if place > own:
+                seen = near and conduct.chain == "grow"
+            else:
+                seen = near and (not conduct.alone or place == own)
+            empty = row.blank and place != own
+            if seen and not (empty and conduct.blank_fill == "masked"):
+                sees.append(place)
+                if empty:
+                    zeros.append(place)
+        if not (drafted and conduct.chain == "unseen"):
+            sees.append(here)
+        embed = self._head.embed(token[None])[0]
+        return TwinRow(index, position, embed, state, blank, tuple(sees), tuple(zeros))
+
+    def _placed(self, position: int) -> int:
+        position += self._conduct.offset
+        limit = self._conduct.max_position
+        return position if limit is None else min(position, limit - 1)
+
+    def _run(self) -> HeadOutput:
+        """The head over all rows."""
+        count = len(self.rows)
+        seen, zeros = torch.zeros(count, count, dtype=torch.bool), torch.zeros(count, count, dtype=torch.bool)
+        for place, row in enumerate(self.rows):
+            seen[place, list(row.sees)] = True
+            zeros[place, list(row.sees_zeros)] = True
+        return self._head.forward(
+            torch.stack([row.embed_E for row in self.rows]),
+            torch.stack([row.state_E for row in self.rows]),
+            torch.tensor([row.position for row in self.rows]),
+            lambda _, q, k, v: plain_attention(q, k, v, seen, zeros, self._head.numerics),
         )
-        logits_W = head.logits(output.normed_RE[-1:])[0]
-        drafted.append(int(head.target_ids_W[int(logits_W.argmax())]))
-        embeds.append(head.embed(torch.tensor([drafted[-1]]))[0])
-        states.append(output.feedback_RE[-1])
-    return drafted
+
+    def draft(self, steps: int) -> list[int]:
+        """Target ids drafted from the anchor; drafted rows stay until ``commit``."""
+        head, drafted = self._head, list[int]()
+        if self._continued is None:
+            output, place = self._run(), self._next_row
+        else:
+            output, place = self._continued, -1
+        continues = self._conduct.next_row == "drafted"
+        for step in range(1, steps + 1):
+            logits_W = head.logits(output.normed_RE[place][None])[0]
+            drafted.append(int(head.target_ids_W[int(logits_W.argmax())]))
+            if step < steps or continues:
+                self.rows.append(self._drafted_row(step, drafted[-1], output.feedback_RE[place]))
+                output, place = self._run(), -1
+        self._continued = output if continues else None
+        if self._conduct.dummy_from is not None and self.anchor - 1 >= self._conduct.dummy_from:
+            return [0] * steps
+        return drafted
+
+    def commit(self, steps: int, accepted: int) -> None:
+        """Verify took ``accepted`` tokens: what becomes of the rows, and from which one the next round drafts."""
+        conduct, anchor = self._conduct, self.anchor
+        base = len(self.rows) - (steps - 1) - (conduct.next_row == "drafted")
+        kept = {"refresh": 0, "stale": min(accepted, steps - 1), "accumulate": steps - 1}[conduct.rewrite]
+        self.rows = self.rows[: base + kept]
+        hole = anchor + accepted - 1 if conduct.blank_accepted and accepted else None
+        if conduct.rewrite == "stale":
+            self.rows = [
+                replace(row, blank=True) if place >= base and row.index == hole else row
+                for place, row in enumerate(self.rows)
+            ]
+        first = anchor + (kept if conduct.rewrite == "stale" else 0)
+        written = len(self.rows)
+        for index in range(first, anchor + accepted + 1):
+            self.rows.append(self._true_row(index, blank=index == hole))
+        last = len(self.rows) - 1
+        self._next_row = {"first": written, "previous": max(written, last - 1)}.get(conduct.next_row, last)
+        if accepted == steps:
+            self._continued = None
+        self.anchor += accepted + 1
+
+
+def draft_one_round(
+    head: Head,
+    tokens_T: Tensor,
+    features_RKD: Tensor,
+    anchor: int,
+    steps: int,
+    *,
+    prompt_tokens: int | None = None,
+    sampled_T: Tensor | None = None,
+) -> list[int]:
+    """The target ids that ``head`` drafts when ``anchor`` tokens are committed and token x[anchor] is known.
+
+    ``prompt_tokens`` of these are the prompt (None: all), which matters only to conduct that speaks of it.
+    """
+    twin = Twin(head, tokens_T, features_RKD, anchor if prompt_tokens is None else prompt_tokens, sampled_T)
+    while twin.anchor < anchor:
+        twin.commit(1, 0)  # one token after the other, as if nothing were ever accepted
+    return twin.draft(steps)
 
 
 def replay_request(
-    head: Head, tokens_T: Tensor, features_RKD: Tensor, prompt_tokens: int, steps: int, tail: tuple[int, ...] = ()
+    head: Head,
+    tokens_T: Tensor,
+    features_RKD: Tensor,
+    prompt_tokens: int,
+    steps: int,
+    tail: tuple[int, ...] = (),
+    sampled_T: Tensor | None = None,
 ) -> list[TwinRound]:
     """The served walk of one request: draft, compare with what the target chose, jump, until the output ends."""
     chosen = [int(token) for token in tokens_T] + list(tail)
-    rounds = []
-    anchor = prompt_tokens
-    while anchor < len(tokens_T) - 1:
-        drafted = draft_one_round(head, tokens_T, features_RKD, anchor, steps)
-        accepted = 0
+    rounds: list[TwinRound] = []
+    if prompt_tokens >= len(tokens_T) - 1:
+        return rounds
+    twin = Twin(head, tokens_T, features_RKD, prompt_tokens, sampled_T)
+    while twin.anchor < len(tokens_T) - 1:
+        drafted = twin.draft(steps)
+        anchor, accepted = twin.anchor, 0
         while accepted < steps and anchor + 1 + accepted < len(chosen):
             if drafted[accepted] != chosen[anchor + 1 + accepted]:
                 break
             accepted += 1
         rounds.append(TwinRound(anchor, tuple(drafted), accepted))
-        anchor += accepted + 1
+        if anchor + accepted + 1 >= len(tokens_T) - 1:
+            break
+        twin.commit(steps, accepted)
     return rounds

@@ -20,7 +20,8 @@ from write_text import END, PREFIX, REPLY
 
 from replay.accept import continuations, count_accepted, served_walk
 from replay.head import Head
-from replay.passes import DraftInput, draft_every_anchor
+from replay.passes import draft_every_anchor
+from replay.rows import DraftInput
 from replay.weights import read_checkpoint
 
 TAPS = (3, 16)

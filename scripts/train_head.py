@@ -31,7 +31,7 @@ from torch import Tensor
 from write_text import read_rows
 
 from replay.head import Head, HeadOutput
-from replay.passes import DraftInput
+from replay.rows import DraftInput
 from replay.weights import Checkpoint, HeadConfig, check_checkpoint, expected_tensors, parse_config
 
 HELD_OUT = 20  # every 20th conversation of the first text file

@@ -14,7 +14,8 @@ import click
 import torch
 
 import replay
-from replay.passes import DraftInput, draft_every_anchor
+from replay.passes import draft_every_anchor
+from replay.rows import DraftInput
 from replay.simulation import PACK_ROWS, build_head, draft_input, resolve
 from replay.twin import replay_request
 

@@ -8,7 +8,8 @@ from replay.accept import continuations, count_accepted, served_walk
 from replay.engines import ENGINES, NUMERICS
 from replay.head import Head
 from replay.ordered import replay_in_order
-from replay.passes import DraftInput, draft_every_anchor, served_products
+from replay.passes import draft_every_anchor, served_products
+from replay.rows import DraftInput
 from replay.twin import draft_one_round, replay_request
 
 HEADS = {

@@ -20,7 +20,8 @@ from torch import Tensor
 from replay import passes
 from replay.engines import ENGINES, NUMERICS
 from replay.head import Head, load_head
-from replay.passes import DraftInput, draft_every_anchor
+from replay.passes import draft_every_anchor
+from replay.rows import DraftInput
 from replay.weights import Checkpoint
 
 STEPS = 5

@@ -9,7 +9,8 @@ from test_passes import make_head, requests
 
 from replay.accept import continuations, count_accepted, count_accepted_in_tree, served_walk
 from replay.head import Head
-from replay.passes import DraftInput, draft_every_anchor
+from replay.passes import draft_every_anchor
+from replay.rows import DraftInput
 from replay.tree import (
     ORPHAN,
     ROOT,

@@ -1,0 +1,131 @@
+"""How an engine runs a head: which rows it makes, what each may see, what stays behind after a round.
+
+The default is what a healthy server does (SGLang 0.5.23 speculative/eagle_worker_v2.py, models/llama_eagle3.py).
+Faults (faults.py) are other values of these fields. The engines (passes.py, walk.py), the head (head.py) and the twin
+(twin.py) read them; each says for itself what a field means there, so that tests can hold them against each other.
+
+Words: row i pairs the embedding of token x[i+1] with the features of position i. Anchor S drafts from row S-1, its
+anchor row; the rows that its steps add are drafted rows, j = 1 .. K-1 embedding the j-th drafted token.
+"""
+
+from dataclasses import dataclass, fields
+
+# What a committed row pairs: x[i+1] with its features; its own token x[i]; or the features of the position before.
+PAIRINGS = ("next-token", "own-token", "earlier-features")
+# Which drafted rows a drafted row sees beside itself: all earlier ones; none, its slot being the only one; and itself
+# neither, where the length that attention reads was not advanced.
+CHAINS = ("grow", "overwrite", "unseen")
+# What becomes of the draft KV after verify: rows of true features replace the drafted ones; accepted drafted rows stay
+# and only what is missing is made from true features; every drafted row stays and the true ones come behind them.
+REWRITES = ("refresh", "stale", "accumulate")
+# The row from which the next round drafts: the last accepted token's; the first or the one before the last of the rows
+# that verify rewrote; or the last drafted one, accepted or not.
+NEXT_ROWS = ("accepted", "first", "previous", "drafted")
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """What may differ while a head runs. Numbers are rows (tokens) unless said otherwise.
+
+    Head: ``feedback`` ``pre`` or ``post`` the final norm (None: as the config says), ``skip_norms`` norm names that
+    multiply nothing and normalise nothing, ``residual_normed`` the stream starts from the normed features,
+    ``features_first`` order of the halves that enter layer 0, ``later_norm`` norm at the entry of layers >= 1,
+    ``later_residual`` whether these add to the stream before them, ``interleaved`` rotary pairs (2i, 2i+1) instead of
+    (i, i + half), ``target_lm_head`` the target's output rows stand in for the head's.
+
+    Rows: ``pairing``, ``zero_slots`` slots of the wiring that are fed zeros, ``unit_taps`` every tap divided by its
+    root mean square, ``chunk`` the prompt came in chunks whose last rows embed what the target would sample there,
+    ``handoff`` the last prompt row has zero features.
+
+    Positions: ``offset`` of all rows, ``drafted_offset`` of drafted rows beyond that, ``advance`` per step,
+    ``max_position`` positions from there on are the last one below, ``dummy_from`` anchors whose row stands there or
+    later draft token 0.
+
+    Attention: ``window`` keys that a row sees, itself included, ``alone`` committed rows other than the anchor row are
+    out of sight, ``blank_prefix`` so many prompt rows (never the last one) left no KV, ``blank_output`` rows of output
+    tokens [start, stop) left none, ``blank_fill`` whether what was left is ``zero`` slots or ``masked`` ones.
+
+    After verify: ``rewrite``, ``blank_accepted`` the row of the last accepted drafted token leaves no KV, ``next_row``.
+    """
+
+    feedback: str | None = None
+    skip_norms: tuple[str, ...] = ()
+    residual_normed: bool = False
+    features_first: bool = False
+    later_norm: str = "hidden_norm"
+    later_residual: bool = True
+    interleaved: bool = False
+    target_lm_head: bool = False
+
+    pairing: str = "next-token"
+    zero_slots: tuple[int, ...] = ()
+    unit_taps: bool = False
+    chunk: int | None = None
+    handoff: bool = False
+
+    offset: int = 0
+    drafted_offset: int = 0
+    advance: int = 1
+    max_position: int | None = None
+    dummy_from: int | None = None
+
+    window: int | None = None
+    alone: bool = False
+    blank_prefix: int = 0
+    blank_output: tuple[int, int] = (0, 0)
+    blank_fill: str = "zero"
+    chain: str = "grow"
+
+    rewrite: str = "refresh"
+    blank_accepted: bool = False
+    next_row: str = "accepted"
+
+    @property
+    def follows_walk(self) -> bool:
+        """Whether the draft KV or the next draft depends on the rounds before, so that rounds must run in order."""
+        return self._differs(_AFTER_VERIFY)
+
+    @property
+    def chains_only(self) -> bool:
+        """Whether it says something of drafted rows or of what a row sees, which trees do in their own way."""
+        return self._differs(_DRAFTED + _AFTER_VERIFY)
+
+    def of_head(self) -> "Conduct":
+        """The fields that the head itself reads; the others as in a healthy server."""
+        return Conduct(**{name: getattr(self, name) for name in _HEAD})
+
+    def of_first_pass(self) -> "Conduct":
+        """The fields on which the committed rows of a round depend; drafted rows and what follows as if healthy."""
+        return Conduct(**{name: getattr(self, name) for name in _ALL if name not in _LATER})
+
+    def _differs(self, names: tuple[str, ...]) -> bool:
+        return any(getattr(self, field.name) != field.default for field in fields(self) if field.name in names)
+
+
+_HEAD = (
+    "feedback",
+    "skip_norms",
+    "residual_normed",
+    "features_first",
+    "later_norm",
+    "later_residual",
+    "interleaved",
+    "target_lm_head",
+)
+_AFTER_VERIFY = ("rewrite", "blank_accepted", "next_row")
+_DRAFTED = (
+    "drafted_offset",
+    "advance",
+    "max_position",
+    "dummy_from",
+    "window",
+    "alone",
+    "blank_prefix",
+    "blank_output",
+    "offset",
+    "chain",
+)
+# Read only after the first pass over committed rows.
+_LATER = ("drafted_offset", "advance", "dummy_from", "chain", *_AFTER_VERIFY)
+_ALL = tuple(field.name for field in fields(Conduct))
+HEALTHY = Conduct()
