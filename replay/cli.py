@@ -230,8 +230,16 @@ def capture(
     "kvs",
     multiple=True,
     metavar="P",
-    help="Draft KV: refresh, rewritten from target features after each verify, and in trees laid out as the engine "
-    "does it: slot (SGLang: a node sees what stood in its column) or path (EAGLE: its ancestors).  [default: refresh]",
+    help="Draft KV: refresh, rewritten from target features after each verify, or a policy: stale, accumulate, "
+    "last-hole, none, overwrite, unseen, hole:P, chunk:N, window:N, row:WHICH. In trees slot (SGLang: a node sees what "
+    "stood in its column) or path (EAGLE: its ancestors).  [default: refresh; in trees the engine's]",
+)
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="A known fault, or several joined by +, to replay; none is a healthy server. `replay faults` lists them.",
 )
 @click.option("--verify", default="greedy", show_default=True, metavar="RULE", help="Acceptance rule.")
 @click.option("--temperature", type=float, metavar="X", help="Must be the one that the trace was recorded at.")
@@ -243,12 +251,14 @@ def capture(
 def simulate(
     trace: Path, drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...], topk: tuple[int, ...],
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], numerics: tuple[str, ...], kvs: tuple[str, ...],
-    verify: str, temperature: float | None, engine: str, device: str, output: Path | None, force: bool, as_json: bool,
+    faults: tuple[str, ...], verify: str, temperature: float | None, engine: str, device: str, output: Path | None,
+    force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
     Repeated options make a sweep: every combination is replayed on the same trace.
     """
+    from replay.faults import parse_faults
     from replay.traces.reader import Trace
     from replay.traces.rounds import write_rounds
     from replay.variant import sweep
@@ -274,6 +284,7 @@ def simulate(
         kv=list(kvs) or [None],
         verify=[verify],
         engine=[engine],
+        faults=[parse_faults(text) for text in faults] or [()],
     )
     for wanted in num_draft_tokens:
         for chain_steps in sorted({variant.steps for variant in variants if variant.topk == 1}):
@@ -284,6 +295,25 @@ def simulate(
     _show(rounds, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
+
+
+@cli.command()
+@_json_option
+def faults(as_json: bool) -> None:
+    """List the faults that simulate --fault can replay, with their values."""
+    from dataclasses import asdict
+
+    from replay.faults import FAULTS
+
+    if as_json:
+        _print_json([{k: v for k, v in asdict(kind).items() if k != "change"} for kind in FAULTS.values()])
+        return
+    from rich.table import Table
+
+    table = Table("fault", "what it does", "values", "without a value")
+    for kind in FAULTS.values():
+        table.add_row(kind.name, kind.what, kind.values, kind.default or "needs one")
+    _print(table)
 
 
 @cli.command()

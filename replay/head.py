@@ -10,6 +10,7 @@ Everything is differentiable, so training can use the same forward.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from math import log, pi
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.nn import functional
 from replay.conduct import HEALTHY, Conduct
 from replay.engines import ENGINES, NUMERICS, EngineProfile, Numerics
 from replay.errors import CheckpointError
-from replay.weights import Checkpoint, Rope, check_checkpoint, parse_config, read_checkpoint
+from replay.weights import Checkpoint, HeadConfig, Rope, check_checkpoint, parse_config, read_checkpoint
 
 
 class Attend(Protocol):
@@ -57,6 +58,7 @@ class Head:
         device: str | torch.device = "cpu",
         product_rows: int | None = None,
         conduct: Conduct = HEALTHY,
+        own_embedding: bool | None = None,
     ) -> None:
         """Bind a checkpoint to its target.
 
@@ -64,7 +66,8 @@ class Head:
         are used as they are and never copied whole. ``product_rows`` runs every matrix product over at most so many
         rows: kernels choose their order of summation by the number of rows, so equality to the last bit with a server
         that runs a few rows at a time asks for products as small as its own. ``conduct`` is how the engine runs the
-        head where that differs from a healthy server.
+        head where that differs from a healthy server, ``own_embedding`` whose embedding it reads (None: as the
+        profile says).
         Raises CheckpointError where head and target do not fit.
         """
         self.name = checkpoint.name
@@ -81,7 +84,9 @@ class Head:
             for key, tensor in checkpoint.tensors.items()
             if key not in ("d2t", "t2d", "embed_tokens.weight")
         }
-        self._embed_VE = self._choose_embedding(checkpoint, target_embed_VE, profile)
+        self._embed_VE = self._choose_embedding(
+            checkpoint, target_embed_VE, profile, profile.own_embedding if own_embedding is None else own_embedding
+        )
         tied = target_lm_head_VE is None
         self.target_ids_W = self._target_ids(checkpoint)
         self._lm_head_WE = self._choose_lm_head(target_embed_VE if tied else target_lm_head_VE)
@@ -91,10 +96,20 @@ class Head:
         self._fused = [self._fuse_projections(layer) for layer in range(self.config.num_layers)]
         self._inv_freq = inverse_frequencies(self.config.rope, self.config.rotary_dim).to(self.device)
 
-    def _choose_embedding(self, checkpoint: Checkpoint, target_VE: Tensor | None, profile: EngineProfile) -> Tensor:
+    def variation(self, conduct: Conduct, config: HeadConfig) -> "Head":
+        """This head with the same weights under another conduct, or a config that differs in RoPE only."""
+        other = copy(self)
+        other.conduct, other.config = conduct, config
+        other._product_sizes = ()
+        other._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
+        return other
+
+    def _choose_embedding(
+        self, checkpoint: Checkpoint, target_VE: Tensor | None, profile: EngineProfile, own: bool
+    ) -> Tensor:
         own_VE = checkpoint.tensors.get("embed_tokens.weight")
         same_width = self.config.hidden_size == self.config.target_hidden_size
-        if own_VE is not None and (profile.own_embedding or not same_width):
+        if own_VE is not None and (own or not same_width):
             return own_VE.to(self.device)
         if own_VE is not None:
             self.notes.append(f"{profile.name} replaces the head's own embed_tokens by the target's")

@@ -1,7 +1,8 @@
 """A trace, heads and variants become rounds: what a server would have done, request by request."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -9,18 +10,18 @@ import numpy as np
 import torch
 
 from replay.accept import Round, continuations, count_accepted, count_accepted_in_tree, served_walk
-from replay.engines import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
-from replay.errors import CheckpointError, UsageError
-from replay.head import Head
-from replay.passes import Drafts, draft_every_anchor
+from replay.binding import Group, draft_input, group_variants, resolve, sampled_after_chunks
+from replay.errors import UsageError
+from replay.passes import Drafts, FirstPass, draft_every_anchor, first_pass
 from replay.rows import DraftInput
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 from replay.traces.taps import FINAL
-from replay.tree import Trees, TreeSize, draft_every_tree
+from replay.tree import Trees, draft_every_tree
 from replay.variant import Variant, name_variants
+from replay.walk import walk
 from replay.weights import Checkpoint
-from replay.wiring import Wiring, check_wiring, default_wiring, engine_ids, sglang_wiring
+from replay.wiring import engine_ids
 
 if TYPE_CHECKING:
     import polars as pl
@@ -47,60 +48,6 @@ class _Tally:
     ties: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Variants that differ in steps and the size of their trees only: one run at the most steps serves them all."""
-
-    head: Head
-    wiring: Wiring
-    topk: int
-    kv: str
-    sizes: tuple[TreeSize, ...]
-    members: tuple[int, ...]
-
-
-def resolve(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Variant:
-    """The variant with wiring, precision and numerics filled in as its engine would. Raises WiringError, UsageError."""
-    target = trace.header.target
-    config = checkpoint.config
-    wiring = variant.wiring
-    if wiring is None and not config.use_aux_hidden_state:
-        wiring = Wiring((FINAL,))
-    elif wiring is None and ENGINES[variant.engine].reads_layer_ids:
-        wiring = sglang_wiring(config.layer_ids, model_type=target.model_type, layers=target.layers)
-    elif wiring is None:
-        wiring = default_wiring(target.layers)
-    return replace(
-        variant,
-        wiring=wiring,
-        precision=variant.precision or precision_of_dtype(target.dtype),
-        numerics=variant.numerics or ENGINES[variant.engine].numerics,
-    )
-
-
-def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
-    """Refuse a head or wiring that does not fit the trace, from names and sizes alone.
-
-    Raises WiringError or CheckpointError.
-    """
-    target = trace.header.target
-    config = checkpoint.config
-    if config.target_hidden_size != target.hidden_size:
-        raise CheckpointError(
-            f"draft head {checkpoint.name} reads features {config.target_hidden_size} wide, the trace's target "
-            f"{target.name} is {target.hidden_size} wide; give a head that was made for this target"
-        )
-    if config.hidden_size != config.target_hidden_size and config.vocab_size < target.vocab_size:
-        raise CheckpointError(
-            f"draft head {checkpoint.name} embeds {config.vocab_size} tokens, the trace's target {target.name} has "
-            f"{target.vocab_size}; give a head that was made for this target"
-        )
-    # A head that reads the final state takes it as it stands where the widths agree: no fc (Head.fuse).
-    skips_fc = not config.use_aux_hidden_state and target.hidden_size == config.hidden_size
-    inputs = target.hidden_size if skips_fc else config.fc_inputs
-    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=inputs)
-
-
 def simulate(
     trace: Trace,
     checkpoints: Mapping[str, Checkpoint],
@@ -124,20 +71,17 @@ def simulate(
     if unknown:
         raise UsageError(f"no head is called {', '.join(unknown)}; there are {', '.join(checkpoints) or 'none'}")
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
-    for variant in resolved:
-        assert variant.wiring is not None
-        check_fit(checkpoints[variant.draft], variant.wiring, trace)
-        _check_topk(checkpoints[variant.draft], variant.topk)
     names = name_variants(resolved)
-    groups = _group(resolved, checkpoints, trace, device)
+    groups = group_variants(resolved, checkpoints, trace, device)
+    stems = [list(alike) for _, alike in groupby(groups, key=lambda group: group.stem)]
     tallies = [_Tally() for _ in resolved]
     table = _RoundsTable(names)
     total = len(trace.requests)
     with torch.inference_mode():
         done = 0
         for pack in _packs(trace, groups):
-            for group in groups:
-                _replay_pack(group, pack, resolved, tallies, table)
+            for stem in stems:
+                _replay_pack(stem, pack, trace, tallies, table)
             done += len(pack)
             on_event(Progress(done, total))
     return Rounds(
@@ -152,80 +96,15 @@ def simulate(
     )
 
 
-# The most rows for which oneDNN's bf16 products gave every row the same bits as alone (torch 2.13, AMX). A server that
-# decodes a few requests at a time stays below it.
-SERVED_PRODUCT_ROWS = 32
-
-
-def build_head(checkpoint: Checkpoint, variant: Variant, trace: Trace, device: str = "cpu") -> Head:
-    """The head of a resolved variant, bound to the trace's target tables."""
-    engine = trace.header.engine
-    same_kernels = engine.name == "sglang" and engine.details.get("device") == "cpu" and device == "cpu"
-    assert variant.precision is not None and variant.numerics is not None
-    return Head(
-        checkpoint,
-        target_embed_VE=trace.embed_weight(),
-        target_lm_head_VE=trace.lm_head_weight() if checkpoint.config.lm_head == "target" else None,
-        profile=ENGINES[variant.engine],
-        numerics=NUMERICS[variant.numerics],
-        dtype=getattr(torch, PRECISIONS[variant.precision]),
-        device=device,
-        product_rows=SERVED_PRODUCT_ROWS if same_kernels and variant.numerics == "sglang" else None,
-    )
-
-
-def draft_input(rows: RequestRows, wiring: Wiring) -> DraftInput:
-    """One request of the trace as the engine takes it."""
-    features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
-    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens)
-
-
-def _group(
-    variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint], trace: Trace, device: str
-) -> list[_Group]:
-    alike: dict[tuple[Variant, int, str | None], list[int]] = {}
-    for place, variant in enumerate(variants):
-        alike.setdefault((_without_drafting(variant), variant.topk, variant.kv), []).append(place)
-    heads: dict[Variant, Head] = {}
-    groups = []
-    for members in alike.values():
-        first = variants[members[0]]
-        assert first.wiring is not None
-        assert first.kv is not None
-        wiringless = replace(_without_drafting(first), wiring=None)
-        if wiringless not in heads:
-            heads[wiringless] = build_head(checkpoints[first.draft], first, trace, device)
-        sizes = tuple(_size(variants[member]) for member in members)
-        groups.append(_Group(heads[wiringless], first.wiring, first.topk, first.kv, sizes, tuple(members)))
-    return groups
-
-
-def _without_drafting(variant: Variant) -> Variant:
-    """What the head itself depends on: the variant with its chain or tree taken away."""
-    return replace(variant, steps=1, topk=1)
-
-
-def _size(variant: Variant) -> TreeSize:
-    assert variant.num_draft_tokens is not None
-    return TreeSize(variant.steps, variant.num_draft_tokens)
-
-
-def _check_topk(checkpoint: Checkpoint, topk: int) -> None:
-    """Raises UsageError."""
-    if topk > checkpoint.config.draft_vocab_size:
-        raise UsageError(
-            f"topk {topk} was asked for, draft head {checkpoint.name} has {checkpoint.config.draft_vocab_size} tokens "
-            "to draft; type a smaller --topk"
-        )
-
-
-def _packs(trace: Trace, groups: Sequence[_Group]) -> Iterator[list[RequestRows]]:
+def _packs(trace: Trace, groups: Sequence[Group]) -> Iterator[list[RequestRows]]:
     """Requests in trace order, a few thousand rows at a time, with every tap that some variant reads."""
-    taps = tuple(dict.fromkeys(tap for group in groups for tap in group.wiring.taps))
+    taps = dict.fromkeys(tap for group in groups for tap in group.wiring.taps)
+    if any(group.head.conduct.chunk is not None for group in groups):
+        taps[FINAL] = None
     pack: list[RequestRows] = []
     rows = 0
     for index in range(len(trace.requests)):
-        request = trace.read(index, taps)
+        request = trace.read(index, tuple(taps))
         if pack and rows + len(request.tokens) > PACK_ROWS:
             yield pack
             pack, rows = [], 0
@@ -236,26 +115,75 @@ def _packs(trace: Trace, groups: Sequence[_Group]) -> Iterator[list[RequestRows]
 
 
 def _replay_pack(
-    group: _Group,
+    stem: Sequence[Group], pack: Sequence[RequestRows], trace: Trace, tallies: Sequence[_Tally], table: "_RoundsTable"
+) -> None:
+    """Groups of one stem: inputs and first pass are made once."""
+    start = perf_counter()
+    lead = stem[0]
+    chunk = lead.head.conduct.chunk
+    inputs = [
+        draft_input(rows, lead.wiring, None if chunk is None else sampled_after_chunks(rows, trace, chunk))
+        for rows in pack
+    ]
+    anchors = sum(item.anchors for item in inputs)
+    shares = anchors and not all(group.head.conduct.follows_walk for group in stem)
+    first = first_pass(lead.head, inputs) if shares else None
+    members = sum(len(group.members) for group in stem)
+    common = (perf_counter() - start) / members
+    for group in stem:
+        for member in group.members:
+            tallies[member].seconds += common
+        if group.head.conduct.follows_walk:
+            _walk_in_order(group, pack, inputs, tallies, table)
+        else:
+            _replay_anchors(group, pack, inputs, first, tallies, table)
+
+
+def _replay_anchors(
+    group: Group,
     pack: Sequence[RequestRows],
-    variants: Sequence[Variant],
+    inputs: list[DraftInput],
+    first: FirstPass | None,
     tallies: Sequence[_Tally],
     table: "_RoundsTable",
 ) -> None:
     start = perf_counter()
-    drafts = _draft(group, [draft_input(rows, group.wiring) for rows in pack])
+    drafts = _draft(group, inputs, first)
     seconds = perf_counter() - start
-    for member, drafted in zip(group.members, drafts, strict=True):
+    for member, size, drafted in zip(group.members, group.sizes, drafts, strict=True):
         tallies[member].seconds += seconds / len(group.members)  # one run serves them all
         for rows, draft in zip(pack, drafted, strict=True):
-            _walk(rows, draft, variants[member].steps, tallies[member], table, member)
+            _walk(rows, draft, size.steps, tallies[member], table, member)
 
 
-def _draft(group: _Group, inputs: list[DraftInput]) -> Sequence[Sequence[Drafts | Trees]]:
+def _walk_in_order(
+    group: Group,
+    pack: Sequence[RequestRows],
+    inputs: list[DraftInput],
+    tallies: Sequence[_Tally],
+    table: "_RoundsTable",
+) -> None:
+    """Rounds whose draft KV depends on those before: each number of steps walks by itself, past the other anchors."""
+    tails = [rows.tail_ids for rows in pack]
+    for member, size in zip(group.members, group.sizes, strict=True):
+        start = perf_counter()
+        walked = walk(group.head, inputs, size.steps, tails)
+        tallies[member].seconds += perf_counter() - start
+        for rows, rounds in zip(pack, walked, strict=True):
+            last = len(rows.tokens) - 1
+            played = [
+                Round(anchor, accepted, cut=anchor + accepted + 1 > last)
+                for anchor, accepted in zip(rounds.anchors, rounds.accepted, strict=True)
+            ]
+            tallies[member].ties += int(rounds.tied_RK.sum())
+            table.add(member, rows.request_id, played, rounds.drafted_RK.numpy())
+
+
+def _draft(group: Group, inputs: list[DraftInput], first: FirstPass | None) -> Sequence[Sequence[Drafts | Trees]]:
     """For each member of the group what it drafts, request by request."""
     if group.topk > 1:
-        return draft_every_tree(group.head, inputs, topk=group.topk, sizes=group.sizes, kv=group.kv)
-    chains = draft_every_anchor(group.head, inputs, max(size.steps for size in group.sizes))
+        return draft_every_tree(group.head, inputs, topk=group.topk, sizes=group.sizes, kv=group.kv, first=first)
+    chains = draft_every_anchor(group.head, inputs, max(size.steps for size in group.sizes), first=first)
     return [
         [Drafts(chain.drafted_AK[:, : size.steps], chain.tied_AK[:, : size.steps]) for chain in chains]
         for size in group.sizes
@@ -332,7 +260,7 @@ def _variant_info(name: str, variant: Variant, tally: _Tally, trace: Trace) -> V
         verify=variant.verify,
         temperature=trace.header.capture.temperature,
         engine=variant.engine,
-        faults=(),
+        faults=tuple(map(str, variant.faults)),
         seconds=round(tally.seconds, 3),
         anchors=tally.anchors,
         anchors_accepted=tally.anchors_accepted,
@@ -386,7 +314,7 @@ def _describe_wirings(variants: Sequence[Variant], trace: Trace) -> dict[str, li
 
 
 def _describe_head(
-    name: str, checkpoint: Checkpoint, variants: Sequence[Variant], groups: Sequence[_Group]
+    name: str, checkpoint: Checkpoint, variants: Sequence[Variant], groups: Sequence[Group]
 ) -> dict[str, Any]:
     config = checkpoint.config
     notes = [note for group in groups if variants[group.members[0]].draft == name for note in group.head.notes]

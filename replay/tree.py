@@ -74,29 +74,38 @@ class Trees:
 
 
 def draft_every_tree(
-    head: Head, inputs: Sequence[DraftInput], *, topk: int, sizes: Sequence[TreeSize], kv: str
+    head: Head,
+    inputs: Sequence[DraftInput],
+    *,
+    topk: int,
+    sizes: Sequence[TreeSize],
+    kv: str,
+    first: FirstPass | None = None,
 ) -> list[list[Trees]]:
     """For each of ``sizes`` the trees of every anchor, request by request in the order of ``inputs``.
 
-    ``kv`` is ``slot`` or ``path``. All sizes are cut from the same candidates. Equal to growing each tree by itself
-    (tree_twin.py) up to the rounding of products over other numbers of rows.
+    ``kv`` is ``slot`` or ``path``, ``first`` the first pass over the same inputs where it was made before. All sizes
+    are cut from the same candidates. Equal to growing each tree by itself (tree_twin.py) up to the rounding of
+    products over other numbers of rows.
     """
     inputs = list(inputs)
     counts = [item.anchors for item in inputs]
     most_steps = max(size.steps for size in sizes)
     blocks: list[list[Trees]] = [[_no_trees(size)] for size in sizes]
-    for candidates in grow_in_blocks(head, inputs, topk=topk, steps=most_steps, kv=kv):
+    for candidates in grow_in_blocks(head, inputs, topk=topk, steps=most_steps, kv=kv, first=first):
         for trees, size in zip(blocks, sizes, strict=True):
             trees.append(keep_best(candidates, size))
     return [_by_request(trees, counts) for trees in blocks]
 
 
-def grow_in_blocks(head: Head, inputs: Sequence[DraftInput], *, topk: int, steps: int, kv: str) -> Iterator[Candidates]:
+def grow_in_blocks(
+    head: Head, inputs: Sequence[DraftInput], *, topk: int, steps: int, kv: str, first: FirstPass | None = None
+) -> Iterator[Candidates]:
     """The candidates of all requests' anchors, some anchors at a time. Those of fewer steps lead those of more."""
     counts = [item.anchors for item in inputs]
     if sum(counts) == 0:
         return
-    first = first_pass(head, inputs)
+    first = first or first_pass(head, inputs)
     size = max(1, min(_BLOCK_ROWS // topk, _BLOCK_CANDIDATES // count_candidates(topk, steps)))
     for start in range(0, sum(counts), size):
         yield _Block(head, first, counts, start, min(start + size, sum(counts)), topk, kv).grow(steps)

@@ -7,6 +7,7 @@ from typing import Any
 
 from replay.engines import NUMERICS, PRECISIONS, EngineProfile, engine_profile
 from replay.errors import UsageError
+from replay.faults import KV_POLICIES, Fault, parse_policy
 from replay.wiring import Wiring
 
 MAX_STEPS = 64
@@ -26,9 +27,10 @@ class Variant:
     the known one included. A chain has steps + 1 whatever is given, as SGLang sets it
     (arg_groups/speculative_hook.py); a tree has no default, there as here.
 
-    ``kv``: committed draft KV always comes from true features (``refresh``). What a node of a tree sees beyond it has
-    a layout of its own: ``slot`` whatever stood in its column, ``path`` its ancestors; ``refresh`` or None means the
-    engine's. A chain has one column, so that all of these are ``refresh``. Greedily verified, no faults.
+    ``kv``: committed draft KV comes from true features (``refresh``), unless a policy such as ``stale`` or ``hole:16``
+    (``faults.parse_policy``) says otherwise. What a node of a tree sees beyond it has a layout of its own: ``slot``
+    whatever stood in its column, ``path`` its ancestors; ``refresh`` or None means the engine's. A chain has one
+    column, so that these three are ``refresh`` there. ``faults`` are applied one after the other, ``kv``'s last.
     """
 
     draft: str
@@ -41,6 +43,7 @@ class Variant:
     kv: str | None = None
     verify: str = "greedy"
     engine: str = "sglang"
+    faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value that cannot be."""
@@ -51,10 +54,16 @@ class Variant:
             raise UsageError(f"topk {self.topk} was asked for, possible are 1 (a chain) to {MAX_TOPK}")
         _one_of("precision", self.precision, (None, *PRECISIONS))
         _one_of("numerics", self.numerics, (None, *NUMERICS))
-        _one_of("kv", self.kv, (None, CHAIN_KV, *TREE_KVS))
+        if self.kv not in (None, CHAIN_KV, *TREE_KVS):
+            parse_policy(str(self.kv))
         _one_of("verify", self.verify, ("greedy",))
         object.__setattr__(self, "num_draft_tokens", _tokens(self.topk, self.steps, self.num_draft_tokens))
         object.__setattr__(self, "kv", _layout(self.topk, self.kv, profile))
+
+    @property
+    def all_faults(self) -> tuple[Fault, ...]:
+        """The faults, with that of a draft KV policy behind them."""
+        return self.faults if self.kv in (None, CHAIN_KV, *TREE_KVS) else (*self.faults, parse_policy(str(self.kv)))
 
 
 def count_candidates(topk: int, steps: int) -> int:
@@ -81,7 +90,12 @@ def _tokens(topk: int, steps: int, wanted: int | None) -> int:
 
 def _layout(topk: int, wanted: str | None, profile: EngineProfile) -> str:
     if topk == 1:
-        return CHAIN_KV
+        return CHAIN_KV if wanted is None or wanted in TREE_KVS else wanted
+    if wanted not in (None, CHAIN_KV, *TREE_KVS):
+        raise UsageError(
+            f"kv {wanted} was asked for in trees of topk {topk}, possible are {', '.join(TREE_KVS)}; type --topk 1 "
+            f"for one of {KV_POLICIES}"
+        )
     return profile.tree_kv if wanted in (None, CHAIN_KV) else str(wanted)
 
 
@@ -133,10 +147,12 @@ def name_variants(variants: list[Variant]) -> list[str]:
 
 def _follows(variant: Variant, name: str) -> bool:
     """Whether the field says nothing that topk 1 has not said."""
-    return variant.topk == 1 and name in ("num_draft_tokens", "kv")
+    return (variant.topk == 1 and name == "num_draft_tokens") or (name == "kv" and variant.kv == CHAIN_KV)
 
 
 def _spell(name: str, value: object) -> str:
     if name in ("draft", "wiring", "precision", "numerics"):
         return str(value)
+    if isinstance(value, tuple):
+        return "+".join(str(fault) for fault in value) or "healthy"
     return f"{name}={value}"

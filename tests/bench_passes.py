@@ -14,9 +14,10 @@ import click
 import torch
 
 import replay
+from replay.binding import build_head, draft_input, resolve
 from replay.passes import draft_every_anchor
 from replay.rows import DraftInput
-from replay.simulation import PACK_ROWS, build_head, draft_input, resolve
+from replay.simulation import PACK_ROWS
 from replay.twin import replay_request
 
 

@@ -10,13 +10,13 @@ import torch
 from rig.server import start_server
 
 import replay
+from replay.binding import build_head, draft_input, resolve
 from replay.capture.recording import RECORD_VARIABLE
 from replay.capture.serve import ServeOptions, prepare
 from replay.capture.server import capture_server
 from replay.capture.server_ask import ServerOptions
 from replay.demo import sample_head, sample_prompts
 from replay.ordered import replay_in_order
-from replay.simulation import build_head, draft_input, resolve
 
 PROMPTS = 8
 NEW_TOKENS = 32

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from trace_maker import H, V, changed, make_header, make_request, write_trace
 
 import replay
+from replay.binding import check_fit, resolve
 from replay.cli import cli
 from replay.demo import demo_options
 from replay.errors import CheckpointError, OutputError, UsageError
-from replay.simulation import check_fit, resolve
 from replay.traces.schema import TapInfo
 from replay.weights import parse_config
 from replay.wiring import Wiring

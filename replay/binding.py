@@ -1,0 +1,198 @@
+"""What a variant asks for becomes what can run: wiring filled in, faults applied, a head bound to its target."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from replay.conduct import HEALTHY
+from replay.engines import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
+from replay.errors import CheckpointError, UsageError
+from replay.faults import apply_faults
+from replay.head import Head
+from replay.rows import DraftInput, chunk_ends
+from replay.subject import Subject
+from replay.traces.reader import RequestRows, Trace
+from replay.traces.taps import FINAL
+from replay.tree import TreeSize
+from replay.variant import Variant
+from replay.weights import Checkpoint
+from replay.wiring import Wiring, check_wiring, default_wiring, sglang_wiring
+
+# The most rows for which oneDNN's bf16 products gave every row the same bits as alone (torch 2.13, AMX). A server that
+# decodes a few requests at a time stays below it.
+SERVED_PRODUCT_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Variants that differ in steps and the size of their trees only: one run at the most steps serves them all.
+
+    Groups with one ``stem`` have their first pass in common.
+    """
+
+    head: Head
+    wiring: Wiring
+    topk: int
+    kv: str
+    sizes: tuple[TreeSize, ...]
+    members: tuple[int, ...]
+    stem: Hashable
+
+
+def resolve(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Variant:
+    """The variant with wiring, precision and numerics filled in as its engine would. Raises WiringError, UsageError."""
+    target = trace.header.target
+    config = checkpoint.config
+    wiring = variant.wiring
+    if wiring is None and not config.use_aux_hidden_state:
+        wiring = Wiring((FINAL,))
+    elif wiring is None and ENGINES[variant.engine].reads_layer_ids:
+        wiring = sglang_wiring(config.layer_ids, model_type=target.model_type, layers=target.layers)
+    elif wiring is None:
+        wiring = default_wiring(target.layers)
+    return replace(
+        variant,
+        wiring=wiring,
+        precision=variant.precision or precision_of_dtype(target.dtype),
+        numerics=variant.numerics or ENGINES[variant.engine].numerics,
+    )
+
+
+def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
+    """Refuse a head or wiring that does not fit the trace, from names and sizes alone.
+
+    Raises WiringError or CheckpointError.
+    """
+    target = trace.header.target
+    config = checkpoint.config
+    if config.target_hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"draft head {checkpoint.name} reads features {config.target_hidden_size} wide, the trace's target "
+            f"{target.name} is {target.hidden_size} wide; give a head that was made for this target"
+        )
+    if config.hidden_size != config.target_hidden_size and config.vocab_size < target.vocab_size:
+        raise CheckpointError(
+            f"draft head {checkpoint.name} embeds {config.vocab_size} tokens, the trace's target {target.name} has "
+            f"{target.vocab_size}; give a head that was made for this target"
+        )
+    # A head that reads the final state takes it as it stands where the widths agree: no fc (Head.fuse).
+    skips_fc = not config.use_aux_hidden_state and target.hidden_size == config.hidden_size
+    inputs = target.hidden_size if skips_fc else config.fc_inputs
+    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=inputs)
+
+
+def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
+    """A resolved variant's head, taps and conduct with its faults in them.
+
+    Raises UsageError, WiringError or CheckpointError where these do not fit each other or the trace.
+    """
+    assert variant.wiring is not None
+    healthy = Subject(variant.wiring, checkpoint, HEALTHY, trace.header.target.layers)
+    subject = apply_faults(healthy, variant.all_faults)
+    check_fit(subject.checkpoint, subject.wiring, trace)
+    _check_topk(subject.checkpoint, variant.topk)
+    if variant.topk > 1 and subject.conduct.chains_only:
+        faults = "+".join(map(str, variant.all_faults))
+        raise UsageError(f"fault {faults} is played on chains, topk {variant.topk} drafts trees; type --topk 1")
+    if subject.conduct.chunk is not None and FINAL not in trace.taps:
+        raise UsageError(
+            f"chunks of {subject.conduct.chunk} embed what the target would say after them, and the trace holds no "
+            f"tap final; capture one with --taps {','.join((*trace.taps, FINAL))}"
+        )
+    return subject
+
+
+def build_head(
+    checkpoint: Checkpoint, variant: Variant, trace: Trace, device: str = "cpu", subject: Subject | None = None
+) -> Head:
+    """The head of a resolved variant, bound to the trace's target tables; ``subject`` as ``bind`` gave it."""
+    subject = subject or bind(variant, checkpoint, trace)
+    engine = trace.header.engine
+    same_kernels = engine.name == "sglang" and engine.details.get("device") == "cpu" and device == "cpu"
+    borrows = subject.config.lm_head == "target" or subject.conduct.target_lm_head
+    assert variant.precision is not None and variant.numerics is not None
+    return Head(
+        subject.checkpoint,
+        target_embed_VE=trace.embed_weight(),
+        target_lm_head_VE=trace.lm_head_weight() if borrows else None,
+        profile=ENGINES[variant.engine],
+        numerics=NUMERICS[variant.numerics],
+        dtype=getattr(torch, PRECISIONS[variant.precision]),
+        device=device,
+        product_rows=SERVED_PRODUCT_ROWS if same_kernels and variant.numerics == "sglang" else None,
+        conduct=subject.conduct,
+        own_embedding=subject.own_embedding,
+    )
+
+
+def draft_input(rows: RequestRows, wiring: Wiring, sampled_T: torch.Tensor | None = None) -> DraftInput:
+    """One request of the trace as the engine takes it."""
+    features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
+    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T)
+
+
+def sampled_after_chunks(rows: RequestRows, trace: Trace, chunk: int) -> torch.Tensor:
+    """What the target would say after each chunk's last prompt row [T]; 0 elsewhere. Needs the tap ``final``."""
+    from replay.traces.lm_head import recompute
+
+    sampled_T = torch.zeros_like(rows.tokens)
+    ends = torch.tensor(list(chunk_ends(rows.prompt_tokens, chunk)), dtype=torch.long)
+    if len(ends):
+        none = torch.empty((len(ends), 0), dtype=torch.long)
+        weight_VE = trace.lm_head_weight()
+        sampled_T[ends] = recompute(rows.taps[FINAL][ends], weight_VE, none, dtype=trace.header.target.dtype).best_id
+    return sampled_T
+
+
+def group_variants(
+    variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint], trace: Trace, device: str
+) -> list[Group]:
+    """Resolved variants by what they can share, groups of one stem side by side.
+
+    Raises UsageError, WiringError or CheckpointError before any tensor of the trace is read.
+    """
+    alike: dict[tuple[Variant, int, str | None], list[int]] = {}
+    for place, variant in enumerate(variants):
+        alike.setdefault((_without_drafting(variant), variant.topk, variant.kv), []).append(place)
+    firsts = [variants[members[0]] for members in alike.values()]
+    subjects = [bind(first, checkpoints[first.draft], trace) for first in firsts]
+    heads: dict[Hashable, Head] = {}
+    groups: list[Group] = []
+    for members, first, subject in zip(alike.values(), firsts, subjects, strict=True):
+        assert first.kv is not None
+        sizes = tuple(_size(variants[member]) for member in members)
+        weights = (replace(_without_drafting(first), wiring=None, faults=(), kv=None), _weights_key(subject))
+        if weights not in heads:
+            heads[weights] = build_head(checkpoints[first.draft], first, trace, device, subject)
+        head = heads[weights].variation(subject.conduct, subject.config)
+        stem = (weights, subject.config, subject.conduct.of_first_pass(), subject.wiring)
+        kv = subject.tree_kv or first.kv
+        groups.append(Group(head, subject.wiring, first.topk, kv, sizes, tuple(members), stem))
+    places = {stem: place for place, stem in reversed(list(enumerate(group.stem for group in groups)))}
+    return sorted(groups, key=lambda group: places[group.stem])
+
+
+def _weights_key(subject: Subject) -> Hashable:
+    """What tells apart heads whose weights cannot be the same tensors in memory."""
+    return (id(subject.checkpoint.tensors), subject.conduct.target_lm_head, subject.own_embedding)
+
+
+def _without_drafting(variant: Variant) -> Variant:
+    """What the head itself depends on: the variant with its chain or tree taken away."""
+    kv = None if variant.topk > 1 else variant.kv
+    return replace(variant, steps=1, topk=1, kv=kv)
+
+
+def _size(variant: Variant) -> TreeSize:
+    assert variant.num_draft_tokens is not None
+    return TreeSize(variant.steps, variant.num_draft_tokens)
+
+
+def _check_topk(checkpoint: Checkpoint, topk: int) -> None:
+    """Raises UsageError."""
+    if topk > checkpoint.config.draft_vocab_size:
+        raise UsageError(
+            f"topk {topk} was asked for, draft head {checkpoint.name} has {checkpoint.config.draft_vocab_size} tokens "
+            "to draft; type a smaller --topk"
+        )

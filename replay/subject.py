@@ -1,0 +1,85 @@
+"""What a fault changes, and the words in which changes are written."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from replay.conduct import Conduct
+from replay.errors import UsageError
+from replay.weights import Checkpoint, HeadConfig
+from replay.wiring import Wiring
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a fault changes: the taps fed, the head, how the engine runs it, whose embedding it reads (None: as the
+    engine does), and how trees lay out their KV. ``layers`` counts the target's."""
+
+    wiring: Wiring
+    checkpoint: Checkpoint
+    conduct: Conduct
+    layers: int
+    own_embedding: bool | None = None
+    tree_kv: str | None = None
+
+    @property
+    def config(self) -> HeadConfig:
+        """The head's config."""
+        return self.checkpoint.config
+
+    def conducted(self, **changes: object) -> "Subject":
+        """With some fields of the conduct replaced."""
+        return replace(self, conduct=replace(self.conduct, **changes))  # type: ignore[arg-type]
+
+    def configured(self, **changes: object) -> "Subject":
+        """With some fields of the head's config replaced."""
+        config = replace(self.config, **changes)  # type: ignore[arg-type]
+        return replace(self, checkpoint=replace(self.checkpoint, config=config))
+
+    def with_tensors(self, changes: "Mapping[str, torch.Tensor]") -> "Subject":
+        """With some of the head's tensors replaced."""
+        tensors = {**self.checkpoint.tensors, **changes}
+        return replace(self, checkpoint=replace(self.checkpoint, tensors=tensors))
+
+
+Change = Callable[[Subject], Subject]
+
+
+@dataclass(frozen=True, slots=True)
+class FaultKind:
+    """One line of the table. ``values`` is the grammar as help shows it, ``default`` the value of a bare name (None:
+    one must be given)."""
+
+    name: str
+    what: str
+    values: str
+    default: str | None
+    change: Callable[[str], Change]
+
+
+def choice(kind: str, value: str, changes: Mapping[str, Change]) -> Change:
+    """The change that stands under ``value``. Raises UsageError."""
+    if value not in changes:
+        raise refuse(kind, value, ", ".join(changes))
+    return changes[value]
+
+
+def number_of(kind: str, value: str, possible: str, *, least: int | None = None) -> int:
+    """``value`` as an integer of at least ``least``. Raises UsageError."""
+    if re.fullmatch(r"[+-]?\d{1,9}", value, re.ASCII) is None or (least is not None and int(value) < least):
+        raise refuse(kind, value, possible)
+    return int(value)
+
+
+def refuse(kind: str, value: str, possible: str) -> UsageError:
+    """The refusal of a value."""
+    return UsageError(f"fault {kind}={value} was asked for, possible values are {possible}; type {kind}=VALUE")
+
+
+def conducting(**changes: object) -> Change:
+    """The change that replaces these fields of the conduct."""
+    return lambda subject: subject.conducted(**changes)
