@@ -85,7 +85,7 @@ def _interleave_qkv(subject: Subject) -> Subject:
 
     config, width = subject.config, subject.config.head_dim
     per_group = config.num_heads // config.num_kv_heads
-    changes = {}
+    changes: dict[str, torch.Tensor] = {}
     for layer in range(config.num_layers):
         for kind in ("weight", "bias"):
             names = [f"layers.{layer}.self_attn.{part}_proj.{kind}" for part in "qkv"]

@@ -76,8 +76,10 @@ class PackedAttention:
             strict=True,
         )
         answers = [
-            attend_committed_and_chain(q, *base, reach, k, v, self._head.numerics, self._sight(reach, blank_R, step))
-            for q, base, reach, k, v, blank_R in parts
+            attend_committed_and_chain(
+                q, base_k, base_v, reach, k, v, self._head.numerics, self._sight(reach, blank_R, step)
+            )
+            for q, (base_k, base_v), reach, k, v, blank_R in parts
         ]
         return torch.cat(answers)
 

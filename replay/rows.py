@@ -77,10 +77,9 @@ def _ids(item: DraftInput, conduct: Conduct, index_R: Tensor) -> Tensor:
     first = 0 if conduct.pairing == "own-token" else 1
     ids_R = item.tokens_T[first : first + item.rows]
     if conduct.chunk is not None and item.sampled_T is not None:
-        ends = torch.tensor(
-            [end for end in chunk_ends(item.prompt_tokens, conduct.chunk) if end < item.rows], dtype=int
-        )
-        ids_R = ids_R.index_copy(0, ends, item.sampled_T[ends])
+        ends = [end for end in chunk_ends(item.prompt_tokens, conduct.chunk) if end < item.rows]
+        ends_E = torch.tensor(ends, dtype=torch.long)
+        ids_R = ids_R.index_copy(0, ends_E, item.sampled_T[ends_E])
     return ids_R
 
 

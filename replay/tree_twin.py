@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replay.head import Head
 from replay.tree import ORPHAN, ROOT
-from replay.twin import TwinRound, plain_attention
+from replay.twin import TwinRound, plain_causal_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,11 @@ class _Sequence:
 
     def last_row(self, head: Head, topk: int) -> tuple[Tensor, list[tuple[int, np.float32]]]:
         """The last row's feedback, and the likeliest tokens after it with their probabilities."""
-        causal_RR = torch.ones(len(self.states), len(self.states), dtype=torch.bool).tril()
         output = head.forward(
             torch.stack(self.embeds),
             torch.stack(self.states),
             torch.arange(len(self.states)),
-            lambda _, q, k, v: plain_attention(q, k, v, causal_RR, torch.zeros_like(causal_RR), head.numerics),
+            lambda _, q, k, v: plain_causal_attention(q, k, v, head.numerics),
         )
         probs = head.logits(output.normed_RE[-1:])[0].float().softmax(-1).numpy()
         best = sorted(range(len(probs)), key=lambda draft_id: -probs[draft_id])[:topk]

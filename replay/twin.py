@@ -55,6 +55,12 @@ def plain_attention(
     return out_RNH.flatten(1).to(dtype)
 
 
+def plain_causal_attention(q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor, numerics: Numerics) -> Tensor:
+    """Mixed values [R, N*H] where row i sees rows 0..i."""
+    seen_RR = torch.ones(len(q_RNH), len(q_RNH), dtype=torch.bool).tril()
+    return plain_attention(q_RNH, k_RMH, v_RMH, seen_RR, torch.zeros_like(seen_RR), numerics)
+
+
 class Twin:
     """One request under a head's conduct: its rows, and the rounds that they lead to."""
 

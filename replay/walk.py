@@ -143,7 +143,8 @@ class _Walk:
         head, conduct = self._head, self._conduct
         out_NE, feedback_NE = self._out_NE[running], self._feedback_NE[running]
         anchor_rows_N = torch.tensor([self._requests[place].anchor - 1 for place in running])
-        drafted, tied = [], []
+        drafted: list[Tensor] = []
+        tied: list[Tensor] = []
         passes = self._steps + (conduct.next_row == "drafted")
         for step in range(passes):
             if step:
