@@ -37,12 +37,9 @@ class PackedAttention:
     def __init__(self, head: Head, inputs: Sequence[DraftInput], rows: Sequence[Rows]) -> None:
         self._head = head
         self._rows = [item.rows for item in inputs]
-        self._anchors = [item.anchors for item in inputs]
         self._reach_all = [torch.arange(1, rows + 1, device=head.device) for rows in self._rows]
         # Anchor S drafts from row S-1 and sees rows 0..S-1.
-        self._reach_anchors = [
-            reach[len(reach) - count :] for reach, count in zip(self._reach_all, self._anchors, strict=True)
-        ]
+        self._reach_anchors = [item.anchors_A.to(head.device) for item in inputs]
         self._blanks = [None if part.blank_R is None else part.blank_R.to(head.device) for part in rows]
         self._base: list[tuple[Tensor, Tensor]] = []
 
@@ -138,7 +135,7 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
     positions_R = torch.cat([part.positions_R for part in parts]).to(head.device)
     features_RKD = torch.cat([part.features_RKD for part in parts])
     keep_A = _anchor_rows(inputs, head.device)
-    index_A = torch.cat([torch.arange(item.rows - item.anchors, item.rows) for item in inputs]).to(head.device)
+    index_A = torch.cat([item.anchors_A for item in inputs]).to(head.device) - 1
     if head.product_rows is None:
         output = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed, keep_A)
     else:
@@ -192,10 +189,10 @@ def draft_every_anchor(
 
 
 def _anchor_rows(inputs: Sequence[DraftInput], device: torch.device) -> Tensor:
-    """Indices of the anchors' rows (each request's last ``anchors`` rows) among all packed rows."""
+    """Indices of the anchors' rows among all packed rows."""
     rows, start = [], 0
     for item in inputs:
-        rows.append(torch.arange(start + item.rows - item.anchors, start + item.rows, device=device))
+        rows.append((start - 1 + item.anchors_A).to(device))
         start += item.rows
     return torch.cat(rows)
 

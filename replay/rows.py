@@ -18,12 +18,14 @@ class DraftInput:
     """One request: its tokens [T] and the features [>= T-2, K*D] of its rows, taps joined in wiring order.
 
     ``sampled_T`` is what the target would choose after each of its prompt positions, needed for ``Conduct.chunk`` only.
+    ``only`` names the anchors to draft at, rising (None: every one).
     """
 
     tokens_T: Tensor
     features_RKD: Tensor
     prompt_tokens: int
     sampled_T: Tensor | None = None
+    only: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -31,9 +33,14 @@ class DraftInput:
         return max(0, len(self.tokens_T) - 2)
 
     @property
+    def anchors_A(self) -> Tensor:
+        """The anchors S, each drafting from row S-1: prompt_tokens .. T-2, or those asked for."""
+        return torch.arange(self.prompt_tokens, len(self.tokens_T) - 1) if self.only is None else self.only
+
+    @property
     def anchors(self) -> int:
-        """Anchors S = prompt_tokens .. T-2, each drafting from row S-1."""
-        return max(0, len(self.tokens_T) - 1 - self.prompt_tokens)
+        """How many these are."""
+        return len(self.anchors_A)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A trace, heads and variants become rounds: what a server would have done, request by request."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -54,9 +54,14 @@ def simulate(
     variants: Sequence[Variant],
     *,
     device: str = "cpu",
+    follow: "pl.DataFrame | None" = None,
     on_event: Callable[[Progress], None] = lambda _: None,
 ) -> Rounds:
     """Replay every request of ``trace`` under every variant; rows are read a pack at a time.
+
+    ``follow`` is a table of rounds (``Trace.served_rounds``): every variant then drafts at the anchors of these rounds
+    instead of its own, request by request, so that it can be held against them round for round; requests without
+    rounds there are left out.
 
     ``checkpoints`` maps the variants' ``draft`` to heads. All checks stand before the first tensor is read.
     Raises WiringError, CheckpointError, UsageError or TraceError.
@@ -77,11 +82,14 @@ def simulate(
     tallies = [_Tally() for _ in resolved]
     table = _RoundsTable(names)
     total = len(trace.requests)
+    led = None if follow is None else _leads(follow)
     with torch.inference_mode():
         done = 0
         for pack in _packs(trace, groups):
-            for stem in stems:
-                _replay_pack(stem, pack, trace, tallies, table)
+            played = [rows for rows in pack if led is None or rows.request_id in led]
+            leads = [_Lead() if led is None else led[rows.request_id] for rows in played]
+            for stem in stems if played else []:
+                _replay_pack(stem, played, leads, trace, tallies, table)
             done += len(pack)
             on_event(Progress(done, total))
     return Rounds(
@@ -115,26 +123,34 @@ def _packs(trace: Trace, groups: Sequence[Group]) -> Iterator[list[RequestRows]]
 
 
 def _replay_pack(
-    stem: Sequence[Group], pack: Sequence[RequestRows], trace: Trace, tallies: Sequence[_Tally], table: "_RoundsTable"
+    stem: Sequence[Group],
+    pack: Sequence[RequestRows],
+    leads: Sequence["_Lead"],
+    trace: Trace,
+    tallies: Sequence[_Tally],
+    table: "_RoundsTable",
 ) -> None:
     """Groups of one stem: inputs and first pass are made once."""
     start = perf_counter()
-    lead = stem[0]
-    chunk = lead.head.conduct.chunk
+    first_group = stem[0]
+    chunk = first_group.head.conduct.chunk
     inputs = [
-        draft_input(rows, lead.wiring, None if chunk is None else sampled_after_chunks(rows, trace, chunk))
-        for rows in pack
+        replace(
+            draft_input(rows, first_group.wiring, None if chunk is None else sampled_after_chunks(rows, trace, chunk)),
+            only=lead.anchors_before(len(rows.tokens) - 1),
+        )
+        for rows, lead in zip(pack, leads, strict=True)
     ]
     anchors = sum(item.anchors for item in inputs)
     shares = anchors and not all(group.head.conduct.follows_walk for group in stem)
-    first = first_pass(lead.head, inputs) if shares else None
+    first = first_pass(first_group.head, inputs) if shares else None
     members = sum(len(group.members) for group in stem)
     common = (perf_counter() - start) / members
     for group in stem:
         for member in group.members:
             tallies[member].seconds += common
         if group.head.conduct.follows_walk:
-            _walk_in_order(group, pack, inputs, tallies, table)
+            _walk_in_order(group, pack, inputs, leads, tallies, table)
         else:
             _replay_anchors(group, pack, inputs, first, tallies, table)
 
@@ -152,14 +168,15 @@ def _replay_anchors(
     seconds = perf_counter() - start
     for member, size, drafted in zip(group.members, group.sizes, drafts, strict=True):
         tallies[member].seconds += seconds / len(group.members)  # one run serves them all
-        for rows, draft in zip(pack, drafted, strict=True):
-            _walk(rows, draft, size.steps, tallies[member], table, member)
+        for rows, item, draft in zip(pack, inputs, drafted, strict=True):
+            _walk(rows, item, draft, size.steps, tallies[member], table, member)
 
 
 def _walk_in_order(
     group: Group,
     pack: Sequence[RequestRows],
     inputs: list[DraftInput],
+    leads: Sequence["_Lead"],
     tallies: Sequence[_Tally],
     table: "_RoundsTable",
 ) -> None:
@@ -167,7 +184,7 @@ def _walk_in_order(
     tails = [rows.tail_ids for rows in pack]
     for member, size in zip(group.members, group.sizes, strict=True):
         start = perf_counter()
-        walked = walk(group.head, inputs, size.steps, tails)
+        walked = walk(group.head, inputs, size.steps, tails, [lead.accepted or () for lead in leads])
         tallies[member].seconds += perf_counter() - start
         for rows, rounds in zip(pack, walked, strict=True):
             last = len(rows.tokens) - 1
@@ -191,23 +208,52 @@ def _draft(group: Group, inputs: list[DraftInput], first: FirstPass | None) -> S
 
 
 def _walk(
-    rows: RequestRows, drafts: Drafts | Trees, steps: int, tally: _Tally, table: "_RoundsTable", member: int
+    rows: RequestRows,
+    item: DraftInput,
+    drafts: Drafts | Trees,
+    steps: int,
+    tally: _Tally,
+    table: "_RoundsTable",
+    member: int,
 ) -> None:
     drafted, tied = (
         (drafts.drafted_AN, drafts.tied_AN) if isinstance(drafts, Trees) else (drafts.drafted_AK, drafts.tied_AK)
     )
-    anchors_A = rows.prompt_tokens + np.arange(len(drafted))
+    anchors_A = item.anchors_A.numpy()
     chosen_AK = continuations(rows.tokens.numpy(), rows.tail_ids.numpy(), anchors_A, steps)
     if isinstance(drafts, Trees):
         accepted_A = count_accepted_in_tree(drafted.numpy(), drafts.parents_AN.numpy(), chosen_AK)
     else:
         accepted_A = count_accepted(drafted.numpy(), chosen_AK)
-    walk = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
-    visited = [played.anchor - rows.prompt_tokens for played in walk]
+    last = len(rows.tokens) - 1
+    if item.only is None:
+        walk = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
+        visited = [played.anchor - rows.prompt_tokens for played in walk]
+    else:
+        pairs = zip(anchors_A.tolist(), accepted_A.tolist(), strict=True)
+        walk = [Round(anchor, accepted, cut=anchor + accepted + 1 > last) for anchor, accepted in pairs]
+        visited = list(range(len(walk)))
     tally.anchors += len(accepted_A)
     tally.anchors_accepted += int(accepted_A.sum())
     tally.ties += int(tied[visited].sum())
     table.add(member, rows.request_id, walk, drafted.numpy()[visited])
+
+
+@dataclass(frozen=True, slots=True)
+class _Lead:
+    """The rounds of one request in the run that is followed: their anchors and accepted tokens (None: follow none)."""
+
+    anchors: tuple[int, ...] | None = None
+    accepted: tuple[int, ...] | None = None
+
+    def anchors_before(self, last: int) -> torch.Tensor | None:
+        """The anchors from which something is left to draft."""
+        return None if self.anchors is None else torch.tensor([a for a in self.anchors if a < last], dtype=torch.long)
+
+
+def _leads(follow: "pl.DataFrame") -> dict[str, _Lead]:
+    grouped = follow.sort("round").group_by("request_id", maintain_order=True).agg("anchor", "accepted")
+    return {name: _Lead(tuple(anchors), tuple(accepted)) for name, anchors, accepted in grouped.iter_rows()}
 
 
 class _RoundsTable:

@@ -33,8 +33,16 @@ class WalkedRounds:
 class _Request:
     """One request on its way: its committed rows, where its walk stands, and how many slots it has filled."""
 
-    def __init__(self, item: DraftInput, tail: Tensor, rows: Rows, state_RE: Tensor, embed_RE: Tensor) -> None:
-        self.item, self.tail, self.rows = item, tail, rows
+    def __init__(
+        self,
+        item: DraftInput,
+        tail: Tensor,
+        rows: Rows,
+        state_RE: Tensor,
+        embed_RE: Tensor,
+        follow: Sequence[int] = (),
+    ) -> None:
+        self.item, self.tail, self.rows, self.follow = item, tail, rows, tuple(follow)
         self.state_RE, self.embed_RE = state_RE, embed_RE
         self.anchor = item.prompt_tokens
         self.used = 0
@@ -42,10 +50,19 @@ class _Request:
         self.drafted: list[Tensor] = []
         self.tied: list[Tensor] = []
         self.accepted: list[int] = []
+        self.taken = 0
 
     @property
     def done(self) -> bool:
-        return self.anchor >= len(self.item.tokens_T) - 1
+        ended = self.anchor >= len(self.item.tokens_T) - 1
+        return ended or (bool(self.follow) and len(self.accepted) >= len(self.follow))
+
+    def advance(self, accepted: int) -> int:
+        """Go on to the next round; the accepted tokens that led there, here or in the run that is followed."""
+        taken = self.follow[len(self.accepted) - 1] if self.follow else accepted
+        self.anchor += taken + 1
+        self.taken = taken
+        return taken
 
     def verify(self, drafted_K: Tensor) -> int:
         """How many of the drafted tokens the target takes at the anchor."""
@@ -68,18 +85,26 @@ class _SlotKV:
 
 
 def walk(
-    head: Head, inputs: Sequence[DraftInput], steps: int, tails: Sequence[Tensor] | None = None
+    head: Head,
+    inputs: Sequence[DraftInput],
+    steps: int,
+    tails: Sequence[Tensor] | None = None,
+    follow: Sequence[Sequence[int]] | None = None,
 ) -> list[WalkedRounds]:
     """Every round of every request, in the order of ``inputs``. ``tails`` as in ``continuations``.
+
+    ``follow`` are the accepted tokens of each request's rounds in another run: the walk then goes as that one went,
+    as far as it goes, whatever is drafted here.
 
     Equal to twin.py up to the rounding of products over other numbers of rows.
     """
     tails = tails or [torch.empty(0, dtype=torch.long) for _ in inputs]
+    follow = follow or [() for _ in inputs]
     requests = []
-    for item, tail in zip(inputs, tails, strict=True):
+    for item, tail, lead in zip(inputs, tails, follow, strict=True):
         rows = committed_rows(item, head.conduct, head.config.target_hidden_size)
-        requests.append(_Request(item, tail, rows, head.fuse(rows.features_RKD), head.embed(rows.ids_R)))
-    _Walk(head, [request for request in requests if not request.done], steps).run()
+        requests.append(_Request(item, tail, rows, head.fuse(rows.features_RKD), head.embed(rows.ids_R), lead))
+    _Walk(head, [request for request in requests if request.item.anchors and not request.done], steps).run()
     return [_rounds(request, steps) for request in requests]
 
 
@@ -119,7 +144,7 @@ class _Walk:
             request.tied.append(tied_NK[row])
             request.accepted.append(accepted)
             anchor = request.anchor
-            request.anchor += accepted + 1
+            accepted = request.advance(accepted)
             if request.done:
                 continue
             kept, first = self._keep(accepted)
@@ -180,7 +205,7 @@ class _Walk:
             request = self._requests[place]
             request.used += count
             first_round = not request.accepted
-            if self._conduct.next_row == "drafted" and not first_round and request.accepted[-1] < self._steps:
+            if self._conduct.next_row == "drafted" and not first_round and request.taken < self._steps:
                 continue  # the next round goes on from the last drafted row, which is there already
             chosen = {"first": 0, "previous": max(0, count - 2)}.get(self._conduct.next_row, count - 1)
             chosen = row * most + (count - 1 if first_round else chosen)

@@ -15,7 +15,7 @@ from replay.head import Head
 from replay.passes import draft_every_anchor, first_pass
 from replay.rows import DraftInput
 from replay.subject import Subject
-from replay.twin import TwinRound, draft_one_round, replay_request
+from replay.twin import Twin, TwinRound, draft_one_round, replay_request
 from replay.walk import walk
 from replay.wiring import Wiring
 
@@ -327,3 +327,23 @@ def test_a_first_pass_serves_variants_that_differ_later() -> None:
         shared = draft_every_anchor(variation, items, STEPS, first=first)
         alone = draft_every_anchor(bound(replace(healthy, conduct=later)), items, STEPS)
         assert [drafts.drafted_AK.tolist() for drafts in shared] == [drafts.drafted_AK.tolist() for drafts in alone]
+
+
+@pytest.mark.parametrize("case", ["none", "kv.rollback=stale", "state.hidden-row=first", "attn.window=5"])
+def test_following_another_run_drafts_at_its_anchors(case: str) -> None:
+    """The twin, made to accept what the other run accepted."""
+    healthy = healthy_subject(TWO_LAYERS)
+    head = bound(apply_faults(healthy, parse_faults(case)))
+    items = inputs(healthy, healthy)
+    led = [[item.accepted for item in rounds] for rounds in twin_rounds(bound(healthy), items)]
+    assert led[0] == [2, 4, 0, 1, 3]
+    for item, accepted, played in zip(items, led, walk(head, items, STEPS, follow=led), strict=True):
+        twin = Twin(head, item.tokens_T, item.features_RKD, item.prompt_tokens)
+        for place, taken in enumerate(accepted):
+            assert (played.anchors[place], played.drafted_RK[place].tolist()) == (twin.anchor, twin.draft(STEPS))
+            if place < len(accepted) - 1:
+                twin.commit(STEPS, taken)
+        anchors_A = torch.tensor(played.anchors, dtype=torch.long)
+        if not head.conduct.follows_walk and len(anchors_A):
+            (only,) = draft_every_anchor(head, [replace(item, only=anchors_A)], STEPS)
+            assert only.drafted_AK.tolist() == played.drafted_RK.tolist()
