@@ -104,9 +104,18 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
 
 
 def build_head(
-    checkpoint: Checkpoint, variant: Variant, trace: Trace, device: str = "cpu", subject: Subject | None = None
+    checkpoint: Checkpoint,
+    variant: Variant,
+    trace: Trace,
+    device: str = "cpu",
+    subject: Subject | None = None,
+    *,
+    served_products: bool = True,
 ) -> Head:
-    """The head of a resolved variant, bound to the trace's target tables; ``subject`` as ``bind`` gave it."""
+    """The head of a resolved variant, bound to the trace's target tables; ``subject`` as ``bind`` gave it.
+
+    ``served_products`` false gives up the last bits of a CPU server's products for speed.
+    """
     subject = subject or bind(variant, checkpoint, trace)
     engine = trace.header.engine
     same_kernels = engine.name == "sglang" and engine.details.get("device") == "cpu" and device == "cpu"
@@ -120,7 +129,7 @@ def build_head(
         numerics=NUMERICS[variant.numerics],
         dtype=getattr(torch, PRECISIONS[variant.precision]),
         device=device,
-        product_rows=SERVED_PRODUCT_ROWS if same_kernels and variant.numerics == "sglang" else None,
+        product_rows=SERVED_PRODUCT_ROWS if served_products and same_kernels and variant.numerics == "sglang" else None,
         conduct=subject.conduct,
         own_embedding=subject.own_embedding,
     )
@@ -146,7 +155,12 @@ def sampled_after_chunks(rows: RequestRows, trace: Trace, chunk: int) -> torch.T
 
 
 def group_variants(
-    variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint], trace: Trace, device: str
+    variants: Sequence[Variant],
+    checkpoints: Mapping[str, Checkpoint],
+    trace: Trace,
+    device: str,
+    *,
+    served_products: bool = True,
 ) -> list[Group]:
     """Resolved variants by what they can share, groups of one stem side by side.
 
@@ -164,7 +178,9 @@ def group_variants(
         sizes = tuple(_size(variants[member]) for member in members)
         weights = (replace(_without_drafting(first), wiring=None, faults=(), kv=None), _weights_key(subject))
         if weights not in heads:
-            heads[weights] = build_head(checkpoints[first.draft], first, trace, device, subject)
+            heads[weights] = build_head(
+                checkpoints[first.draft], first, trace, device, subject, served_products=served_products
+            )
         head = heads[weights].variation(subject.conduct, subject.config)
         stem = (weights, subject.config, subject.conduct.of_first_pass(), subject.wiring)
         kv = subject.tree_kv or first.kv

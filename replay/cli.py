@@ -4,7 +4,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,10 @@ from replay.errors import OutputError, ReplayError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from replay.analysis.diagnosis import Diagnosis
     from replay.capture.record import CaptureOptions, CaptureResult
     from replay.capture.server_ask import ServerOptions
+    from replay.diagnose import Trying
     from replay.traces.rounds import Rounds
 
 
@@ -367,6 +369,65 @@ def inspect(path: Path, check: bool, as_json: bool) -> None:
 
 
 @cli.command()
+@_trace_argument
+@click.option("--draft", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Draft head's folder.")
+@click.option(
+    "--observed",
+    metavar="FILE|ACCEPT_LENGTH",
+    help="An accept length, or a log, /metrics page, /server_info document or answers that have one.  "
+    "[default: what the trace's own server did, round by round]",
+)
+@click.option("--wiring", metavar="W", help="What the head was trained on, e.g. embed,3,31, if you know it.")
+@click.option("--served-wiring", metavar="W", help="What the server feeds.  [default: as the trace or the config says]")
+@click.option("--steps", type=int, metavar="K", help="Of the server.  [default: as the trace says, else 5]")
+@click.option("--topk", type=int, metavar="N", help="Of the server.  [default: as the trace says, else 1]")
+@click.option("--num-draft-tokens", type=int, metavar="N", help="Of the server.  [default: as the trace says]")
+@click.option("--precision", metavar="P", help="Of the served head.  [default: the target's]")
+@click.option("--engine", metavar="PROFILE", help="sglang or eagle.  [default: sglang]")
+@_json_option
+def diagnose(
+    trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
+    topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Name what keeps a server's accept length short.
+
+    Replays the head under every known fault and holds each against what the server did. Exit code 0 whatever the
+    verdict.
+    """
+    from replay.analysis.diagnosis import to_json
+    from replay.analysis.diagnosis_report import render_diagnosis
+    from replay.capture.observed import read_observed
+    from replay.diagnose import diagnose as run
+    from replay.diagnose import served_variant
+    from replay.traces.reader import Trace
+    from replay.weights import read_checkpoint
+    from replay.wiring import parse_wiring
+
+    opened = Trace.open(trace)
+    layers = opened.header.target.layers
+    checkpoint = read_checkpoint(draft)
+    served = served_variant(
+        opened, checkpoint.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
+        precision=None if precision is None else _PRECISIONS.get(precision, precision), engine=engine,
+        wiring=None if served_wiring is None else parse_wiring(served_wiring, layers=layers),
+    )  # fmt: skip
+    found = _diagnose(
+        lambda on_event: run(
+            opened,
+            checkpoint,
+            served,
+            trained=None if wiring is None else parse_wiring(wiring, layers=layers),
+            observed=None if observed is None else read_observed(observed),
+            on_event=on_event,
+        )
+    )
+    if as_json:
+        _print_json(to_json(found))
+    else:
+        _print(render_diagnosis(found))
+
+
+@cli.command()
 @click.option("--draft", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Draft head's folder.")
 @click.option(
     "--target",
@@ -630,6 +691,18 @@ def _simulate(trace: Any, checkpoints: Any, variants: Any, device: str) -> "Roun
             progress.update(task, completed=event.done, total=event.total)
 
         return simulate(trace, checkpoints, variants, device=device, on_event=on_event)
+
+
+def _diagnose(run: "Callable[[Callable[[Trying], None]], Diagnosis]") -> "Diagnosis":
+    from rich.console import Console
+
+    with _progress(Console(stderr=True)) as progress:
+        task = progress.add_task("replaying", total=None, rate="hypotheses")
+
+        def on_event(event: "Trying") -> None:
+            progress.update(task, description=event.stage, completed=event.done, total=event.total)
+
+        return run(on_event)
 
 
 def _check_device(device: str) -> None:

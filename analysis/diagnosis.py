@@ -1,0 +1,256 @@
+"""From scored hypotheses to a verdict: which explanation a server's rounds leave standing, and which they cannot tell
+apart. Pure functions; ``replay diagnose`` makes the replays."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from replay.analysis.evidence import Evidence
+
+HEALTHY_NAME = "healthy"
+# Nats of posterior odds: what lies closer than this to the best is not told apart from it (odds of about 150 to 1).
+DECISIVE = 5.0
+# Share of differing rounds up to which a hypothesis fits: another rounding order flips 2 to 3 % of drafted tokens.
+FITS: Mapping[str, float] = {"drafted": 0.10, "histogram": 0.15, "length": 0.10}
+# A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.
+WEAK_FIRST = 0.6
+# Another variant must accept so much more at the same anchors before the head is said to be made for it.
+BETTER_BY = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One hypothesis with its evidence. ``probability`` among all that were tried; ``accept_length`` of its own walk
+    over the whole trace where it was replayed so (nan: not), ``fix`` what to type."""
+
+    name: str
+    kind: str
+    value: str
+    log_prior: float
+    evidence: Evidence
+    probability: float = math.nan
+    accept_length: float = math.nan
+    fix: str = ""
+
+    @property
+    def log_posterior(self) -> float:
+        """Up to a constant, in nats."""
+        return self.log_prior + self.evidence.log_likelihood
+
+    @property
+    def fits(self) -> bool:
+        """Whether few enough rounds differ for it to be the whole story."""
+        return self.evidence.misfit <= FITS[self.evidence.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Another variant that accepts more than the one served, at the same anchors: accepted tokens a round, and CI."""
+
+    name: str
+    kind: str
+    value: str
+    gain: float
+    ci95: tuple[float, float]
+    accept_length: float = math.nan
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stratum:
+    """How the healthy replay agrees with the server in a part of the rounds."""
+
+    by: str
+    value: str
+    rounds: int
+    agreeing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """``verdict`` is one of healthy, head, fault, engine; ``why`` one sentence.
+
+    ``ranked`` best first; ``undecided`` names what cannot be told from the best, ``separate`` how to tell it.
+    """
+
+    verdict: str
+    why: str
+    named: str | None
+    certainty: float
+    served: float
+    healthy: Scored
+    ranked: tuple[Scored, ...]
+    undecided: tuple[str, ...] = ()
+    separate: tuple[str, ...] = ()
+    gains: tuple[Gain, ...] = ()
+    limits: tuple[str, ...] = ()
+    strata: tuple[Stratum, ...] = ()
+    expected: float = math.nan
+    fix: str = ""
+    ladder: tuple[Mapping[str, Any], ...] = field(default=())
+    notes: tuple[str, ...] = ()
+
+
+def rank(scored: Sequence[Scored]) -> list[Scored]:
+    """Best first, with probabilities that add up to 1 over all that were tried."""
+    from dataclasses import replace
+
+    best = max(item.log_posterior for item in scored)
+    weights = [math.exp(item.log_posterior - best) for item in scored]
+    total = sum(weights)
+    named = [replace(item, probability=weight / total) for item, weight in zip(scored, weights, strict=True)]
+    return sorted(named, key=lambda item: -item.log_posterior)
+
+
+def undecided(ranked: Sequence[Scored]) -> list[Scored]:
+    """What is not told apart from the best: other hypotheses within ``DECISIVE`` nats of it."""
+    return [item for item in ranked[1:] if ranked[0].log_posterior - item.log_posterior < DECISIVE]
+
+
+def judge(scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: float = math.nan) -> Diagnosis:
+    """The verdict. ``gains`` are variants that accept more than what was served, best first; ``first_rate`` is how
+    often the healthy replay's first drafted token is taken.
+
+    - The healthy replay fits and nothing beats it decisively: ``fault`` where the head does clearly better as another
+      variant (it was made for that one), else ``head`` where it is weak, else ``healthy``.
+    - A fault beats the healthy replay decisively and accounts for at least half of what differs: ``fault``.
+    - Neither: ``engine``.
+    """
+    ranked = rank(scored)
+    healthy = next(item for item in ranked if item.kind == HEALTHY_NAME)
+    best = ranked[0]
+    served = healthy.evidence.served
+    close = undecided(ranked)
+    beaten = best is not healthy and best.log_posterior - healthy.log_posterior >= DECISIVE
+    if not beaten and healthy.fits:
+        return _as_served(ranked, healthy, gains, first_rate, served)
+    explained = _explained(best, healthy)
+    if beaten and (best.fits or explained >= 0.5):
+        alike = [item.name for item in close if item.kind != HEALTHY_NAME]
+        doubt = "" if best.fits else f", though {best.evidence.misfit:.0%} of the rounds still differ"
+        others = f"; not told apart from it: {', '.join(alike)}" if alike else ""
+        return Diagnosis(
+            verdict="fault",
+            why=f"the server did what the replay does under {best.name}{doubt}{others}",
+            named=best.name,
+            certainty=sum(item.probability for item in ranked if item.kind == best.kind),
+            served=served,
+            healthy=healthy,
+            ranked=tuple(ranked),
+            undecided=tuple(alike),
+        )
+    nearest = f"; nearest is {best.name}" if beaten else ""
+    direction = "less" if healthy.evidence.accept_length > served else "no less"
+    return Diagnosis(
+        verdict="engine",
+        why=f"the server accepted {direction} than the replay predicts ({served:.2f} against "
+        f"{healthy.evidence.accept_length:.2f}), and no fault of the table explains it{nearest}",
+        named=None,
+        certainty=math.nan,
+        served=served,
+        healthy=healthy,
+        ranked=tuple(ranked),
+        undecided=tuple(item.name for item in close),
+    )
+
+
+def _explained(best: Scored, healthy: Scored) -> float:
+    """Share of the rounds on which the healthy replay differs that the other one gets right."""
+    missed = healthy.evidence.rounds - healthy.evidence.agreeing
+    return (best.evidence.agreeing - healthy.evidence.agreeing) / missed if missed else 0.0
+
+
+def _as_served(
+    ranked: Sequence[Scored], healthy: Scored, gains: Sequence[Gain], first_rate: float, served: float
+) -> Diagnosis:
+    """The replay of what was served agrees with the server: is that what the head was made for?"""
+    clear = [gain for gain in gains if gain.ci95[0] > 0 and gain.gain >= BETTER_BY * served]
+    if clear:
+        best = clear[0]
+        alike = [gain.name for gain in clear[1:] if gain.ci95[1] >= best.ci95[0] and gain.kind != best.kind]
+        return Diagnosis(
+            verdict="fault",
+            why=f"the server runs the head as configured, and the head was made for something else: as {best.name} it "
+            f"accepts {best.gain:+.2f} tokens a round at the same anchors",
+            named=best.name,
+            certainty=1.0 if not alike else 1 / (1 + len(alike)),
+            served=served,
+            healthy=healthy,
+            ranked=tuple(ranked),
+            undecided=tuple(alike),
+            gains=tuple(clear),
+        )
+    weak = first_rate < WEAK_FIRST
+    return Diagnosis(
+        verdict="head" if weak else "healthy",
+        why="the server does what the replay predicts, and no variant of the table does better: "
+        + (f"the head itself is the limit ({first_rate:.0%} of its first tokens are taken)" if weak else "all is well"),
+        named=None,
+        certainty=healthy.probability,
+        served=served,
+        healthy=healthy,
+        ranked=tuple(ranked),
+        undecided=tuple(
+            item.name
+            for item in ranked
+            if item is not healthy and abs(item.evidence.log_likelihood - healthy.evidence.log_likelihood) < DECISIVE
+        ),
+        gains=tuple(gains),
+    )
+
+
+def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The document of ``replay diagnose --json``: JSON values only, null in place of nan."""
+    return {
+        "verdict": diagnosis.verdict,
+        "why": diagnosis.why,
+        "fault": diagnosis.named,
+        "certainty": _number(diagnosis.certainty),
+        "served": _number(diagnosis.served),
+        "replayed": _number(diagnosis.healthy.evidence.accept_length),
+        "expected": _number(diagnosis.expected),
+        "fix": diagnosis.fix,
+        "evidence": {
+            "kind": diagnosis.healthy.evidence.kind,
+            "rounds": diagnosis.healthy.evidence.rounds,
+            "agreeing": diagnosis.healthy.evidence.agreeing,
+        },
+        "cannot_tell": list(diagnosis.undecided),
+        "separate": list(diagnosis.separate),
+        "ladder": [dict(rung) for rung in diagnosis.ladder],
+        "hypotheses": [
+            {
+                "fault": item.kind,
+                "value": item.value,
+                "accept_length": _number(item.accept_length),
+                "score": _number(item.probability),
+                "log_likelihood": _number(item.evidence.log_likelihood),
+                "rounds": item.evidence.rounds,
+                "agreeing": item.evidence.agreeing,
+                "fix": item.fix,
+            }
+            for item in diagnosis.ranked
+        ],
+        "gains": [
+            {
+                "fault": gain.kind,
+                "value": gain.value,
+                "gain": _number(gain.gain),
+                "ci95": [_number(end) for end in gain.ci95],
+                "accept_length": _number(gain.accept_length),
+                "fix": gain.fix,
+            }
+            for gain in diagnosis.gains
+        ],
+        "limits": list(diagnosis.limits),
+        "strata": [
+            {"by": part.by, "value": part.value, "rounds": part.rounds, "agreeing": part.agreeing}
+            for part in diagnosis.strata
+        ],
+        "notes": list(diagnosis.notes),
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,184 @@
+"""How well a replayed hypothesis explains what a server did: three kinds of evidence, each with a likelihood.
+
+- ``drafted``: the server's drafted tokens, round for round, against those that the hypothesis drafts at the same
+  anchors. A round agrees until the first differing token. Of a true hypothesis a few rounds differ (near ties fall
+  otherwise in another rounding order), of a wrong one most.
+- ``histogram``: per request, the server's counts of accepted tokens against the hypothesis' own walk over the same
+  text; a round is discordant where the two histograms cannot be matched.
+- ``length``: one accept length, measured on other text: a normal error made of the spread between requests.
+
+Likelihoods are composite: rounds are taken as independent given the hypothesis, and one differing round is never worth
+more than the odds of ``NOISE``, whatever the noise was elsewhere.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from replay.analysis.bootstrap import resampled_sums
+from replay.analysis.counts import ROUNDS, Counts, lengths, stacked_sums
+
+NOISE = 0.05  # a round of a true hypothesis differs this often
+_LENGTH_ERROR = 0.02  # relative: what a log or gauge of another workload is off beside sampling
+_SMOOTH = 1.0  # rounds of every count that a predicted histogram is given beside its own
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRound:
+    """One round that a server ran or that was replayed at the same anchor."""
+
+    drafted: tuple[int, ...]
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """``rounds`` compared, ``agreeing`` of them the same; ``log_likelihood`` in nats; ``kind`` as above.
+
+    ``accept_length`` is the hypothesis' own at what was compared, ``served`` the server's.
+    """
+
+    kind: str
+    rounds: int
+    agreeing: int
+    log_likelihood: float
+    accept_length: float
+    served: float
+
+    @property
+    def misfit(self) -> float:
+        """Share of rounds that differ; for a length, how many standard errors it is off, over 20."""
+        return 1 - self.agreeing / self.rounds if self.rounds else math.nan
+
+
+RoundKey = tuple[str, int]  # request id and anchor
+
+
+def drafted_evidence(
+    replayed: Mapping[RoundKey, ServedRound], served: Mapping[RoundKey, ServedRound], steps: int
+) -> Evidence:
+    """Compare round by round at the anchors that both have. ``steps`` is the most that can be accepted."""
+    keys = [key for key in served if key in replayed]
+    same = [replayed[key].drafted == served[key].drafted for key in keys]
+    pooled = smoothed([replayed[key].accepted for key in keys], steps)
+    log_likelihood = 0.0
+    for key, equal in zip(keys, same, strict=True):
+        # Where the drafts differ, what is left to compare is how many tokens were taken.
+        other = NOISE * pooled[min(served[key].accepted, steps)]
+        log_likelihood += math.log1p(-NOISE) if equal else math.log(other)
+    count = len(keys)
+    return Evidence(
+        "drafted",
+        count,
+        sum(same),
+        log_likelihood,
+        1 + sum(replayed[key].accepted for key in keys) / count if count else math.nan,
+        1 + sum(served[key].accepted for key in keys) / count if count else math.nan,
+    )
+
+
+def histogram_evidence(
+    replayed: Mapping[str, Sequence[int]], served: Mapping[str, Sequence[int]], steps: int
+) -> Evidence:
+    """Compare histograms [steps + 1] of accepted tokens request by request."""
+    rounds = agreeing = 0
+    log_likelihood = 0.0
+    totals = np.zeros((2, steps + 1))
+    for name, counts in served.items():
+        if name in replayed:
+            totals += [_padded(replayed[name], steps), _padded(counts, steps)]
+    pooled = smoothed_counts(totals[0])
+    for name, counts in served.items():
+        if name not in replayed:
+            continue
+        ours, theirs = _padded(replayed[name], steps), _padded(counts, steps)
+        matched = np.minimum(ours, theirs)
+        left = theirs - matched  # rounds of the server that no replayed one stands for
+        rounds += int(theirs.sum())
+        agreeing += int(matched.sum())
+        log_likelihood += float(matched.sum() * math.log1p(-NOISE) + left @ np.log(NOISE * pooled))
+    accepted = totals @ np.arange(steps + 1)
+    means = [1 + part / total if total else math.nan for part, total in zip(accepted, totals.sum(1), strict=True)]
+    return Evidence("histogram", rounds, agreeing, log_likelihood, *means)
+
+
+def length_evidence(counts: Counts, served: float, served_rounds: int | None, *, seed: int = 0) -> Evidence:
+    """Compare one accept length with that of ``counts`` [requests, 4]; the spread between requests is its error.
+
+    ``served_rounds`` weighs the server's own sampling error in (None: as large as ours).
+    """
+    totals = counts.sum(axis=0)
+    rounds = int(totals[ROUNDS])
+    own = float(lengths(totals[None].astype(np.float64))[0])
+    sampled = lengths(resampled_sums(counts, seed=seed, resamples=1000))
+    spread = float(np.nanstd(sampled)) if len(counts) > 1 else 0.0
+    theirs = spread if not served_rounds else spread * math.sqrt(rounds / served_rounds)
+    error = math.sqrt(spread**2 + theirs**2 + (_LENGTH_ERROR * served) ** 2)
+    off = (own - served) / error
+    log_likelihood = -0.5 * off**2 - math.log(error * math.sqrt(2 * math.pi))
+    # As a share of rounds, so that the three kinds read alike: 2 standard errors are the 10 % that still pass.
+    agreeing = max(0.0, 1 - abs(off) / 20)
+    return Evidence("length", rounds, round(agreeing * rounds), log_likelihood, own, served)
+
+
+def smoothed(accepted: Sequence[int], steps: int) -> npt.NDArray[np.float64]:
+    """Probabilities [steps + 1] of accepted tokens, none of them 0."""
+    counted = Counter(accepted)
+    return smoothed_counts(np.array([counted[number] for number in range(steps + 1)], dtype=np.float64))
+
+
+def smoothed_counts(histogram: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The same from counts."""
+    spread: npt.NDArray[np.float64] = (histogram + _SMOOTH) / (histogram.sum() + _SMOOTH * len(histogram))
+    return spread
+
+
+def _padded(histogram: Sequence[int], steps: int) -> npt.NDArray[np.float64]:
+    counts = np.zeros(steps + 1)
+    for accepted, count in enumerate(histogram):
+        counts[min(accepted, steps)] += count
+    return counts
+
+
+def accepted_gain(
+    better: Mapping[RoundKey, ServedRound], base: Mapping[RoundKey, ServedRound], *, seed: int = 0
+) -> tuple[float, float, float]:
+    """Accepted tokens a round that ``better`` has over ``base`` at the same anchors, with its 95 % interval.
+
+    Bootstrap over requests; (gain, nan, nan) for fewer than two requests.
+    """
+    by_request: dict[str, list[int]] = {}
+    for key in base:
+        if key in better:
+            by_request.setdefault(key[0], []).append(better[key].accepted - base[key].accepted)
+    sums = np.array([[sum(differences), len(differences)] for differences in by_request.values()], dtype=np.float64)
+    if not len(sums):
+        return math.nan, math.nan, math.nan
+    gain = float(sums[:, 0].sum() / sums[:, 1].sum())
+    if len(sums) < 2:
+        return gain, math.nan, math.nan
+    drawn = resampled_sums(sums, seed=seed, resamples=2000)
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
+    return gain, float(low), float(high)
+
+
+def length_gain(better: Counts, base: Counts, *, seed: int = 0) -> tuple[float, float, float]:
+    """Accept length of ``better`` over ``base`` [requests, 4 each] with its 95 % interval, the same requests drawn.
+
+    (gain, nan, nan) for fewer than two requests that both played.
+    """
+    both = (better[:, ROUNDS] > 0) & (base[:, ROUNDS] > 0)
+    if not both.any():
+        return math.nan, math.nan, math.nan
+    kept = [better[both], base[both]]
+    totals = lengths(np.stack([counts.sum(axis=0) for counts in kept]).astype(np.float64))
+    gain = float(totals[0] - totals[1])
+    if both.sum() < 2:
+        return gain, math.nan, math.nan
+    sums = stacked_sums(kept, seed=seed, resamples=2000)
+    low, high = np.quantile(lengths(sums[0]) - lengths(sums[1]), [0.025, 0.975])
+    return gain, float(low), float(high)

@@ -1,0 +1,379 @@
+"""`replay diagnose`: every hypothesis replayed and held against what a server did.
+
+Of the top layer: it joins the simulator, what was observed, and the statistics.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from replay.analysis import evidence as ev
+from replay.analysis.acceptance import VariantSummary, summarise
+from replay.analysis.counts import Counts, per_request
+from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum, judge
+from replay.analysis.limits import limits, strata
+from replay.binding import resolve
+from replay.errors import TraceError, UsageError
+from replay.hypotheses import HEALTHY_NAME, Hypothesis, other_wirings, pairs, singles
+from replay.remedies import remedy
+from replay.simulation import simulate
+from replay.traces.reader import Trace
+from replay.variant import Variant
+from replay.weights import Checkpoint
+from replay.wiring import Wiring, parse_wiring
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from replay.capture.observed import Observed
+    from replay.traces.rounds import Rounds
+
+# Served rounds on which every hypothesis is tried, and the best of them.
+SCREENING_ROUNDS = 400
+FINAL_ROUNDS = 2000
+FINALISTS = 6
+# Of these single faults every two are tried as a pair.
+_PAIRED = 5
+# Kinds that change the head's tensors: each needs weights of its own, so they run one after the other.
+_OWN_TENSORS = ("weights.", "vocab.")
+DRAFTED, HISTOGRAM, LENGTH = "drafted", "histogram", "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Trying:
+    """``done`` of ``total`` hypotheses of this stage replayed."""
+
+    stage: str
+    done: int
+    total: int
+
+
+Tell = Callable[[Trying], None]
+
+
+def served_variant(trace: Trace, draft: str, **given: object) -> Variant:
+    """The variant that the recorded server ran, from the trace's header; what is ``given`` (not None) goes before it.
+
+    Raises UsageError for values that cannot be.
+    """
+    details = trace.header.engine.details
+    told: dict[str, object] = {}
+    for name, key in (
+        ("steps", "speculative_num_steps"),
+        ("topk", "speculative_eagle_topk"),
+        ("num_draft_tokens", "speculative_num_draft_tokens"),
+    ):
+        if str(details.get(key, "")).isdigit():
+            told[name] = int(details[key])
+    if details.get("wiring"):
+        told["wiring"] = parse_wiring(details["wiring"], layers=trace.header.target.layers)
+    told |= {name: value for name, value in given.items() if value is not None}
+    if told.get("topk", 1) == 1:
+        told.pop("num_draft_tokens", None)
+    return Variant(draft=draft, **told)  # type: ignore[arg-type]
+
+
+def diagnose(
+    trace: Trace,
+    checkpoint: Checkpoint,
+    served: Variant,
+    *,
+    trained: Wiring | None = None,
+    observed: "Observed | None" = None,
+    on_event: Tell = lambda _: None,
+) -> Diagnosis:
+    """Why a server that ran ``served`` accepted what it did.
+
+    ``trained`` is the wiring the head was made for, where known; ``observed`` an accept length from elsewhere, else
+    the trace's own server is explained. Raises TraceError where nothing was observed, UsageError where the two differ
+    in steps, and whatever ``simulate`` raises.
+    """
+    return _Case(trace, checkpoint, resolve(served, checkpoint, trace), trained, observed, on_event).close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A hypothesis, its evidence, and of finalists what it accepts: by anchor, or in sums by request."""
+
+    hypothesis: Hypothesis
+    scored: Scored
+    by_anchor: dict[ev.RoundKey, ev.ServedRound]
+    counts: Counts
+
+
+class _Case:
+    """One diagnosis: what was observed, and the replays so far."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        checkpoint: Checkpoint,
+        served: Variant,
+        trained: Wiring | None,
+        observed: "Observed | None",
+        tell: Tell,
+    ) -> None:
+        self._trace, self._checkpoint, self._served, self._tell = trace, checkpoint, served, tell
+        self._trained = None if trained == served.wiring else trained
+        self._observed = observed
+        self._histograms: dict[str, tuple[int, ...]] = {}
+        self._rounds: pl.DataFrame | None = None
+        self._kind = self._find_observed()
+        self._screen = self._first_rounds(SCREENING_ROUNDS)
+        self._rounds = self._first_rounds(FINAL_ROUNDS)
+
+    def close(self) -> Diagnosis:
+        """Try every hypothesis, the best ones again on everything, and judge."""
+        tried = self._try("single faults", singles(self._served, self._checkpoint, self._trace))
+        best = max(tried, key=_posterior)
+        if best.hypothesis.kind != HEALTHY_NAME or not best.scored.fits:
+            likely = [one.hypothesis for one in sorted(tried, key=_posterior, reverse=True)[:_PAIRED]]
+            tried += self._try("pairs of faults", pairs(likely, self._checkpoint, self._trace))
+        if self._trained is None:
+            wirings = other_wirings(self._served, self._checkpoint, self._trace)
+        else:
+            variant = replace(self._served, wiring=self._trained)
+            wirings = [Hypothesis("wiring.aux-layer-id", str(self._trained), variant, tried[1].scored.log_prior)]
+        tried += self._try("other wirings", wirings)
+        final = self._try("the likeliest on more rounds", _finalists(tried), whole=True)
+        return self._verdict(tried, final)
+
+    # ---- what was observed ----
+
+    def _find_observed(self) -> str:
+        if self._observed is not None:
+            steps = self._observed.num_steps
+            if steps is not None and steps != self._served.steps:
+                raise UsageError(
+                    f"{self._observed.source} says {steps} steps, {self._served.steps} are replayed; "
+                    f"type --steps {steps}"
+                )
+            return LENGTH
+        rounds = self._trace.served_rounds()
+        if len(rounds):
+            self._rounds = rounds
+            return DRAFTED
+        records = self._trace.records
+        self._histograms = {item.request_id: item.server_histogram for item in records if item.server_histogram}
+        if not self._histograms:
+            raise TraceError(
+                f"{self._trace.path} says nothing of what a server accepted; give --observed with an accept length or "
+                "a file that has one, or capture from a server that `replay serve` started"
+            )
+        return HISTOGRAM
+
+    def _first_rounds(self, most: int) -> "pl.DataFrame | None":
+        """Whole requests of the served rounds, in trace order, up to about ``most`` rounds."""
+        if self._rounds is None:
+            return None
+        counts = dict(self._rounds.group_by("request_id").len().iter_rows())
+        kept: list[str] = []
+        for record in self._trace.records:
+            if sum(counts[name] for name in kept) >= most:
+                break
+            if record.request_id in counts:
+                kept.append(record.request_id)
+        return self._rounds.filter(self._rounds["request_id"].is_in(kept))
+
+    # ---- replays ----
+
+    def _try(self, stage: str, hypotheses: Sequence[Hypothesis], *, whole: bool = False) -> list[_Tried]:
+        """Every hypothesis with its evidence, in the given order; by anchor only for the whole."""
+        found: dict[str, _Tried] = {}
+        rounds = self._rounds if whole else self._screen
+        for batch in _batches(hypotheses):
+            variants = [item.variant for item in batch]
+            replayed = simulate(
+                self._trace,
+                {self._served.draft: self._checkpoint},
+                variants,
+                follow=rounds,
+                served_products=whole,
+            )
+            counts = per_request(replayed)
+            for item, info in zip(batch, replayed.variants, strict=True):
+                table = replayed.table.filter(replayed.table["variant"] == info.name)
+                scored = Scored(
+                    item.name, item.kind, item.value, item.log_prior, self._evidence(table, counts[info.name], rounds)
+                )
+                kept = by_anchor(table) if whole and self._kind == DRAFTED else {}
+                found[item.name] = _Tried(item, scored, kept, counts[info.name])
+            self._tell(Trying(stage, len(found), len(hypotheses)))
+        return [found[item.name] for item in hypotheses]
+
+    def _evidence(self, table: "pl.DataFrame", counts: Counts, rounds: "pl.DataFrame | None") -> ev.Evidence:
+        steps = self._served.steps
+        if self._observed is not None:
+            return ev.length_evidence(counts, self._observed.accept_length, self._observed.rounds)
+        if rounds is not None:
+            return ev.drafted_evidence(by_anchor(table), by_anchor(rounds), steps)
+        accepted: dict[str, Counter[int]] = {}
+        for request, number in table.select("request_id", "accepted").iter_rows():
+            accepted.setdefault(request, Counter())[number] += 1
+        ours = {request: [counted[number] for number in range(steps + 1)] for request, counted in accepted.items()}
+        return ev.histogram_evidence(ours, self._histograms, steps)
+
+    # ---- the verdict ----
+
+    def _verdict(self, tried: Sequence[_Tried], final: Sequence[_Tried]) -> Diagnosis:
+        screened = next(one for one in tried if one.hypothesis.kind == HEALTHY_NAME)
+        healthy = next(one for one in final if one.hypothesis.kind == HEALTHY_NAME)
+        whole = {one.hypothesis.name: one.scored for one in final}
+        scored = [
+            whole.get(one.hypothesis.name) or _drawn_out(one.scored, screened.scored, healthy.scored) for one in tried
+        ]
+        gains = self._gains(final, healthy)
+        best = sorted(final, key=_posterior, reverse=True)[:3]
+        wanted = {HEALTHY_NAME, *(one.hypothesis.name for one in best), *(gain.name for gain in gains[:2])}
+        walks = self._own_walks([one.hypothesis for one in final if one.hypothesis.name in wanted])
+        summary, rounds = walks[HEALTHY_NAME]
+        lengths = {name: walk.accept_length for name, (walk, _) in walks.items()}
+        rates = summary.position_conditional
+        diagnosis = judge(scored, gains=gains, first_rate=rates[0] if rates else float("nan"))
+        fixes = self._fixes({gain.value for gain in gains})
+        ranked = tuple(
+            replace(item, accept_length=lengths.get(item.name, item.accept_length), fix=fixes(item.kind, item.value))
+            for item in diagnosis.ranked
+        )
+        better = tuple(
+            replace(gain, accept_length=lengths.get(gain.name, gain.accept_length), fix=fixes(gain.kind, gain.value))
+            for gain in diagnosis.gains
+        )
+        named = next((item for item in ranked if item.name == diagnosis.named), None)
+        as_other = next((gain for gain in better if gain.name == diagnosis.named), None)
+        return replace(
+            diagnosis,
+            ranked=ranked,
+            gains=better,
+            expected=lengths[HEALTHY_NAME] if as_other is None else as_other.accept_length,
+            fix="" if named is None else named.fix,
+            separate=tuple(self._separate(diagnosis)),
+            limits=tuple(limits(rounds, summary.name, unknown_share=_unknown_share(self._trace, self._checkpoint)))
+            if diagnosis.verdict == "head"
+            else (),
+            strata=tuple(self._strata(healthy, rounds)) if diagnosis.verdict == "engine" else (),
+        )
+
+    def _gains(self, final: Sequence[_Tried], healthy: _Tried) -> list[Gain]:
+        """Finalists that accept more than what was served, at the same anchors where these are known, best first."""
+        found = []
+        for one in final:
+            item = one.hypothesis
+            if item.kind == HEALTHY_NAME or (self._trained is not None and item.value != str(self._trained)):
+                continue
+            if self._kind == DRAFTED:
+                gain, low, high = ev.accepted_gain(one.by_anchor, healthy.by_anchor)
+            else:
+                gain, low, high = ev.length_gain(one.counts, healthy.counts)
+            if gain > 0:
+                found.append(Gain(item.name, item.kind, item.value, gain, (low, high)))
+        return sorted(found, key=lambda gain: -gain.gain)
+
+    def _own_walks(self, hypotheses: Sequence[Hypothesis]) -> "dict[str, tuple[VariantSummary, Rounds]]":
+        """What each of them would do by itself, over the whole trace."""
+        found = {}
+        for batch in _batches(hypotheses):
+            variants = [item.variant for item in batch]
+            rounds = simulate(self._trace, {self._served.draft: self._checkpoint}, variants, served_products=False)
+            for item, summary in zip(batch, summarise(rounds), strict=True):
+                found[item.name] = (summary, rounds)
+        return found
+
+    def _fixes(self, wirings: set[str]) -> Callable[[str, str], str]:
+        """The remedy of a hypothesis; for one of ``wirings`` it is that wiring."""
+        target = self._trace.header.target
+        right = self._trained or self._served.wiring
+        assert right is not None
+
+        def fix(kind: str, value: str) -> str:
+            if kind == HEALTHY_NAME:
+                return ""
+            wiring = parse_wiring(value, layers=target.layers) if value in wirings and "," in value else right
+            return remedy(kind, value, wiring, model_type=target.model_type, layers=target.layers)
+
+        return fix
+
+    def _separate(self, diagnosis: Diagnosis) -> Iterator[str]:
+        """Which further observation would tell apart what was not told apart."""
+        if not diagnosis.undecided:
+            return
+        if self._kind == LENGTH:
+            yield "an accept length alone tells few faults apart: capture from the server itself, which counts rounds"
+        if self._kind != DRAFTED:
+            yield "start the server with `replay serve`, which records what it drafts round by round"
+            return
+        kinds = " ".join(diagnosis.undecided) + " " + (diagnosis.named or "")
+        if "position." in kinds or "attn." in kinds or "kv." in kinds:
+            yield "longer prompts and outputs: positions, windows and draft KV show more the longer the context"
+        if self._served.steps < 3:
+            yield "more steps: what is fed back between steps shows from the second token on"
+        yield "more requests: at these anchors the replays draft the same tokens"
+
+    def _strata(self, healthy: _Tried, rounds: "Rounds") -> Iterator[Stratum]:
+        if self._rounds is None:
+            return
+        cached = {item.request_id: item.server_cached_tokens or 0 for item in self._trace.records}
+        yield from strata(healthy.by_anchor, by_anchor(self._rounds), rounds.requests, cached)
+
+
+def by_anchor(table: "pl.DataFrame") -> dict[ev.RoundKey, ev.ServedRound]:
+    """Rounds of one variant or server by request and anchor."""
+    columns = table.select("request_id", "anchor", "drafted", "accepted")
+    return {
+        (request, anchor): ev.ServedRound(tuple(drafted), accepted)
+        for request, anchor, drafted, accepted in columns.iter_rows()
+    }
+
+
+def _posterior(one: _Tried) -> float:
+    return one.scored.log_posterior
+
+
+def _finalists(tried: Sequence[_Tried]) -> list[Hypothesis]:
+    """The healthy server, the likeliest, and those that accept most."""
+    ordered = sorted(tried, key=_posterior, reverse=True)[:FINALISTS]
+    most = sorted(tried, key=lambda one: one.scored.evidence.accept_length, reverse=True)[:3]
+    healthy = [one for one in tried if one.hypothesis.kind == HEALTHY_NAME]
+    return list({one.hypothesis.name: one.hypothesis for one in [*healthy, *ordered, *most]}.values())
+
+
+def _drawn_out(one: Scored, screened: Scored, whole: Scored) -> Scored:
+    """A hypothesis that was only screened, its evidence drawn out to as many rounds as the finalists had."""
+    if one.evidence.kind == LENGTH or not screened.evidence.rounds:
+        return one
+    scale = whole.evidence.rounds / screened.evidence.rounds
+    evidence = replace(
+        one.evidence,
+        rounds=round(one.evidence.rounds * scale),
+        agreeing=round(one.evidence.agreeing * scale),
+        log_likelihood=one.evidence.log_likelihood * scale,
+    )
+    return replace(one, evidence=evidence)
+
+
+def _batches(hypotheses: Sequence[Hypothesis]) -> Iterator[list[Hypothesis]]:
+    """Those that share weights at once, the others one by one, so that few copies of the head are in memory."""
+    alone = [item for item in hypotheses if any(kind in item.kind for kind in _OWN_TENSORS)]
+    shared = [item for item in hypotheses if item not in alone]
+    if shared:
+        yield shared
+    yield from ([item] for item in alone)
+
+
+def _unknown_share(trace: Trace, checkpoint: Checkpoint) -> float:
+    """Share of the output tokens that the head cannot draft."""
+    import torch
+
+    d2t_W = checkpoint.tensors.get("d2t")
+    if d2t_W is None:
+        return 0.0
+    known_V = torch.zeros(checkpoint.config.vocab_size, dtype=torch.bool)
+    known_V[torch.arange(len(d2t_W)) + d2t_W.long()] = True
+    total = unknown = 0
+    for index in range(len(trace.records)):
+        rows = trace.read(index, ())
+        output = rows.tokens[rows.prompt_tokens :]
+        total += len(output)
+        unknown += int((~known_V[output.clamp_max(len(known_V) - 1)]).sum())
+    return unknown / total if total else 0.0
