@@ -65,8 +65,8 @@ class RequestGap:
 class Pair:
     """B against A over the ``requests`` that have rounds under both; ``without_rounds`` others have none under one.
 
-    ``verdict``: ``better`` or ``worse`` where the interval of the difference excludes 0 and, among several pairs, Holm's
-    adjusted p value ``p_holm`` is at most 0.05; ``same`` where no resample tells the two apart; else ``cannot tell``.
+    ``verdict``: ``better`` or ``worse`` where the interval of the difference excludes 0 and, among several pairs, the p
+    value adjusted after Holm is at most 0.05; ``same`` where no resample tells the two apart; else ``cannot tell``.
     ``within_1_percent``: the whole interval lies within 1 % of the smaller accept length; None without an interval.
     ``most_different`` are the requests whose numbers of rounds differ most.
     """

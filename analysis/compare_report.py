@@ -7,7 +7,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from replay.analysis import wording
-from replay.analysis.compare import Comparison, Pair
+from replay.analysis.anchors import CommonDrafts
+from replay.analysis.compare import LEVEL, Comparison, Pair
 from replay.analysis.doubts import FEW_REQUESTS
 from replay.analysis.joined import Joined
 from replay.analysis.layout import Column, Fitted, bullet, heading, pairs
@@ -82,6 +83,9 @@ def _doubts(comparison: Comparison) -> Iterator[str]:
             f"The walks rarely meet: {wording.counted(pair.anchors.rounds, 'round')} of {pair.a.variant} and "
             f"{pair.b.variant} start at the same anchor, less than {wording.percent(FEW_COMMON, 0)} of one's."
         )
+    if len(comparison.pairs) == 1 and (count := len(comparison.pairs[0].categories)) > 1:
+        chance = wording.decimal(count * LEVEL, 1)
+        yield f"Of {count} intervals of categories {chance} exclude 0 by chance even where nothing differs."
     if any(pair.anchors.drafts is None for pair in comparison.pairs):
         yield "Trees are compared by how many tokens were accepted only, not token by token."
 
@@ -111,7 +115,7 @@ def _pair_table(comparison: Comparison) -> Fitted:
     found, first = comparison.pairs, comparison.pairs[0]
     sides = [first.a, *(pair.b for pair in found)]
     labels = ["A  " + first.a.variant, *("B  " + pair.b.variant for pair in found)]
-    verdicts = [pair.verdict + (" (within 1 %)" if pair.within_1_percent else "") for pair in found]
+    near = [{True: "yes", False: "no", None: wording.NOTHING}[pair.within_1_percent] for pair in found]
     columns = [
         _column("accept\nlength", [wording.decimal(side.accept_length) for side in sides]),
         _column("difference", ["", *(_signed(pair.difference) for pair in found)]),
@@ -119,7 +123,8 @@ def _pair_table(comparison: Comparison) -> Fitted:
     ]
     if len(found) > 1:
         columns.append(_column("Holm\np", ["", *(wording.decimal(pair.p_holm) for pair in found)]))
-    columns.append(_column("verdict", ["", *verdicts], left=True))
+    columns.append(_column("verdict", ["", *(pair.verdict for pair in found)], left=True))
+    columns.append(_column("within\n1 %", ["", *near], left=True))
     counts = [
         _column("rounds", [wording.count(side.rounds) for side in sides]),
         _column("accepted /\ndrafted", [f"{wording.count(s.accepted)} / {wording.count(s.drafted)}" for s in sides]),
@@ -131,14 +136,7 @@ def _details(pair: Pair) -> list[RenderableType]:
     common = pair.anchors
     parts: list[RenderableType] = [Text(), heading("The same anchors"), Text(_anchor_sentence(pair))]
     if common.drafts is not None and common.rounds:
-        total = common.drafts.tokens_equal + common.drafts.tokens_different
-        parts.append(
-            Text(
-                f"Of {wording.counted(total, 'drafted token')} side by side {wording.count(common.drafts.tokens_equal)} "
-                f"are equal; {wording.count(common.drafts.alike)} of {wording.counted(common.rounds, 'draft')} are equal "
-                "throughout."
-            )
-        )
+        parts.append(Text(_draft_sentence(common.drafts, common.rounds)))
     if common.rounds:
         parts += [Text(), _positions(pair)]
     if pair.categories:
@@ -148,15 +146,24 @@ def _details(pair: Pair) -> list[RenderableType]:
     return parts
 
 
+def _draft_sentence(drafts: CommonDrafts, rounds: int) -> str:
+    total = wording.counted(drafts.tokens_equal + drafts.tokens_different, "drafted token")
+    return (
+        f"Of {total} side by side {wording.count(drafts.tokens_equal)} are equal; {wording.count(drafts.alike)} of "
+        f"{wording.counted(rounds, 'draft')} are equal throughout."
+    )
+
+
 def _anchor_sentence(pair: Pair) -> str:
     common = pair.anchors
     if not common.rounds:
         return "No round of one starts where a round of the other does."
+    shares = f"{wording.percent(common.share_a)} of A's, {wording.percent(common.share_b)} of B's"
     return (
-        f"{wording.counted(common.rounds, 'round')} of both start at the same anchor ({wording.percent(common.share_a)} "
-        f"of A's, {wording.percent(common.share_b)} of B's): A accepted {wording.count(common.accepted_a)} tokens "
-        f"there, B {wording.count(common.accepted_b)}, {_signed(common.difference)} a round{_within(common.ci95)}; A "
-        f"accepted more in {wording.count(common.a_more)}, B in {wording.count(common.b_more)}, both the same in "
+        f"{wording.counted(common.rounds, 'round')} of both start at the same anchor ({shares}): A accepted "
+        f"{wording.count(common.accepted_a)} tokens there, B {wording.count(common.accepted_b)}, "
+        f"{_signed(common.difference)} a round{_within(common.ci95)}; A accepted more in "
+        f"{wording.count(common.a_more)}, B in {wording.count(common.b_more)}, both the same in "
         f"{wording.count(common.equal)}."
     )
 
