@@ -98,7 +98,7 @@ class Comparison:
     resamples: int
 
     def to_json(self) -> JsonObject:
-        """JSON values only: the fields by name, null for nan, without the fields that the report alone needs."""
+        """The document of ``replay compare --json``: the fields by name, null in place of nan."""
         document: JsonObject = json_value(asdict(self))
         return document
 
