@@ -193,23 +193,26 @@ def observed(requests: Sequence[RequestInfo]) -> Observed | None:
 
 
 def _variant_json(summary: VariantSummary) -> JsonObject:
-    row = {f.name: _json(getattr(summary, f.name)) for f in fields(summary) if f.name not in _NOT_IN_JSON}
+    row = {f.name: json_value(getattr(summary, f.name)) for f in fields(summary) if f.name not in _NOT_IN_JSON}
     seen = summary.observed
     row["observed"] = (
         None
         if seen is None
         else {
             "rounds": seen.rounds,
-            "accept_length": _json(seen.accept_length),
+            "accept_length": json_value(seen.accept_length),
             "histogram": list(seen.histogram),
         }
     )
     return row
 
 
-def _json(value: object) -> Any:
+def json_value(value: object) -> Any:
+    """``value`` as JSON has it: lists for tuples, null for what is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, tuple):
-        return [_json(item) for item in value]
+    if isinstance(value, tuple | list):
+        return [json_value(item) for item in value]
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
     return value

@@ -1,10 +1,11 @@
 """Differences of accept length, paired: between variants, and against what the server reported."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from replay.analysis.bootstrap import DEFAULT_RESAMPLES
+from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats
 from replay.analysis.counts import (
     ACCEPTED,
     ROUNDS,
@@ -21,11 +22,16 @@ from replay.traces.rounds import Rounds
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far a variant's accept length lies from another's, both resampled with the same requests."""
+    """How far a variant's accept length lies from another's, both resampled with the same requests.
+
+    ``p_value``: twice the smaller share of resamples on one side of 0, each counted with one more resample (Davison and
+    Hinkley, Bootstrap Methods and their Application, 1997, section 4.4); nan without an interval.
+    """
 
     variant: str
     difference: float
     ci95: tuple[float, float]
+    p_value: float = math.nan
 
     @property
     def verdict(self) -> str:
@@ -44,7 +50,7 @@ def gaps(rounds: Rounds, reference: str, *, seed: int = 0, resamples: int = DEFA
     """
     counts = per_request(rounds)
     against = counts.pop(reference)
-    return _paired(counts, against, seed=seed, resamples=resamples)
+    return paired_gaps(counts, against, seed=seed, resamples=resamples)
 
 
 def observed_gaps(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> dict[str, Gap]:
@@ -59,11 +65,13 @@ def observed_gaps(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RES
         against[row, ACCEPTED] = histogram @ np.arange(len(histogram))
     if not against.any():
         return {}
-    return _paired(per_request(rounds), against, seed=seed, resamples=resamples)
+    return paired_gaps(per_request(rounds), against, seed=seed, resamples=resamples)
 
 
-def _paired(counts: dict[str, Counts], against: Counts, *, seed: int, resamples: int) -> dict[str, Gap]:
-    """By variant its accept length minus that of the counts ``against`` [requests, 4]."""
+def paired_gaps(
+    counts: dict[str, Counts], against: Counts, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES
+) -> dict[str, Gap]:
+    """By variant its accept length minus that of the counts ``against`` [requests, 4]; see ``gaps``."""
     found: dict[str, Gap] = {}
     both = {name: (rows[:, ROUNDS] > 0) & (against[:, ROUNDS] > 0) for name, rows in counts.items()}
     for names, played in alike(both):
@@ -71,6 +79,13 @@ def _paired(counts: dict[str, Counts], against: Counts, *, seed: int, resamples:
         sums = stacked_sums(kept, seed=seed, resamples=resamples)
         totals = lengths(np.stack([rows.sum(axis=0) for rows in kept]).astype(np.float64))
         for i, name in enumerate(names, start=1):
-            interval = length_interval(lengths(sums[i]) - lengths(sums[0]), played)
-            found[name] = Gap(name, float(totals[i] - totals[0]), interval)
+            samples = lengths(sums[i]) - lengths(sums[0])
+            interval = length_interval(samples, played)
+            p_value = math.nan if math.isnan(interval[0]) else _two_sided(samples)
+            found[name] = Gap(name, float(totals[i] - totals[0]), interval, p_value)
     return found
+
+
+def _two_sided(samples: Floats) -> float:
+    below, above = int((samples <= 0).sum()), int((samples >= 0).sum())
+    return min(1.0, 2 * (1 + min(below, above)) / (1 + len(samples)))

@@ -8,6 +8,7 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -84,3 +85,28 @@ def _table(columns: Sequence[Column]) -> Table:
     for cells in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*cells)
     return table
+
+
+def heading(text: str) -> Text:
+    """The heading of a part of a report."""
+    return Text(text, style="bold")
+
+
+def bullet(text: str) -> RenderableType:
+    """A paragraph that hangs from a bullet."""
+    return _grid([("•", text)], style="yellow")
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
+    """Words and what is said of each."""
+    return _grid(rows, style="dim")
+
+
+def _grid(rows: Sequence[tuple[str, str]], *, style: str) -> RenderableType:
+    """Hanging paragraphs: a first column as wide as its words, a second that folds."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style=style, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for left, right in rows:
+        grid.add_row(Text(left), Text(right))
+    return Padding(grid, (0, 0, 0, 2))

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from replay.analysis import wording
@@ -17,6 +15,7 @@ from replay.analysis.acceptance import VariantSummary
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.doubts import Case, doubts
 from replay.analysis.gaps import Gap, gaps, observed_gaps
+from replay.analysis.layout import bullet, heading, pairs
 from replay.analysis.layouts import layout_sentences
 from replay.analysis.provenance import provenance
 from replay.analysis.variant_table import position_table, variant_table
@@ -97,9 +96,9 @@ def lay_out(report: Report) -> RenderableType:
         parts += [Text(), Text(_LOST, style="dim")]
     elif report.best is not None:
         parts += [Text(), position_table(report.best)]
-    parts += [Text(), _heading("Doubts")]
-    parts += [_bullet(doubt) for doubt in report.doubts] or [Text("  none of the checks raised one")]
-    parts += [Text(), _heading("Provenance"), _pairs(report.provenance)]
+    parts += [Text(), heading("Doubts")]
+    parts += [bullet(doubt) for doubt in report.doubts] or [Text("  none of the checks raised one")]
+    parts += [Text(), heading("Provenance"), pairs(report.provenance)]
     return Group(*parts)
 
 
@@ -193,25 +192,3 @@ def _shared(report: Report) -> str:
         facts.remove("num_draft_tokens")
     said = " · ".join(wording.phrase(first, name) for name in facts)
     return said if len(report.summaries) == 1 else f"All variants: {said}"
-
-
-def _heading(text: str) -> Text:
-    return Text(text, style="bold")
-
-
-def _bullet(text: str) -> RenderableType:
-    return _grid([("•", text)], style="yellow")
-
-
-def _pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
-    return _grid(rows, style="dim")
-
-
-def _grid(rows: Sequence[tuple[str, str]], *, style: str) -> RenderableType:
-    """Hanging paragraphs: a first column as wide as its words, a second that folds."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style=style, no_wrap=True)
-    grid.add_column(overflow="fold")
-    for left, right in rows:
-        grid.add_row(Text(left), Text(right))
-    return Padding(grid, (0, 0, 0, 2))

@@ -89,7 +89,7 @@ def _attend_block(
     rows = base_k_RMH.shape[0]
     # The queries of one key-value head form the rows of one product: [M, G*A, H] x [M, H, R].
     q_MgH = q_AMGH.permute(1, 2, 0, 3).flatten(1, 2)
-    base_MgR = q_MgH @ base_k_RMH.permute(1, 2, 0) * width**-0.5
+    base_MgR = (q_MgH @ base_k_RMH.permute(1, 2, 0)).mul_(width**-0.5)  # in place: scores are the largest tensors
     base_MGAR = base_MgR.unflatten(1, (group, queries))
     rows_R = torch.arange(rows, device=reach_A.device)
     unseen_AR = rows_R >= reach_A[:, None]
@@ -99,7 +99,7 @@ def _attend_block(
     if sight.blank_R is not None and sight.own_A is not None:
         blank_AR = sight.blank_R & (rows_R != sight.own_A[:, None])
         base_MGAR = base_MGAR.masked_fill(blank_AR, float("-inf") if sight.masked else 0.0)
-    base_MGAR = base_MGAR.masked_fill(unseen_AR, float("-inf"))
+    base_MGAR = base_MGAR.masked_fill_(unseen_AR, float("-inf"))
     chain_MGAJ = torch.einsum("amgh,jamh->mgaj", q_AMGH, chain_k_JAMH) * width**-0.5
     weights = torch.cat([base_MGAR, chain_MGAJ], dim=-1).float().softmax(dim=-1).to(q_AMGH.dtype)
     base_w, chain_w = weights[..., :rows], weights[..., rows:]

@@ -337,6 +337,31 @@ def report(rounds: Path, html: Path | None, peers: bool, force: bool, as_json: b
 
 
 @cli.command()
+@click.argument("rounds_a", type=click.Path(path_type=Path), metavar="ROUNDS_A")
+@click.argument("rounds_b", type=click.Path(path_type=Path), metavar="[ROUNDS_B]", required=False)
+@click.option("--variant-a", metavar="NAME", help="Variant A.  [default: of one file its first, of two the only one]")
+@click.option("--variant-b", metavar="NAME", help="Variant B.  [default: each that is not A]")
+@_json_option
+def compare(rounds_a: Path, rounds_b: Path | None, variant_a: str | None, variant_b: str | None, as_json: bool) -> None:
+    """Compare two variants on the same requests and the same anchors: better, worse, same or cannot tell.
+
+    Of one rounds file every variant is held against the first, of two those of the second against that of the first.
+    """
+    from replay.analysis.compare import compare as run
+    from replay.analysis.compare_report import render_comparison
+    from replay.analysis.joined import join
+    from replay.traces.rounds import read_rounds
+
+    second = None if rounds_b is None else read_rounds(rounds_b)
+    joined = join(read_rounds(rounds_a), second, variant_a=variant_a, variant_b=variant_b)
+    comparison = run(joined)
+    if as_json:
+        _print_json(comparison.to_json())
+    else:
+        _print(render_comparison(comparison, joined))
+
+
+@cli.command()
 @click.argument("path", type=click.Path(path_type=Path), metavar="TRACE|DRAFT")
 @click.option(
     "--check",

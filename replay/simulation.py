@@ -26,8 +26,9 @@ from replay.wiring import engine_ids
 if TYPE_CHECKING:
     import polars as pl
 
-# Rows packed into one pass, unless one request alone has more. Large enough to fill the matrix units.
-PACK_ROWS = 4096
+# Rows packed into one pass, unless one request alone has more. Large enough to fill the matrix units; twice as many are
+# no faster and take a quarter more memory.
+PACK_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)

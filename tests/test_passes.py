@@ -6,7 +6,7 @@ from heads import target_tables, tiny_checkpoint
 
 from replay.accept import continuations, count_accepted, served_walk
 from replay.engines import ENGINES, NUMERICS
-from replay.head import Head
+from replay.head import Head, filled_rows
 from replay.ordered import replay_in_order
 from replay.passes import draft_every_anchor, served_products
 from replay.rows import DraftInput
@@ -122,6 +122,22 @@ def test_products_run_in_the_sizes_that_were_asked_for(monkeypatch: pytest.Monke
         head.logits(torch.zeros(4, 32, dtype=torch.float64))
     head.logits(torch.zeros(7, 32, dtype=torch.float64))
     assert seen == [5, 2, 3, 1, 3, 3, 1]
+
+
+def test_products_of_16_bits_run_over_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps a kernel of about a megabyte for each number of rows: 200 packs meet eight an octave, not 200."""
+    assert all(rows <= filled_rows(rows) < rows * 9 / 8 + 1 for rows in range(1, 5000))
+    assert [filled_rows(rows) for rows in (1, 32, 33, 2047, 2048, 2049)] == [1, 32, 36, 2048, 2048, 2304]
+    head = make_head("plain", dtype=torch.bfloat16)
+    x_RE = torch.randn(3, head.config.hidden_size).bfloat16()
+    alone = head.logits(x_RE)
+    seen: set[int] = set()
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr("replay.head.functional.linear", lambda x, *rest: seen.add(len(x)) or linear(x, *rest))
+    for rows in range(1000, 1200):
+        found = head.logits(torch.cat([x_RE, x_RE.new_ones(rows - 3, x_RE.shape[1])]))
+        assert len(found) == rows and torch.allclose(found[:3].float(), alone.float(), rtol=2**-7, atol=2**-7)
+    assert seen == {1024, 1152, 1280}
 
 
 def test_fewer_steps_are_a_prefix_of_more() -> None:

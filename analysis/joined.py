@@ -1,0 +1,156 @@
+"""Rounds of one or two files brought together for a comparison, refused where they are not of one trace."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from replay.errors import TraceError, UsageError
+from replay.traces.rounds import Rounds, VariantInfo
+
+if TYPE_CHECKING:
+    import polars as pl
+
+# What the trace says of itself that a copy of it cannot change.
+_TRACE_FACTS = ("target", "model_type", "layers", "hidden_size", "dtype", "engine", "engine_version")
+_REQUEST_FACTS = ("prompt_tokens", "output_tokens", "source", "temperature")
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The requests that both have, under A and every B. ``shown`` has the variants' own names, by those in ``rounds``.
+
+    ``only_a`` and ``only_b`` name the requests that were left out because one of the two does not have them.
+    """
+
+    rounds: Rounds
+    a: VariantInfo
+    others: tuple[VariantInfo, ...]
+    shown: dict[str, str]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+
+def join(
+    first: Rounds, second: Rounds | None = None, *, variant_a: str | None = None, variant_b: str | None = None
+) -> Joined:
+    """A from ``first``, every B from ``second``; from one alone its first variant is A and every other a B.
+
+    Raises UsageError for a variant that is not there or not named where there are several, and where there is nothing
+    to compare; TraceError where the two are not of one trace.
+    """
+    a = _choose_a(first, variant_a, alone=second is None)
+    others = _choose_others(first if second is None else second, variant_b, leave=a.name if second is None else None)
+    source = first if second is None else second
+    if second is not None:
+        _check_trace(first, second)
+    ids_a, ids_b = ([request.request_id for request in rounds.requests] for rounds in (first, source))
+    common = set(ids_a) & set(ids_b)
+    if not common:
+        raise UsageError(f"no request is in both, the first has {len(ids_a)} and the second {len(ids_b)} of other "
+                         "names; give two rounds files that simulate wrote from one trace")  # fmt: skip
+    if second is not None:
+        _check_requests(first, second)
+        _check_tokens(first, a, second, others[0])
+    renamed = [replace(a, name="A"), *(replace(b, name=f"B{place}") for place, b in enumerate(others, start=1))]
+    chosen = [_part(first, a.name, "A", common)]
+    chosen += [_part(source, b.name, new.name, common) for b, new in zip(others, renamed[1:], strict=True)]
+    rounds = Rounds(
+        table=_concat(chosen),
+        variants=tuple(renamed),
+        requests=tuple(request for request in first.requests if request.request_id in common),
+        trace=first.trace,
+        drafts={**source.drafts, **first.drafts},
+    )
+    shown = {new.name: old.name for new, old in zip(renamed, [a, *others], strict=True)}
+    only = [tuple(name for name in names if name not in common) for names in (ids_a, ids_b)]
+    return Joined(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1])
+
+
+def _choose_a(rounds: Rounds, wanted: str | None, *, alone: bool) -> VariantInfo:
+    if wanted is None and rounds.variants and (alone or len(rounds.variants) == 1):
+        return rounds.variants[0]
+    return _named(rounds, wanted, "--variant-a")
+
+
+def _choose_others(rounds: Rounds, wanted: str | None, *, leave: str | None) -> list[VariantInfo]:
+    if wanted is not None:
+        return [_named(rounds, wanted, "--variant-b")]
+    others = [variant for variant in rounds.variants if variant.name != leave]
+    if not others:
+        raise UsageError("the rounds hold one variant, two are needed to compare; give a second rounds file")
+    return others
+
+
+def _named(rounds: Rounds, wanted: str | None, option: str) -> VariantInfo:
+    found = [variant for variant in rounds.variants if variant.name == wanted]
+    if not found:
+        seen = f"there is no variant {wanted!r}" if wanted else f"there are {len(rounds.variants)} variants"
+        names = ", ".join(repr(variant.name) for variant in rounds.variants) or "none"
+        raise UsageError(f"{seen}, the rounds hold {names}; type one of them after {option}")
+    return found[0]
+
+
+def _check_trace(first: Rounds, second: Rounds) -> None:
+    for fact in _TRACE_FACTS:
+        one, other = first.trace.get(fact), second.trace.get(fact)
+        if one != other:
+            raise TraceError(
+                f"the rounds are of two traces: {fact.replace('_', ' ')} is {one!r} in the first and {other!r} in the "
+                "second; simulate both on one trace"
+            )
+
+
+def _check_requests(first: Rounds, second: Rounds) -> None:
+    others = {request.request_id: request for request in second.requests}
+    for request in first.requests:
+        twin = others.get(request.request_id)
+        for fact in _REQUEST_FACTS if twin is not None else ():
+            one, other = getattr(request, fact), getattr(twin, fact)
+            if one != other:
+                raise TraceError(
+                    f"the rounds are of two traces: {fact.replace('_', ' ')} of request {request.request_id!r} is "
+                    f"{one!r} in the first and {other!r} in the second; simulate both on one trace"
+                )
+
+
+def _check_tokens(first: Rounds, a: VariantInfo, second: Rounds, b: VariantInfo) -> None:
+    """Accepted tokens are the target's: where both walks tell the same position's, they must be the same.
+
+    Chains only: which nodes of a tree were accepted is not in the table.
+    """
+    import polars as pl
+
+    if a.topk > 1 or b.topk > 1:
+        return
+    told = _emitted(first, a.name).join(_emitted(second, b.name), on=["request_id", "place"], suffix="_b")
+    wrong = told.filter(pl.col("token") != pl.col("token_b")).head(1)
+    for request_id, place, one, other in wrong.iter_rows():
+        raise TraceError(
+            f"the rounds are of two traces: the target emitted token {one} at position {place} of request "
+            f"{request_id!r} in the first and {other} in the second; simulate both on one trace"
+        )
+
+
+def _emitted(rounds: Rounds, variant: str) -> "pl.DataFrame":
+    """Tokens [request_id, place, token] that the accepted drafts tell: the i-th of anchor S is token S + i."""
+    import polars as pl
+
+    taken = rounds.table.filter((pl.col("variant") == variant) & (pl.col("accepted") > 0)).select(
+        "request_id",
+        (pl.col("anchor") + pl.int_ranges(1, pl.col("accepted") + 1)).alias("place"),
+        pl.col("drafted").list.head(pl.col("accepted")).alias("token"),
+    )
+    return taken.explode("place", "token").unique(["request_id", "place"], maintain_order=True)
+
+
+def _part(rounds: Rounds, name: str, new: str, requests: set[str]) -> "pl.DataFrame":
+    import polars as pl
+
+    kept = rounds.table.filter((pl.col("variant") == name) & pl.col("request_id").is_in(list(requests)))
+    return kept.with_columns(pl.lit(new).alias("variant"))
+
+
+def _concat(parts: Sequence["pl.DataFrame"]) -> "pl.DataFrame":
+    import polars as pl
+
+    return pl.concat(parts)
