@@ -46,10 +46,11 @@ class RankedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """``rows`` by accept length lost, most first; ``notes`` are what the heads say of their numbers."""
+    """``rows`` by accept length lost, most first; ``together`` has them all at once; ``notes`` are the heads' own."""
 
     reference: VariantSummary
     rows: tuple[RankedTensor, ...]
+    together: RankedTensor
     notes: tuple[str, ...]
 
 
@@ -61,7 +62,10 @@ def rank(
     seed: int = 0,
     resamples: int = DEFAULT_RESAMPLES,
 ) -> Ranking:
-    """The first variant of ``rounds`` against each of the others, which quantise ``tensors``, in their order."""
+    """The first variant of ``rounds`` against each of the others, which quantise ``tensors``, in their order.
+
+    The last of them quantises all that the others do.
+    """
     reference, *others = summaries
     found = gaps(rounds, reference.name, seed=seed, resamples=resamples)
     rows = []
@@ -70,22 +74,24 @@ def rank(
         low, high = gap.ci95
         lost = (-high, -low)
         rows.append(RankedTensor(tensor, summary.precision, summary.accept_length, -gap.difference, lost, gap.verdict))
+    together = rows.pop()
     rows.sort(key=lambda row: -row.lost)
     notes = dict.fromkeys(str(note) for told in rounds.drafts.values() for note in told.get("notes", ()))
-    return Ranking(reference, tuple(rows), tuple(notes))
+    return Ranking(reference, tuple(rows), together, tuple(notes))
 
 
 def render_ranking(ranking: Ranking) -> RenderableType:
     """The answer in a line, a row for each tensor, the notes."""
-    reference, rows = ranking.reference, ranking.rows
-    paying = [row for row in rows if row.verdict == "worse"]
+    reference, rows, together = ranking.reference, (*ranking.rows, ranking.together), ranking.together
+    paying = [row for row in ranking.rows if row.verdict == "worse"]
     answer = (
-        f"{rows[0].tensor} costs most, {wording.decimal(rows[0].lost)} tokens of accept length"
-        if rows and rows[0].verdict == "worse"
-        else "No tensor costs anything that can be told"
+        f"{paying[0].tensor} costs most that can be told, {wording.decimal(paying[0].lost)} of the accept length; "
+        f"{len(paying)} of {len(ranking.rows)} rows cost anything."
+        if paying
+        else "No tensor alone costs anything that can be told."
     )
     said = (
-        f"{answer}; {len(paying)} of {len(rows)} rows lose something that can be told.\n"
+        f"{answer} Together they cost {wording.decimal(together.lost)} ({together.verdict}).\n"
         f"Unquantised, {reference.precision}: accept length {wording.decimal(reference.accept_length)} over "
         f"{wording.counted(reference.rounds, 'round')} of {wording.counted(reference.requests, 'request')}."
     )

@@ -543,14 +543,15 @@ def _show(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None:
 
 
 def _show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
-
     from replay.analysis.acceptance import summarise, to_json
     from replay.analysis.ranking import rank, render_ranking
 
     summaries = summarise(rounds)
     ranking = rank(rounds, summaries, tensors)
     if as_json:
-        _print_json({**to_json(rounds, summaries), "ranking": [row.to_json() for row in ranking.rows]})
+        _print_json(
+            {**to_json(rounds, summaries), "ranking": [row.to_json() for row in (*ranking.rows, ranking.together)]}
+        )
     else:
         _print(render_ranking(ranking))
 
