@@ -85,8 +85,8 @@ def render_ranking(ranking: Ranking) -> RenderableType:
     reference, rows, together = ranking.reference, (*ranking.rows, ranking.together), ranking.together
     paying = [row for row in ranking.rows if row.verdict == "worse"]
     answer = (
-        f"{paying[0].tensor} costs most, {wording.decimal(paying[0].lost)} of the accept length; the loss can be told in "
-        f"{len(paying)} of {len(ranking.rows)} rows."
+        f"{paying[0].tensor} costs most, {wording.decimal(paying[0].lost)} of the accept length; "
+        f"the loss can be told in {len(paying)} of {len(ranking.rows)} rows."
         if paying
         else "No tensor alone costs anything that can be told."
     )
