@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from replay.conduct import HEALTHY
+from replay.emulation import check_precision
 from replay.engines import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
 from replay.errors import CheckpointError, UsageError
 from replay.faults import apply_faults
 from replay.head import Head
+from replay.precision import PLAIN, parse_precision
 from replay.rows import DraftInput, chunk_ends
 from replay.subject import Subject
 from replay.traces.reader import RequestRows, Trace
@@ -54,9 +56,15 @@ def resolve(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Variant:
     return replace(
         variant,
         wiring=wiring,
-        precision=variant.precision or precision_of_dtype(target.dtype),
+        precision=_with_dtype(variant.precision, target.dtype),
         numerics=variant.numerics or ENGINES[variant.engine].numerics,
     )
+
+
+def _with_dtype(text: str | None, target_dtype: str) -> str:
+    """The precision with the target's dtype where it names none. Raises UsageError."""
+    precision = parse_precision(text) if text else PLAIN
+    return str(precision if precision.base else replace(precision, base=precision_of_dtype(target_dtype)))
 
 
 def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
@@ -87,11 +95,12 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
 
     Raises UsageError, WiringError or CheckpointError where these do not fit each other or the trace.
     """
-    assert variant.wiring is not None
+    assert variant.wiring is not None and variant.precision is not None
     healthy = Subject(variant.wiring, checkpoint, HEALTHY, trace.header.target.layers)
     subject = apply_faults(healthy, variant.all_faults)
     check_fit(subject.checkpoint, subject.wiring, trace)
     _check_topk(subject.checkpoint, variant.topk)
+    check_precision(parse_precision(variant.precision), subject.config, variant.draft)
     if variant.topk > 1 and subject.conduct.chains_only:
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(f"fault {faults} is played on chains, topk {variant.topk} drafts trees; type --topk 1")
@@ -121,17 +130,20 @@ def build_head(
     same_kernels = engine.name == "sglang" and engine.details.get("device") == "cpu" and device == "cpu"
     borrows = subject.config.lm_head == "target" or subject.conduct.target_lm_head
     assert variant.precision is not None and variant.numerics is not None
+    precision = parse_precision(variant.precision)
+    assert precision.base is not None
     return Head(
         subject.checkpoint,
         target_embed_VE=trace.embed_weight(),
         target_lm_head_VE=trace.lm_head_weight() if borrows else None,
         profile=ENGINES[variant.engine],
         numerics=NUMERICS[variant.numerics],
-        dtype=getattr(torch, PRECISIONS[variant.precision]),
+        dtype=getattr(torch, PRECISIONS[precision.base]),
         device=device,
         product_rows=SERVED_PRODUCT_ROWS if served_products and same_kernels and variant.numerics == "sglang" else None,
         conduct=subject.conduct,
         own_embedding=subject.own_embedding,
+        precision=precision,
     )
 
 

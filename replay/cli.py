@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # Short and long names of one thing; both are taken everywhere.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_PRECISIONS = {dtype: precision for precision, dtype in _DTYPES.items()}
 
 
 class _Refusal(click.ClickException):
@@ -224,7 +223,25 @@ def capture(
     "as in SGLang.",
 )
 @click.option(
-    "--precision", "precisions", multiple=True, metavar="P", help="fp32, bf16 or fp16.  [default: the target's]"
+    "--precision",
+    "precisions",
+    multiple=True,
+    metavar="P",
+    help="fp32, bf16 or fp16, and what is quantised in it: w4a16:g128, w8a8, int8, fp8, nvfp4, lm_head=int8, "
+    "features=fp8_e4m3, joined by +.  [default: the target's]",
+)
+@click.option(
+    "--kv-dtype",
+    "kv_dtypes",
+    multiple=True,
+    metavar="D",
+    help="What draft keys and values are stored in, e.g. fp8_e4m3, fp8_e4m3:scale=0.5 or :scale=auto.  "
+    "[default: auto, as the head runs]",
+)
+@click.option(
+    "--rank-precision",
+    metavar="P",
+    help="Quantise one tensor after the other, e.g. to fp8 or w4a16:g128, and rank them by the accept length lost.",
 )
 @click.option("--numerics", multiple=True, metavar="N", help="Rounding order: sglang or hf.  [default: the engine's]")
 @click.option(
@@ -252,15 +269,16 @@ def capture(
 @_json_option
 def simulate(
     trace: Path, drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...], topk: tuple[int, ...],
-    num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], numerics: tuple[str, ...], kvs: tuple[str, ...],
-    faults: tuple[str, ...], verify: str, temperature: float | None, engine: str, device: str, output: Path | None,
-    force: bool, as_json: bool,
+    num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
+    rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...], verify: str,
+    temperature: float | None, engine: str, device: str, output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
     Repeated options make a sweep: every combination is replayed on the same trace.
     """
     from replay.faults import parse_faults
+    from replay.precision import with_kv
     from replay.traces.reader import Trace
     from replay.traces.rounds import write_rounds
     from replay.variant import sweep
@@ -281,7 +299,7 @@ def simulate(
         steps=list(steps or (5,)),
         topk=list(topk or (1,)),
         num_draft_tokens=list(num_draft_tokens) or [None],
-        precision=[_PRECISIONS.get(precision, precision) for precision in precisions] or [None],
+        precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
         numerics=list(numerics) or [None],
         kv=list(kvs) or [None],
         verify=[verify],
@@ -293,8 +311,13 @@ def simulate(
             if wanted != chain_steps + 1:
                 _say(f"note: topk 1 with {chain_steps} steps verifies {chain_steps + 1} tokens a round, not "
                      f"{wanted}; SGLang sets it so as well")  # fmt: skip
+    ranked = None
+    if rank_precision is not None:
+        from replay.ranking import one_by_one
+
+        variants, ranked = one_by_one(variants, rank_precision, checkpoints)
     rounds = _simulate(opened, checkpoints, variants, device)
-    _show(rounds, as_json)
+    _show(rounds, as_json) if ranked is None else _show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
 
@@ -603,6 +626,20 @@ def _show(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None:
         _print_json(document)
     else:
         _print(_report(rounds, peers))
+
+
+def _show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
+    from replay.analysis.acceptance import summarise, to_json
+    from replay.analysis.ranking import rank, render_ranking
+
+    summaries = summarise(rounds)
+    ranking = rank(rounds, summaries, tensors)
+    if as_json:
+        _print_json(
+            {**to_json(rounds, summaries), "ranking": [row.to_json() for row in (*ranking.rows, ranking.together)]}
+        )
+    else:
+        _print(render_ranking(ranking))
 
 
 def _report(rounds: "Rounds", peers: bool) -> "RenderableType":

@@ -24,6 +24,9 @@ class Numerics:
 class EngineProfile:
     """One engine's conventions.
 
+    No engine quantises lm_head unless asked to, as calibration recipes leave it out; SGLang's ``fc`` is a plain
+    ``torch.nn.Linear``, which no ``--quantization`` reaches (models/llama_eagle3.py).
+
     - ``sglang``: 0.5.23 replaces the head's own embedding by the target's where the widths agree
       (speculative/eagle_worker_v2.py ``init_lm_head``), builds q, k and v without bias (models/llama_eagle3.py), and
       gives each column of a tree its own KV slots (``tree_kv`` slot: eagle_worker_v2.py ``draft_forward``).
@@ -37,6 +40,7 @@ class EngineProfile:
     attention_bias: bool
     numerics: str
     tree_kv: str
+    unquantised: tuple[str, ...]  # linear layers that a scheme for all of them leaves as they are
 
 
 NUMERICS = {
@@ -45,10 +49,22 @@ NUMERICS = {
 }
 ENGINES = {
     "sglang": EngineProfile(
-        "sglang", own_embedding=False, reads_layer_ids=True, attention_bias=False, numerics="sglang", tree_kv="slot"
+        "sglang",
+        own_embedding=False,
+        reads_layer_ids=True,
+        attention_bias=False,
+        numerics="sglang",
+        tree_kv="slot",
+        unquantised=("fc", "lm_head"),
     ),
     "eagle": EngineProfile(
-        "eagle", own_embedding=True, reads_layer_ids=False, attention_bias=True, numerics="hf", tree_kv="path"
+        "eagle",
+        own_embedding=True,
+        reads_layer_ids=False,
+        attention_bias=True,
+        numerics="hf",
+        tree_kv="path",
+        unquantised=("lm_head",),
     ),
 }
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from replay.conduct import HEALTHY, Conduct
+from replay.emulation import Emulation
 from replay.engines import ENGINES, NUMERICS, EngineProfile, Numerics
 from replay.errors import CheckpointError
+from replay.precision import PLAIN, Precision
 from replay.weights import Checkpoint, HeadConfig, Rope, check_checkpoint, parse_config, read_checkpoint
 
 
@@ -59,15 +61,17 @@ class Head:
         product_rows: int | None = None,
         conduct: Conduct = HEALTHY,
         own_embedding: bool | None = None,
+        precision: Precision = PLAIN,
     ) -> None:
         """Bind a checkpoint to its target.
 
         ``target_embed_VE`` and ``target_lm_head_VE`` are the target's tables (lm_head None where it is tied); they
-        are used as they are and never copied whole. ``product_rows`` runs every matrix product over at most so many
-        rows: kernels choose their order of summation by the number of rows, so equality to the last bit with a server
-        that runs a few rows at a time asks for products as small as its own. ``conduct`` is how the engine runs the
-        head where that differs from a healthy server, ``own_embedding`` whose embedding it reads (None: as the
-        profile says).
+        are used as they are and copied only where ``precision`` rounds them. ``product_rows`` runs every matrix
+        product over at most so many rows: kernels choose their order of summation by the number of rows, so equality
+        to the last bit with a server that runs a few rows at a time asks for products as small as its own. ``conduct``
+        is how the engine runs the head where that differs from a healthy server, ``own_embedding`` whose embedding it
+        reads (None: as the profile says). ``precision`` says which tensors are rounded further than to ``dtype``
+        (emulation.py); what it says of the dtype itself has no effect here.
         Raises CheckpointError where head and target do not fit.
         """
         self.name = checkpoint.name
@@ -79,11 +83,8 @@ class Head:
         self.conduct = conduct
         self._product_sizes: Sequence[int] = ()
         self.notes = list(checkpoint.notes)
-        self._weights = {
-            key: tensor.to(device=self.device, dtype=dtype)
-            for key, tensor in checkpoint.tensors.items()
-            if key not in ("d2t", "t2d", "embed_tokens.weight")
-        }
+        self.emulation = Emulation(precision, self.config, profile, dtype)
+        self._weights = self.emulation.weights(checkpoint.tensors, self.device)
         self._embed_VE = self._choose_embedding(
             checkpoint, target_embed_VE, profile, profile.own_embedding if own_embedding is None else own_embedding
         )
@@ -135,7 +136,7 @@ class Head:
                 f"the target's is {table_VE.shape[0]} x {table_VE.shape[1]}; this head was not made for this target"
             )
         rows_WE = table_VE.to(self.device)[self.target_ids_W] if own else table_VE
-        return rows_WE.to(device=self.device, dtype=self.dtype)
+        return self.emulation.weight("lm_head.weight", rows_WE, self.device)
 
     def _target_ids(self, checkpoint: Checkpoint) -> Tensor:
         ids_W = torch.arange(self.config.draft_vocab_size)
@@ -164,7 +165,7 @@ class Head:
 
         As in SGLang and EAGLE, features that are already E wide are taken as they stand: no fc, no norm before it.
         """
-        x = features_RKD.to(device=self.device, dtype=self.dtype)
+        x = self.emulation.features(features_RKD.to(self.device))
         if x.shape[-1] == self.config.hidden_size:
             return x
         if self.config.norm_before_fc:
@@ -176,7 +177,7 @@ class Head:
 
     def embed(self, ids_R: Tensor) -> Tensor:
         """Embeddings [R, E] of target token ids."""
-        return functional.embedding(ids_R.to(self.device), self._embed_VE).to(self.dtype)
+        return self.emulation.embedding(functional.embedding(ids_R.to(self.device), self._embed_VE))
 
     def forward(
         self, embeds_RE: Tensor, state_RE: Tensor, positions_R: Tensor, attend: Attend, keep_Q: Tensor | None = None
@@ -209,7 +210,7 @@ class Head:
 
     def logits(self, normed_RE: Tensor) -> Tensor:
         """Draft logits [R, W], rounded to the head's dtype as a server's lm_head leaves them."""
-        return self._product(normed_RE, self._lm_head_WE)
+        return self._product("lm_head", normed_RE, self._lm_head_WE)
 
     # ---- parts ----
 
@@ -217,26 +218,27 @@ class Head:
         weight, bias, _ = self._fused[layer]
         config = self.config
         sizes = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
-        q, k, v = self._product(inputs, weight, bias).split(sizes, dim=-1)
+        product = self._product(f"layers.{layer}.self_attn.qkv_proj", inputs, weight, bias)
+        q, k, v = product.split(sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in (q, k, v))
         turn = rotate_interleaved if self.conduct.interleaved else rotate
-        return turn(q, cos, sin), turn(k, cos, sin), v
+        return turn(q, cos, sin), self.emulation.stored(turn(k, cos, sin)), self.emulation.stored(v)
 
     def _mlp(self, layer: int, x_RE: Tensor) -> Tensor:
         gate_up = self._fused[layer][2]
         prefix = f"layers.{layer}.mlp."
         if self.config.mlp_bias:
             bias = torch.cat([self._weights[f"{prefix}{part}_proj.bias"] for part in ("gate", "up")])
-            gate, up = self._product(x_RE, gate_up, bias).chunk(2, dim=-1)
+            gate, up = self._product(f"{prefix}gate_up_proj", x_RE, gate_up, bias).chunk(2, dim=-1)
         else:
-            gate, up = self._product(x_RE, gate_up).chunk(2, dim=-1)
+            gate, up = self._product(f"{prefix}gate_up_proj", x_RE, gate_up).chunk(2, dim=-1)
         return self._linear(functional.silu(gate) * up, f"{prefix}down_proj")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         bias = self._weights.get(f"{name}.bias")
         if name.endswith("o_proj") and not self._use_attention_bias:
             bias = None
-        return self._product(x, self._weights[f"{name}.weight"], bias)
+        return self._product(name, x, self._weights[f"{name}.weight"], bias)
 
     @contextmanager
     def products_of(self, sizes: Sequence[int]) -> Iterator[None]:
@@ -247,7 +249,12 @@ class Head:
         finally:
             self._product_sizes = ()
 
-    def _product(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    def _product(self, name: str, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        entering_RI = self.emulation.entering(name, x_RI)
+        bias_O = None if bias_O is None else bias_O.to(entering_RI.dtype)
+        return self.emulation.leaving(name, x_RI, self._in_pieces(entering_RI, weight_OI, bias_O))
+
+    def _in_pieces(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         rows = len(x_RI)
         if self._product_sizes and sum(self._product_sizes) == rows:
             pieces = x_RI.split(list(self._product_sizes))

@@ -366,7 +366,12 @@ def _describe_head(
     name: str, checkpoint: Checkpoint, variants: Sequence[Variant], groups: Sequence[Group]
 ) -> dict[str, Any]:
     config = checkpoint.config
-    notes = [note for group in groups if variants[group.members[0]].draft == name for note in group.head.notes]
+    notes = [
+        note
+        for group in groups
+        if variants[group.members[0]].draft == name
+        for note in [*group.head.notes, *group.head.emulation.notes()]
+    ]
     return {
         "taps": config.num_taps,
         "layers": config.num_layers,

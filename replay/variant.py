@@ -5,9 +5,10 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-from replay.engines import NUMERICS, PRECISIONS, EngineProfile, engine_profile
+from replay.engines import NUMERICS, EngineProfile, engine_profile
 from replay.errors import UsageError
 from replay.faults import KV_POLICIES, Fault, parse_policy
+from replay.precision import parse_precision
 from replay.wiring import Wiring
 
 MAX_STEPS = 64
@@ -21,7 +22,7 @@ class Variant:
     """What may differ between two replays of one trace.
 
     ``draft`` names one of the heads given to ``simulate``. ``wiring`` None means the one that the head states, read
-    as ``engine`` reads it; ``precision`` None the target's; ``numerics`` None the engine's.
+    as ``engine`` reads it; ``precision`` (precision.py) None the target's; ``numerics`` None the engine's.
 
     ``topk`` 1 drafts chains; more draft trees of ``num_draft_tokens``, the tokens that the target verifies per round,
     the known one included. A chain has steps + 1 whatever is given, as SGLang sets it
@@ -52,7 +53,8 @@ class Variant:
             raise UsageError(f"{self.steps} steps were asked for, possible are 1 to {MAX_STEPS}")
         if not 1 <= self.topk <= MAX_TOPK:
             raise UsageError(f"topk {self.topk} was asked for, possible are 1 (a chain) to {MAX_TOPK}")
-        _one_of("precision", self.precision, (None, *PRECISIONS))
+        if self.precision is not None:
+            object.__setattr__(self, "precision", str(parse_precision(self.precision)))
         _one_of("numerics", self.numerics, (None, *NUMERICS))
         if self.kv not in (None, CHAIN_KV, *TREE_KVS):
             parse_policy(str(self.kv))
