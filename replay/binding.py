@@ -96,11 +96,12 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
     Raises UsageError, WiringError or CheckpointError where these do not fit each other or the trace.
     """
     assert variant.wiring is not None and variant.precision is not None
-    healthy = Subject(variant.wiring, checkpoint, HEALTHY, trace.header.target.layers)
+    layers = trace.header.target.layers
+    healthy = Subject(variant.wiring, checkpoint, HEALTHY, layers, precision=variant.precision)
     subject = apply_faults(healthy, variant.all_faults)
     check_fit(subject.checkpoint, subject.wiring, trace)
     _check_topk(subject.checkpoint, variant.topk)
-    check_precision(parse_precision(variant.precision), subject.config, variant.draft)
+    check_precision(parse_precision(subject.precision), subject.config, variant.draft)
     if variant.topk > 1 and subject.conduct.chains_only:
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(f"fault {faults} is played on chains, topk {variant.topk} drafts trees; type --topk 1")
@@ -129,8 +130,8 @@ def build_head(
     engine = trace.header.engine
     same_kernels = engine.name == "sglang" and engine.details.get("device") == "cpu" and device == "cpu"
     borrows = subject.config.lm_head == "target" or subject.conduct.target_lm_head
-    assert variant.precision is not None and variant.numerics is not None
-    precision = parse_precision(variant.precision)
+    assert variant.numerics is not None
+    precision = parse_precision(subject.precision)
     assert precision.base is not None
     return Head(
         subject.checkpoint,
@@ -203,7 +204,12 @@ def group_variants(
 
 def _weights_key(subject: Subject) -> Hashable:
     """What tells apart heads whose weights cannot be the same tensors in memory."""
-    return (id(subject.checkpoint.tensors), subject.conduct.target_lm_head, subject.own_embedding)
+    return (
+        id(subject.checkpoint.tensors),
+        subject.conduct.target_lm_head,
+        subject.own_embedding,
+        subject.precision,
+    )
 
 
 def _without_drafting(variant: Variant) -> Variant:

@@ -456,7 +456,7 @@ def diagnose(
     checkpoint = read_checkpoint(draft)
     served = served_variant(
         opened, checkpoint.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
-        precision=None if precision is None else _PRECISIONS.get(precision, precision), engine=engine,
+        precision=precision, engine=engine,
         wiring=None if served_wiring is None else parse_wiring(served_wiring, layers=layers),
     )  # fmt: skip
     found = _diagnose(

@@ -36,7 +36,7 @@ FINALISTS = 6
 # Of these single faults every two are tried as a pair.
 _PAIRED = 5
 # Kinds that change the head's tensors: each needs weights of its own, so they run one after the other.
-_OWN_TENSORS = ("weights.", "vocab.")
+_OWN_TENSORS = ("weights.", "vocab.", "precision.")
 DRAFTED, HISTOGRAM, LENGTH = "drafted", "histogram", "length"
 
 

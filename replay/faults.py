@@ -8,6 +8,7 @@ and the twin plays every one of them as well. To add a kind: a function from val
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from replay import faults_precision as precision
 from replay import faults_run as run
 from replay import faults_weights as weights
 from replay import faults_wiring as wiring
@@ -56,6 +57,10 @@ _TABLE: Sequence[FaultKind] = (
     FaultKind("kv.none", "a draft sees nothing but its own rows", "alone", "alone", run.no_kv),
     FaultKind("state.hidden-row", "the next round goes on from another row than the last accepted one",
               "drafted|first|previous", "drafted", run.hidden_row),
+    FaultKind("precision.draft-weights", "the head's weights are quantised", "SCHEME", "fp8", precision.draft_weights),
+    FaultKind("precision.draft-kv", "the draft KV is stored in another format", "FORMAT[:scale=S]", "fp8_e4m3",
+              precision.draft_kv),
+    FaultKind("precision.dtype-cast", "the head runs in another dtype", "fp16|bf16|fp32", "fp16", precision.dtype_cast),
     FaultKind("tree.parent-kv", "nodes of a tree see other rows than trained", "slot|path", "slot", run.tree_kv),
 )  # fmt: skip
 FAULTS: Mapping[str, FaultKind] = {kind.name: kind for kind in _TABLE}

@@ -138,7 +138,7 @@ def _signature(subject: Subject, served: Variant) -> tuple[object, ...]:
     if own == ENGINES[served.engine].own_embedding:
         own = None
     tensors = id(subject.checkpoint.tensors)
-    return subject.wiring, subject.conduct, subject.config, own, subject.tree_kv, tensors
+    return subject.wiring, subject.conduct, subject.config, own, subject.tree_kv, subject.precision, tensors
 
 
 def _plays(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> bool:
@@ -192,6 +192,12 @@ def _values(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) ->
             yield from (str(size) for size in (16, 64, 256, 2048, 8192) if size < prompts[-1])
         case "kv.skip-draft":
             return  # a span that nobody knows of cannot be guessed
+        case "precision.draft-weights":
+            yield from ("fp8", "int8", "w8a8", "w4a16:g128", "nvfp4")
+        case "precision.draft-kv":
+            yield from ("fp8_e4m3", "fp8_e5m2")
+        case "precision.dtype-cast":
+            yield from ("fp16", "bf16")
         case "wiring.recycle-norm":
             yield "other"
         case "tree.parent-kv":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What a fault changes: the taps fed, the head, how the engine runs it, whose embedding it reads (None: as the
-    engine does), and how trees lay out their KV. ``layers`` counts the target's."""
+    engine does), how trees lay out their KV, and the ``precision`` (precision.py). ``layers`` counts the target's."""
 
     wiring: Wiring
     checkpoint: Checkpoint
@@ -25,6 +25,7 @@ class Subject:
     layers: int
     own_embedding: bool | None = None
     tree_kv: str | None = None
+    precision: str = "bf16"
 
     @property
     def config(self) -> HeadConfig:

@@ -13,6 +13,7 @@ from replay.errors import ReplayError, UsageError
 from replay.faults import FAULTS, Fault, apply_faults, parse_faults, parse_policy
 from replay.head import Head
 from replay.passes import draft_every_anchor, first_pass
+from replay.precision import parse_precision
 from replay.rows import DraftInput
 from replay.subject import Subject
 from replay.twin import Twin, TwinRound, draft_one_round, replay_request
@@ -89,6 +90,10 @@ CASES: dict[str, dict[str, Any]] = {
     "state.hidden-row=drafted": {},
     "state.hidden-row=first": TWO_LAYERS,
     "state.hidden-row=previous": {},
+    "precision.draft-weights=fp8": {},
+    "precision.draft-weights=w4a16:g32": TWO_LAYERS,
+    "precision.draft-kv=fp8_e4m3": TWO_LAYERS,
+    "precision.dtype-cast=fp16": {},
 }
 # Not of chains: tests/test_tree_variants.py holds both layouts against the tree's own twin.
 TREES_ONLY = {"tree.parent-kv"}
@@ -114,13 +119,18 @@ def healthy_subject(options: dict[str, Any]) -> Subject:
 
 def bound(changed: Subject) -> Head:
     embed_VE, lm_head_VE = target_tables(changed.checkpoint)
+    precision = parse_precision(changed.precision)
+    # In double precision no rounding can part the engines; of precision faults the rounding is the matter.
+    plain = changed.precision == healthy_subject({}).precision
+    dtype = torch.float64 if plain else torch.float16 if precision.base == "fp16" else torch.float32
     return Head(
         changed.checkpoint,
         target_embed_VE=embed_VE,
         target_lm_head_VE=lm_head_VE,
-        dtype=torch.float64,
+        dtype=dtype,
         conduct=changed.conduct,
         own_embedding=changed.own_embedding,
+        precision=precision,
     )
 
 
