@@ -56,6 +56,11 @@ class Gain:
     accept_length: float = math.nan
     fix: str = ""
 
+    @property
+    def label(self) -> str:
+        """Kind and value; of a layer-id hypothesis the wiring that it comes to, whatever ``name`` says."""
+        return self.name if "+" in self.kind else f"{self.kind}={self.value}"
+
 
 @dataclass(frozen=True, slots=True)
 class Stratum:
@@ -168,12 +173,12 @@ def _as_served(
     clear = [gain for gain in gains if gain.ci95[0] > 0 and gain.gain >= BETTER_BY * served]
     if clear:
         best = clear[0]
-        alike = [gain.name for gain in clear[1:] if gain.ci95[1] >= best.ci95[0] and gain.kind != best.kind]
+        alike = [gain.label for gain in clear[1:] if gain.ci95[1] >= best.ci95[0] and gain.kind != best.kind]
         return Diagnosis(
             verdict="fault",
-            why=f"the server runs the head as configured, and the head was made for something else: as {best.name} it "
+            why=f"the server runs the head as configured, and the head was made for something else: as {best.label} it "
             f"accepts {best.gain:+.2f} tokens a round at the same anchors",
-            named=best.name,
+            named=best.label,
             certainty=1.0 if not alike else 1 / (1 + len(alike)),
             served=served,
             healthy=healthy,

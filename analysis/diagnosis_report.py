@@ -87,7 +87,7 @@ def _gains(gains: Sequence[Gain]) -> Table:
         table.add_column(heading, justify="right")
     for gain in gains[:_SHOWN]:
         interval = wording.interval(gain.ci95)
-        table.add_row(gain.name, f"{gain.gain:+.2f}", interval, wording.decimal(gain.accept_length))
+        table.add_row(gain.label, f"{gain.gain:+.2f}", interval, wording.decimal(gain.accept_length))
     return table
 
 

@@ -13,7 +13,7 @@ from replay.analysis.acceptance import VariantSummary, summarise
 from replay.analysis.counts import Counts, per_request
 from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum, judge
 from replay.analysis.limits import limits, strata
-from replay.binding import resolve
+from replay.binding import bind, resolve
 from replay.errors import TraceError, UsageError
 from replay.hypotheses import HEALTHY_NAME, Hypothesis, other_wirings, pairs, singles
 from replay.remedies import remedy
@@ -241,13 +241,13 @@ class _Case:
             for gain in diagnosis.gains
         )
         named = next((item for item in ranked if item.name == diagnosis.named), None)
-        as_other = next((gain for gain in better if gain.name == diagnosis.named), None)
+        as_other = next((gain for gain in better if gain.label == diagnosis.named), None)
         return replace(
             diagnosis,
             ranked=ranked,
             gains=better,
             expected=lengths[HEALTHY_NAME] if as_other is None else as_other.accept_length,
-            fix="" if named is None else named.fix,
+            fix=as_other.fix if as_other else named.fix if named else "",
             separate=tuple(self._separate(diagnosis)),
             limits=tuple(limits(rounds, summary.name, unknown_share=_unknown_share(self._trace, self._checkpoint)))
             if diagnosis.verdict == "head"
@@ -267,8 +267,16 @@ class _Case:
             else:
                 gain, low, high = ev.length_gain(one.counts, healthy.counts)
             if gain > 0:
-                found.append(Gain(item.name, item.kind, item.value, gain, (low, high)))
-        return sorted(found, key=lambda gain: -gain.gain)
+                value = self._fed(item) if item.kind == "wiring.aux-layer-id" else item.value
+                found.append(Gain(item.name, item.kind, value, gain, (low, high)))
+        # Several names of one wiring are one gain.
+        return list({(gain.kind, gain.value): gain for gain in sorted(found, key=lambda gain: gain.gain)}.values())[
+            ::-1
+        ]
+
+    def _fed(self, hypothesis: Hypothesis) -> str:
+        """The taps that a layer-id hypothesis feeds, however its value says it."""
+        return str(bind(hypothesis.variant, self._checkpoint, self._trace).wiring)
 
     def _own_walks(self, hypotheses: Sequence[Hypothesis]) -> "dict[str, tuple[VariantSummary, Rounds]]":
         """What each of them would do by itself, over the whole trace."""

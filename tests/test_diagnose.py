@@ -1,0 +1,156 @@
+"""Diagnosis: on servers with a known fault the right name comes first, on healthy ones none is named."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from served_maker import STEPS, WIRING, make_checkpoint, make_served
+
+from replay.analysis.diagnosis import DECISIVE, Gain, Scored, judge, rank, to_json
+from replay.analysis.evidence import Evidence
+from replay.capture.observed import Observed
+from replay.diagnose import diagnose, served_variant
+from replay.errors import TraceError, UsageError
+from replay.traces.reader import Trace
+from replay.variant import Variant
+from replay.wiring import Wiring
+
+HEADS = {"one": make_checkpoint(0), "another": make_checkpoint(7, rope_theta=500.0)}
+
+
+def run(trace: Trace, head: str = "one", **options: object) -> object:
+    return diagnose(trace, HEADS[head], served_variant(trace, "h"), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_healthy_server_is_not_accused(tmp_path: Path, head: str) -> None:
+    found = run(make_served(tmp_path, HEADS[head]), head)
+    assert found.verdict in ("healthy", "head")
+    assert found.named is None
+    assert found.healthy.evidence.agreeing == found.healthy.evidence.rounds > 30
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "wiring.aux-layer-id=1",
+        "wiring.recycle-norm=other",
+        "shift.alignment=token",
+        "vocab.d2t=identity",
+        "kv.rollback=stale",
+        "kv.prefix-reuse=4",
+        "state.hidden-row=first",
+    ],
+)
+def test_the_fault_that_a_server_has_comes_first(tmp_path: Path, fault: str) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], fault))
+    assert found.verdict == "fault"
+    kind = fault.partition("=")[0]
+    assert kind in (found.ranked[0].kind, *(name.partition("=")[0] for name in found.undecided))
+    assert found.ranked[0].evidence.agreeing == found.ranked[0].evidence.rounds
+    assert found.fix
+
+
+def test_two_faults_at_once_are_found_as_a_pair(tmp_path: Path) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], "position.offset=1+kv.prefix-reuse=4"))
+    assert found.verdict == "fault"
+    assert set(found.ranked[0].kind.split("+")) == {"position.offset", "kv.prefix-reuse"}
+
+
+def test_a_server_that_does_something_else_is_an_engine_case(tmp_path: Path) -> None:
+    """Another head's rounds: nothing of the table explains them."""
+    trace = make_served(tmp_path, HEADS["another"])
+    found = run(trace, "one")
+    assert found.verdict == "engine"
+    assert found.named is None
+
+
+def test_a_head_made_for_other_taps_is_told_by_what_it_would_accept(tmp_path: Path) -> None:
+    """The replay agrees with the server, which feeds what the config says; the outputs follow the head as wired."""
+    trace = make_served(tmp_path, HEADS["one"], "wiring.aux-layer-id=1", wiring="3,5,6")
+    found = run(trace)
+    assert found.verdict == "fault"
+    assert (found.ranked[0].kind, found.named) == ("healthy", f"wiring.aux-layer-id={WIRING}")
+    assert f"--wiring {WIRING}" in found.fix
+    assert found.expected > found.served
+
+
+def test_the_trained_wiring_can_be_said(tmp_path: Path) -> None:
+    trace = make_served(tmp_path, HEADS["one"], "wiring.aux-layer-id=1", wiring="3,5,6")
+    found = run(trace, trained=WIRING)
+    assert found.named == f"wiring.aux-layer-id={WIRING}"
+
+
+def test_an_accept_length_alone_is_too_little_to_name_a_fault(tmp_path: Path) -> None:
+    trace = make_served(tmp_path, HEADS["one"])
+    served = run(trace).served
+    same = run(trace, observed=Observed(served, "given"))
+    assert same.named is None
+    low = run(trace, observed=Observed(1.0, "given"))
+    assert low.undecided
+    assert low.separate
+
+
+def test_a_trace_without_a_server_needs_an_observation(tmp_path: Path) -> None:
+    make_served(tmp_path, HEADS["one"])
+    with pytest.raises(TraceError, match="give --observed"):
+        run(Trace.open(tmp_path / "plain"))
+    with pytest.raises(UsageError, match="type --steps 5"):
+        run(Trace.open(tmp_path / "plain"), observed=Observed(1.5, "a log", num_steps=5))
+
+
+def test_the_served_variant_is_that_of_the_header(tmp_path: Path) -> None:
+    trace = make_served(tmp_path, HEADS["one"])
+    assert served_variant(trace, "h") == Variant("h", WIRING, STEPS)
+    given = served_variant(trace, "h", steps=5, wiring=Wiring(("1", "2", "3")))
+    assert (given.steps, given.wiring) == (5, Wiring(("1", "2", "3")))
+
+
+# ---- the verdict, from numbers ----
+
+
+def scored(name: str, agreeing: int, log_likelihood: float, *, log_prior: float = -3.0) -> Scored:
+    kind, _, value = name.partition("=")
+    return Scored(name, kind, value, log_prior, Evidence("drafted", 100, agreeing, log_likelihood, 2.0, 1.9))
+
+
+def test_probabilities_add_up_and_odds_are_those_of_the_likelihoods() -> None:
+    ranked = rank(
+        [scored("healthy", 95, -10.0), scored("kv.rollback=stale", 96, -9.0), scored("attn.window=4", 0, -90)]
+    )
+    assert math.isclose(sum(item.probability for item in ranked), 1.0)
+    assert [item.kind for item in ranked] == ["kv.rollback", "healthy", "attn.window"]
+    assert math.isclose(ranked[0].probability / ranked[1].probability, math.e)
+
+
+@pytest.mark.parametrize(("ahead", "verdict"), [(DECISIVE - 0.1, "head"), (DECISIVE + 0.1, "fault")])
+def test_a_fault_needs_decisive_odds(ahead: float, verdict: str) -> None:
+    found = judge([scored("healthy", 95, -10.0), scored("kv.rollback=stale", 99, -10.0 + ahead)], first_rate=0.4)
+    assert found.verdict == verdict
+
+
+def test_faults_that_explain_equally_well_are_all_said() -> None:
+    alike = [scored("kv.rollback=stale", 99, -5.0), scored("kv.none=alone", 99, -5.5), scored("attn.window=4", 40, -99)]
+    found = judge([scored("healthy", 30, -200.0), *alike])
+    assert (found.verdict, found.named, found.undecided) == ("fault", "kv.rollback=stale", ("kv.none=alone",))
+
+
+def test_a_fault_that_explains_little_is_none() -> None:
+    found = judge([scored("healthy", 30, -200.0), scored("kv.rollback=stale", 50, -150.0)])
+    assert (found.verdict, found.named) == ("engine", None)
+
+
+@pytest.mark.parametrize(("low", "verdict"), [(0.1, "fault"), (-0.01, "healthy")])
+def test_a_better_variant_counts_where_its_interval_says_so(low: float, verdict: str) -> None:
+    gain = Gain("wiring.aux-layer-id=1", "wiring.aux-layer-id", "1", 0.3, (low, 0.5))
+    assert judge([scored("healthy", 99, -5.0)], gains=[gain], first_rate=0.7).verdict == verdict
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    import json
+
+    found = judge([scored("healthy", 99, -5.0)], first_rate=0.7)
+    document = to_json(dataclasses.replace(found, expected=math.nan))
+    assert json.loads(json.dumps(document, allow_nan=False))["expected"] is None
+    assert document["hypotheses"][0] | {"fault": "healthy", "value": ""} == document["hypotheses"][0]
