@@ -68,11 +68,13 @@ class Rule:
 
 def parse_rule(text: str) -> Rule:
     """``target-only:single=0.5,acc=0.9`` → Rule. Raises UsageError for a rule or threshold that cannot be."""
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
+    if colon and not rest:
+        raise UsageError(f"acceptance rule {text!r} ends in a colon, thresholds belong behind it; possible are {_GRAMMAR}")
     if name not in _PARAMETERS:
         raise UsageError(f"acceptance rule {text!r} was asked for, possible are {_GRAMMAR}")
     values: dict[str, float] = {}
-    for part in rest.split(",") if rest else []:
+    for part in rest.split(",") if colon else []:
         key, _, number = part.partition("=")
         if key not in _PARAMETERS[name] or key in values:
             possible = " and ".join(_PARAMETERS[name]) or "no thresholds"
