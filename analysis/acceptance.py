@@ -23,6 +23,7 @@ from replay.analysis.counts import (
     ratio,
     stacked_sums,
 )
+from replay.analysis.expected import ExpectedSummary, summarise_expected
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 
 JsonObject = dict[str, Any]
@@ -44,7 +45,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class VariantSummary:
-    """One variant's counts and ratios; the fields down to ``observed`` are the JSON of ``replay simulate --json``.
+    """One variant's counts and ratios; the fields down to ``expected`` are the JSON of ``replay simulate --json``.
 
     ``position_joint[j-1]`` = rounds with at least j accepted / rounds; ``position_conditional[j-1]`` = the same
     over the rounds with at least j-1. ``accept_length_server`` = completion tokens / verify rounds as SGLang's
@@ -80,6 +81,7 @@ class VariantSummary:
     ties: int
     seconds: float
     observed: Observed | None
+    expected: ExpectedSummary | None
     played_requests: int
     cut_rounds: int
     anchors: int
@@ -104,7 +106,14 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
     intervals = _intervals(rounds, counts, seed=seed, resamples=resamples)
     spread = histograms(rounds)
     return [
-        _summary(variant, rounds.requests, counts[variant.name], spread[variant.name], intervals[variant.name])
+        _summary(
+            variant,
+            rounds.requests,
+            counts[variant.name],
+            spread[variant.name],
+            intervals[variant.name],
+            variant.expected and summarise_expected(variant.expected, seed=seed, resamples=resamples),
+        )
         for variant in rounds.variants
     ]
 
@@ -131,6 +140,7 @@ def _summary(
     counts: Counts,
     histogram: Counts,
     interval: tuple[float, float],
+    expected: ExpectedSummary | None,
 ) -> VariantSummary:
     rounds, accepted, drafted, cut = (int(total) for total in counts.sum(axis=0))
     played = [request for request, row in zip(requests, counts, strict=True) if row[ROUNDS] > 0]
@@ -164,6 +174,7 @@ def _summary(
         ties=variant.ties,
         seconds=variant.seconds,
         observed=observed(requests),
+        expected=expected,
         played_requests=len(played),
         cut_rounds=cut,
         anchors=variant.anchors,
@@ -204,6 +215,8 @@ def _variant_json(summary: VariantSummary) -> JsonObject:
             "histogram": list(seen.histogram),
         }
     )
+    expected = summary.expected
+    row["expected"] = expected and {f.name: _json(getattr(expected, f.name)) for f in fields(expected)}
     return row
 
 

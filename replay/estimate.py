@@ -105,7 +105,7 @@ class Estimator:
     """Expected rounds of one variant, request by request in the order in which they are added."""
 
     def __init__(self, rule: Rule, trace: Trace, steps: int, *, draft_vocab_size: int) -> None:
-        self._rule, self._trace, self._steps = rule, trace, steps
+        self._rule, self._trace, self.steps = rule, trace, steps
         self._whole_vocabulary = draft_vocab_size == trace.header.target.vocab_size
         self._index: Mapping[str, int] = {record.request_id: i for i, record in enumerate(trace.records)}
         self._sums: list[tuple[float, ...]] = []
@@ -132,7 +132,7 @@ class Estimator:
             p.low[known_AN], p.high[known_AN] = recorded.low, recorded.high
             self._impossible += int((p.high[offers.taken_AN] == 0).sum())
         if target is not None and self._rule.name == "typical":
-            rows_AK = np.minimum(visited_A[:, None] + 1 + np.arange(self._steps), target.rows - 1)
+            rows_AK = np.minimum(visited_A[:, None] + 1 + np.arange(self.steps), target.rows - 1)
             whole = target.entropy()
             entropy = Bounds(whole.low[rows_AK], whole.high[rows_AK])
         estimates = [expect_taken(self._rule, offers, *pair) for pair in zip(_three(p), _three(entropy), strict=True)]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from replay.head import Head
-from replay.passes import DraftInput, first_pass
+from replay.passes import ChainAttention, FirstPass, first_pass
+from replay.rows import DraftInput, drafted_positions
 
 # Logits in memory at a time, in elements.
 _BLOCK_LOGITS = 1 << 26
@@ -21,18 +22,23 @@ _BLOCK_LOGITS = 1 << 26
 def path_tokens(item: DraftInput, steps: int) -> Tensor:
     """The path after the known token of each anchor [A, K], x[S+1] .. x[S+K]; -1 beyond the end."""
     known_T = torch.cat([item.tokens_T.cpu(), torch.full((steps,), -1)])
-    anchors_A = item.prompt_tokens + torch.arange(item.anchors)
-    return known_T[anchors_A[:, None] + 1 + torch.arange(steps)]
+    return known_T[item.anchors_A.cpu()[:, None] + 1 + torch.arange(steps)]
 
 
 def force_every_anchor(
-    head: Head, inputs: Sequence[DraftInput], temperatures: Sequence[float], steps: int
+    head: Head,
+    inputs: Sequence[DraftInput],
+    temperatures: Sequence[float],
+    steps: int,
+    *,
+    first: FirstPass | None = None,
 ) -> list[Tensor]:
     """q(x_k) [A, K] in float64 of the path's tokens at every anchor, request by request; 0 beyond the end.
 
     q is the softmax in fp32 of the rounded draft logits / temperature over the draft vocabulary (sglang 0.5.23
     speculative/spec_utils.py ``renorm_draft_probs``: no top-k, no top-p), 0 for tokens the head cannot draft.
-    Equal to forcing each anchor by itself up to the rounding of products over other numbers of rows.
+    ``first`` is the first pass over the same inputs, where another variant has made it. Equal to forcing each anchor by
+    itself up to the rounding of products over other numbers of rows; conduct that follows the walk is not played here.
     """
     inputs = list(inputs)
     counts = [item.anchors for item in inputs]
@@ -40,15 +46,20 @@ def force_every_anchor(
         return [torch.zeros((0, steps), dtype=torch.float64) for _ in inputs]
     path_AK = torch.cat([path_tokens(item, steps) for item in inputs]).to(head.device)
     heat_A = torch.tensor(temperatures, device=head.device).repeat_interleave(torch.tensor(counts, device=head.device))
-    first = first_pass(head, inputs)
-    output, columns = first.output, _draft_columns(head)
+    first = first or first_pass(head, inputs)
+    output, chain, columns = first.output, ChainAttention(head, first.attention), _draft_columns(head)
     chances: list[Tensor] = []
     for step in range(steps):
         if step:
             embeds_AE = head.embed(path_AK[:, step - 1].clamp(min=0))
-            output = head.forward(embeds_AE, output.feedback_RE, first.positions_A + step, first.attention.chained)
+            positions_A = drafted_positions(first.positions_A, step, head.conduct)
+            output = head.forward(embeds_AE, output.feedback_RE, positions_A, chain)
         chances.append(_chances(head, output.normed_RE, path_AK[:, step], heat_A, columns))
-    return list(torch.stack(chances, 1).cpu().split(counts))
+    q_AK = torch.stack(chances, 1)
+    if head.conduct.dummy_from is not None:
+        dummy_A = first.positions_A >= head.conduct.dummy_from
+        q_AK[dummy_A] = (path_AK[dummy_A] == 0).double()
+    return list(q_AK.cpu().split(counts))
 
 
 def _draft_columns(head: Head) -> Tensor:
