@@ -112,10 +112,15 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
             counts[variant.name],
             spread[variant.name],
             intervals[variant.name],
-            variant.expected and summarise_expected(variant.expected, seed=seed, resamples=resamples),
+            _expected(variant, seed=seed, resamples=resamples),
         )
         for variant in rounds.variants
     ]
+
+
+def _expected(variant: VariantInfo, *, seed: int, resamples: int) -> ExpectedSummary | None:
+    found = variant.expected
+    return None if found is None else summarise_expected(found, seed=seed, resamples=resamples)
 
 
 def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
@@ -216,7 +221,7 @@ def _variant_json(summary: VariantSummary) -> JsonObject:
         }
     )
     expected = summary.expected
-    row["expected"] = expected and {f.name: _json(getattr(expected, f.name)) for f in fields(expected)}
+    row["expected"] = None if expected is None else {f.name: _json(getattr(expected, f.name)) for f in fields(expected)}
     return row
 
 

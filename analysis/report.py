@@ -88,7 +88,9 @@ def _nearest(played: Sequence[VariantSummary], seen: Mapping[str, Gap]) -> Varia
 def lay_out(report: Report) -> RenderableType:
     """The report as a renderable."""
     parts: list[RenderableType] = [Text(answer(report), style="bold")]
-    parts += [Text(sentence) for sentence in (expected_sentence(report.summaries), observed_sentence(report)) if sentence]
+    parts += [
+        Text(sentence) for sentence in (expected_sentence(report.summaries), observed_sentence(report)) if sentence
+    ]
     parts += [Text(sentence) for sentence in report.layouts]
     parts += [Text(), Text(_shared(report), style="dim"), Text()]
     parts.append(variant_table(report.summaries, report.facts, report.gaps, report.best))

@@ -118,8 +118,8 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
     if subject.conduct.follows_walk and samples_drafts(parse_rule(variant.verify), trace):
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(
-            f"fault {faults} follows the walk, and under rule {variant.verify} there is not one walk but the average of "
-            "all; type --verify target-only"
+            f"fault {faults} follows the walk, and under rule {variant.verify} a text has many walks; type --verify "
+            "target-only"
         )
     return subject
 

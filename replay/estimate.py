@@ -39,7 +39,7 @@ def check_rule(rule: Rule, trace: Trace) -> None:
         return
     if given:
         raise UsageError(
-            f"rule {rule} was asked for, {given} of {total} requests of {trace.path} follow text that was given and not "
+            f"rule {rule} was asked for, {given} of {total} requests of {trace.path} follow text that was given, not "
             "sampled by the target; capture the prompts without their responses, or type --verify greedy"
         )
     if cold and not rule.lossless:
@@ -112,9 +112,7 @@ class Estimator:
         self._weights_K, self._squares_K = np.zeros(steps), np.zeros(steps)
         self._impossible = 0
 
-    def add_walk(
-        self, request_id: str, visited_A: Ints, drafted_AN: Ints, parents_AN: Ints, chosen_AK: Ints
-    ) -> None:
+    def add_walk(self, request_id: str, visited_A: Ints, drafted_AN: Ints, parents_AN: Ints, chosen_AK: Ints) -> None:
         """One request whose drafts follow from the text, at the anchors of its served walk.
 
         ``visited_A`` counts anchors from the first one; parents and the path's tokens as in ``follow_path``.

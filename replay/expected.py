@@ -41,9 +41,7 @@ class Offers:
     taken_AN: NDArray[np.bool_]
 
 
-def follow_path(
-    drafted_AN: NDArray[np.int64], parents_AN: NDArray[np.int64], chosen_AK: NDArray[np.int64]
-) -> Offers:
+def follow_path(drafted_AN: NDArray[np.int64], parents_AN: NDArray[np.int64], chosen_AK: NDArray[np.int64]) -> Offers:
     """Nodes whose ancestors are the path ``chosen_AK`` (accept.py ``continuations``); parents as in tree.py."""
     depth_AN = np.zeros(drafted_AN.shape, dtype=np.int64)
     taken_AN = np.zeros(drafted_AN.shape, dtype=np.bool_)
@@ -102,7 +100,7 @@ def keep_probabilities(q_AK: Floats, p_AK: Floats) -> Floats:
     """
     ratio_AK = (q_AK > 0).astype(np.float64)
     np.divide(q_AK, p_AK, out=ratio_AK, where=p_AK > q_AK)
-    kept_AK: Floats = np.cumprod(ratio_AK, axis=1)
+    kept_AK: Floats = np.cumprod(ratio_AK, axis=1, dtype=np.float64)
     return kept_AK
 
 

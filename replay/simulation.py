@@ -293,9 +293,7 @@ def _walk(
     _expect(tally, rows, anchors_A[visited], drafted.numpy()[visited], parents)
 
 
-def _expect(
-    tally: _Tally, rows: RequestRows, anchors_A: _Ints, drafted_AN: _Ints, parents_AN: _Ints | None
-) -> None:
+def _expect(tally: _Tally, rows: RequestRows, anchors_A: _Ints, drafted_AN: _Ints, parents_AN: _Ints | None) -> None:
     """Adds the expectation at the anchors of a walk; without parents the drafts are chains."""
     if tally.estimator is None:
         return

@@ -70,7 +70,9 @@ def parse_rule(text: str) -> Rule:
     """``target-only:single=0.5,acc=0.9`` → Rule. Raises UsageError for a rule or threshold that cannot be."""
     name, colon, rest = text.partition(":")
     if colon and not rest:
-        raise UsageError(f"acceptance rule {text!r} ends in a colon, thresholds belong behind it; possible are {_GRAMMAR}")
+        raise UsageError(
+            f"acceptance rule {text!r} ends in a colon, thresholds belong behind it; possible are {_GRAMMAR}"
+        )
     if name not in _PARAMETERS:
         raise UsageError(f"acceptance rule {text!r} was asked for, possible are {_GRAMMAR}")
     values: dict[str, float] = {}

@@ -7,11 +7,11 @@ import pytest
 from sampled_traces import Sampled, sample_trace
 
 import replay
+from replay.binding import build_head, draft_input, resolve
 from replay.demo import sample_head
 from replay.estimate import open_target
 from replay.expected import expected_walk, keep_probabilities
 from replay.forced import force_every_anchor, path_tokens
-from replay.binding import build_head, draft_input, resolve
 from replay.variant import Variant
 
 STEPS = 3

@@ -13,8 +13,9 @@ from replay.target_probability import Bounds, Sampling, TargetProbability
 
 V, ROWS = 50, 12
 SAMPLINGS = [
-    Sampling(1.0), Sampling(0.6), Sampling(1.7), Sampling(1.0, top_k=5), Sampling(0.8, top_k=12), Sampling(1.0, top_p=0.8),
-    Sampling(0.7, top_p=0.95), Sampling(1.3, top_k=9, top_p=0.6), Sampling(1.3, top_k=30, top_p=0.9), Sampling(1.0, top_k=1),
+    Sampling(1.0), Sampling(0.6), Sampling(1.7), Sampling(1.0, top_k=5), Sampling(0.8, top_k=12),
+    Sampling(1.0, top_p=0.8), Sampling(0.7, top_p=0.95), Sampling(1.3, top_k=9, top_p=0.6),
+    Sampling(1.3, top_k=30, top_p=0.9), Sampling(1.0, top_k=1),
 ]  # fmt: skip
 
 
@@ -135,9 +136,7 @@ def test_the_tail_at_other_temperatures_is_bounded_by_its_extremes(temperature: 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("k", [1, 12, 30, V])
-def test_entropy_stays_within_its_bounds(
-    renormalised: Renormalised, sampling: Sampling, k: int
-) -> None:
+def test_entropy_stays_within_its_bounds(renormalised: Renormalised, sampling: Sampling, k: int) -> None:
     logits = random_logits(4, rounded=True)
     found = recorded(logits, k, sampling)[0].entropy()
     exact_p = renormalised(4, True, sampling)

@@ -6,7 +6,7 @@ coins; they share no code with the estimators that the tests hold against them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -50,9 +50,7 @@ class Toy:
                 yield path, chance
 
 
-def kernel_children(
-    p: Sequence[float], tokens: Sequence[int], coin: float, single: float, acc: float
-) -> int | None:
+def kernel_children(p: Sequence[float], tokens: Sequence[int], coin: float, single: float, acc: float) -> int | None:
     """Which of the siblings ``tokens`` one coin takes, line by line after SGLang 0.5.23's
     kernels/jit/include/sgl_kernel/speculative/sampling.cuh, ``TreeSpeculativeSamplingTargetOnly``."""
     prob_acc = 0.0
@@ -68,7 +66,7 @@ def shares_by_coin(p: Sequence[float], tokens: Sequence[int], single: float, acc
     """The measure of the coins that take each sibling: the kernel at one coin between every two of its thresholds."""
     edges = sorted({0.0, 1.0, *(min(1.0, float(edge) / acc) for edge in np.cumsum([p[token] for token in tokens]))})
     shares = [0.0] * len(tokens)
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         taken = kernel_children(p, tokens, (low + high) / 2, single, acc)
         if taken is not None:
             shares[taken] += high - low
@@ -91,7 +89,7 @@ def greedy_draft_rounds(toy: Toy, text: Text, end: int, steps: int) -> tuple[flo
         else:
             others = list(range(toy.words)) if len(here) < end else []
         for word in others:
-            more = greedy_draft_rounds(toy, here + (word,), end, steps) if p[word] > 0 else (0.0, 0.0)
+            more = greedy_draft_rounds(toy, (*here, word), end, steps) if p[word] > 0 else (0.0, 0.0)
             rounds, accepted = rounds + chance * p[word] * more[0], accepted + chance * p[word] * more[1]
         if step < len(drafted):
             chance *= p[drafted[step]]
@@ -99,7 +97,7 @@ def greedy_draft_rounds(toy: Toy, text: Text, end: int, steps: int) -> tuple[flo
 
 
 def rejection_rounds(toy: Toy, text: Text, end: int, steps: int) -> tuple[float, float]:
-    """Expected rounds and accepted tokens of rejection sampling with a sampled chain, until ``end`` tokens are there."""
+    """Expected rounds and accepted tokens of rejection with a sampled chain, until ``end`` tokens are there."""
     if len(text) >= end:
         return 0.0, 0.0
 
@@ -116,7 +114,7 @@ def rejection_rounds(toy: Toy, text: Text, end: int, steps: int) -> tuple[float,
             take = q[token] * min(1.0, p[token] / q[token])
             refused += q[token] - take
             if take > 0:
-                more = verify(here + (token,), step + 1)
+                more = verify((*here, token), step + 1)
                 later, accepted = later + take * more[0], accepted + take * (1 + more[1])
         residual = np.maximum(p - q, 0)
         if refused > 1e-15:
@@ -125,7 +123,7 @@ def rejection_rounds(toy: Toy, text: Text, end: int, steps: int) -> tuple[float,
         return later, accepted
 
     def mixture(here: Text, chances: np.ndarray) -> tuple[float, float]:
-        nexts = [(chance, rejection_rounds(toy, here + (token,), end, steps)) for token, chance in enumerate(chances)]
+        nexts = [(chance, rejection_rounds(toy, (*here, token), end, steps)) for token, chance in enumerate(chances)]
         return sum(c * more[0] for c, more in nexts if c > 0), sum(c * more[1] for c, more in nexts if c > 0)
 
     later, accepted = verify(text, 0)

@@ -53,8 +53,8 @@ class VariantInfo:
     """One variant and what belongs to it as a whole.
 
     ``anchors`` positions were tried in the all-anchors pass and had ``anchors_accepted`` drafted tokens accepted in
-    sum; ``ties`` drafted tokens were chosen between exactly equal logits; ``seconds`` is wall-clock time. ``expected`` is
-    None under the greedy rule, whose rounds leave nothing to chance.
+    sum; ``ties`` drafted tokens were chosen between exactly equal logits; ``seconds`` is wall-clock time.
+    ``expected`` is None under the greedy rule, whose rounds leave nothing to chance.
     """
 
     name: str
