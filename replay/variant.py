@@ -64,7 +64,7 @@ class Variant:
         rule = parse_rule(self.verify)
         if rule.chains_only and self.topk > 1:
             raise UsageError(
-                f"rule {rule} was asked for with topk {self.topk}, it verifies chains; type --topk 1 or another --verify"
+                f"rule {rule} was asked for with topk {self.topk}, it verifies chains; type --topk 1, or another rule"
             )
         object.__setattr__(self, "verify", str(rule))
         object.__setattr__(self, "num_draft_tokens", _tokens(self.topk, self.steps, self.num_draft_tokens))
