@@ -19,7 +19,7 @@ from replay.expected import draw_accepted, effective_samples, expect_taken, expe
 from replay.expected import keep_probabilities as keep
 from replay.target_probability import Bounds, Outside, Sampling, TargetProbability
 from replay.traces.reader import Trace
-from replay.traces.rounds import Expected
+from replay.traces.rounds import EXPECTED_COLUMNS, Expected
 from replay.traces.taps import FINAL
 from replay.variant import MAX_STEPS
 from replay.verify import Floats, Rule
@@ -102,13 +102,13 @@ def _three(bounds: Bounds) -> tuple[Floats, Floats, Floats]:
 
 
 class Estimator:
-    """Expected rounds of one variant, request by request in the order in which they are added."""
+    """Expected rounds of one variant, request by request."""
 
     def __init__(self, rule: Rule, trace: Trace, steps: int, *, draft_vocab_size: int) -> None:
         self._rule, self._trace, self.steps = rule, trace, steps
         self._whole_vocabulary = draft_vocab_size == trace.header.target.vocab_size
         self._index: Mapping[str, int] = {record.request_id: i for i, record in enumerate(trace.records)}
-        self._sums: list[tuple[float, ...]] = []
+        self._sums: dict[str, tuple[float, ...]] = {}
         self._weights_K, self._squares_K = np.zeros(steps), np.zeros(steps)
         self._impossible = 0
 
@@ -135,7 +135,7 @@ class Estimator:
             entropy = Bounds(whole.low[rows_AK], whole.high[rows_AK])
         estimates = [expect_taken(self._rule, offers, *pair) for pair in zip(_three(p), _three(entropy), strict=True)]
         rounds = float(len(visited_A))
-        self._sums.append(tuple(value for one in estimates for value in (rounds, float(one.joint_AK.sum()))))
+        self._sums[request_id] = tuple(value for one in estimates for value in (rounds, float(one.joint_AK.sum())))
         self._weights_K += estimates[0].weights_AK.sum(axis=0)
         self._squares_K += (estimates[0].weights_AK ** 2).sum(axis=0)
 
@@ -151,13 +151,14 @@ class Estimator:
         p_AK.low[known_AK], p_AK.high[known_AK] = recorded.low, recorded.high
         self._impossible += int((p_AK.high[:, 0] == 0).sum())
         kept = [keep(q_AK, chance_AK) for chance_AK in _three(p_AK)]
-        self._sums.append(tuple(value for kept_AK in kept for value in expected_walk(kept_AK)))
+        self._sums[request_id] = tuple(value for kept_AK in kept for value in expected_walk(kept_AK))
         return draw_accepted(kept[0], coins(request_id, q_AK.shape))
 
     def expected(self) -> Expected:
-        """The sums of all requests, with what they rest on."""
-        rule = self._rule
-        return Expected(rule=str(rule), exact=rule.lossless, note="; ".join(self._notes()), sums=tuple(self._sums))
+        """The sums of all requests of the trace, 0 for those not added, with what they rest on."""
+        rule, none = self._rule, (0.0,) * EXPECTED_COLUMNS
+        sums = tuple(self._sums.get(record.request_id, none) for record in self._trace.records)
+        return Expected(rule=str(rule), exact=rule.lossless, note="; ".join(self._notes()), sums=sums)
 
     def _notes(self) -> list[str]:
         rule = self._rule
