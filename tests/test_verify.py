@@ -89,7 +89,7 @@ def test_a_server_takes_drafts_with_p_over_q(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(JITFunction, "__call__", lambda self, *args, **kw: InterpretedFunction(self.fn)(*args, **kw))
     module: Any = sglang_module("kernels.ops.speculative.reject_sampling")
     kernel = InterpretedFunction(module.speculative_sampling_classic_kernel.fn)
-    rounds, steps, words = 60, 4, 8
+    rounds, steps, words = 24, 4, 8
     generator = torch.Generator().manual_seed(5)
     target = torch.rand(rounds, steps + 1, words, generator=generator).pow(2)
     draft = target[:, :steps] * (0.2 + torch.rand(rounds, steps, words, generator=generator))
