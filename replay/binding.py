@@ -114,7 +114,6 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
             f"chunks of {subject.conduct.chunk} embed what the target would say after them, and the trace holds no "
             f"tap final; capture one with --taps {','.join((*trace.taps, FINAL))}"
         )
-    check_rule(parse_rule(variant.verify), trace)
     if subject.conduct.follows_walk and samples_drafts(parse_rule(variant.verify), trace):
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(
@@ -192,7 +191,9 @@ def group_variants(
     """
     alike: dict[tuple[Variant, int, str | None, bool], list[int]] = {}
     for place, variant in enumerate(variants):
-        sampled = samples_drafts(parse_rule(variant.verify), trace)
+        rule = parse_rule(variant.verify)
+        check_rule(rule, trace)
+        sampled = samples_drafts(rule, trace)
         alike.setdefault((_without_drafting(variant), variant.topk, variant.kv, sampled), []).append(place)
     firsts = [variants[members[0]] for members in alike.values()]
     subjects = [bind(first, checkpoints[first.draft], trace) for first in firsts]

@@ -16,7 +16,7 @@ from replay.passes import ChainAttention, FirstPass, first_pass
 from replay.rows import DraftInput, drafted_positions
 
 # Logits in memory at a time, in elements.
-_BLOCK_LOGITS = 1 << 26
+_BLOCK_LOGITS = 1 << 24
 
 
 def path_tokens(item: DraftInput, steps: int) -> Tensor:

@@ -107,8 +107,9 @@ def test_at_temperature_0_every_lossless_rule_is_greedy(greedy: Trace, checkpoin
 
 @pytest.mark.parametrize("verify", ["typical", "target-only:acc=0.5"])
 def test_what_a_greedy_trace_cannot_tell_is_refused(greedy: Trace, checkpoint: Checkpoint, verify: str) -> None:
-    with pytest.raises(UsageError, match=r"4 of 4 requests .* at temperature 0.*--temperature X"):
-        play(greedy, checkpoint, verify=[verify])
+    for rules in ([verify], ["greedy", verify]):
+        with pytest.raises(UsageError, match=r"4 of 4 requests .* at temperature 0.*--temperature X"):
+            play(greedy, checkpoint, verify=rules)
 
 
 @pytest.mark.parametrize("verify", ["target-only", "rejection", "typical"])
