@@ -7,7 +7,7 @@ counts as a round like every other. ``nan`` stands where a ratio has no denomina
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
@@ -221,7 +221,7 @@ def _variant_json(summary: VariantSummary) -> JsonObject:
         }
     )
     expected = summary.expected
-    row["expected"] = None if expected is None else {f.name: _json(getattr(expected, f.name)) for f in fields(expected)}
+    row["expected"] = None if expected is None else json_value(asdict(expected))
     return row
 
 
