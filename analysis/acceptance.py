@@ -7,7 +7,7 @@ counts as a round like every other. ``nan`` stands where a ratio has no denomina
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
@@ -23,6 +23,7 @@ from replay.analysis.counts import (
     ratio,
     stacked_sums,
 )
+from replay.analysis.expected import ExpectedSummary, summarise_expected
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 
 JsonObject = dict[str, Any]
@@ -44,7 +45,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class VariantSummary:
-    """One variant's counts and ratios; the fields down to ``observed`` are the JSON of ``replay simulate --json``.
+    """One variant's counts and ratios; the fields down to ``expected`` are the JSON of ``replay simulate --json``.
 
     ``position_joint[j-1]`` = rounds with at least j accepted / rounds; ``position_conditional[j-1]`` = the same
     over the rounds with at least j-1. ``accept_length_server`` = completion tokens / verify rounds as SGLang's
@@ -80,6 +81,7 @@ class VariantSummary:
     ties: int
     seconds: float
     observed: Observed | None
+    expected: ExpectedSummary | None
     played_requests: int
     cut_rounds: int
     anchors: int
@@ -104,9 +106,21 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
     intervals = _intervals(rounds, counts, seed=seed, resamples=resamples)
     spread = histograms(rounds)
     return [
-        _summary(variant, rounds.requests, counts[variant.name], spread[variant.name], intervals[variant.name])
+        _summary(
+            variant,
+            rounds.requests,
+            counts[variant.name],
+            spread[variant.name],
+            intervals[variant.name],
+            _expected(variant, seed=seed, resamples=resamples),
+        )
         for variant in rounds.variants
     ]
+
+
+def _expected(variant: VariantInfo, *, seed: int, resamples: int) -> ExpectedSummary | None:
+    found = variant.expected
+    return None if found is None else summarise_expected(found, seed=seed, resamples=resamples)
 
 
 def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
@@ -131,6 +145,7 @@ def _summary(
     counts: Counts,
     histogram: Counts,
     interval: tuple[float, float],
+    expected: ExpectedSummary | None,
 ) -> VariantSummary:
     rounds, accepted, drafted, cut = (int(total) for total in counts.sum(axis=0))
     played = [request for request, row in zip(requests, counts, strict=True) if row[ROUNDS] > 0]
@@ -164,6 +179,7 @@ def _summary(
         ties=variant.ties,
         seconds=variant.seconds,
         observed=observed(requests),
+        expected=expected,
         played_requests=len(played),
         cut_rounds=cut,
         anchors=variant.anchors,
@@ -204,6 +220,8 @@ def _variant_json(summary: VariantSummary) -> JsonObject:
             "histogram": list(seen.histogram),
         }
     )
+    expected = summary.expected
+    row["expected"] = None if expected is None else json_value(asdict(expected))
     return row
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from replay.analysis.acceptance import VariantSummary
+from replay.analysis.expectations import expectation_doubts
 from replay.analysis.gaps import Gap
 from replay.analysis.wording import count, counted, decimal, interval, listed, percent, varying
 from replay.traces.rounds import Rounds
@@ -132,6 +133,10 @@ def _not_generated(case: Case) -> Iterator[str]:
         )
 
 
+def _expectations(case: Case) -> Iterator[str]:
+    yield from expectation_doubts(case.summaries)
+
+
 def _walk_gap(case: Case) -> Iterator[str]:
     best = case.best
     if best is None or not best.anchors:
@@ -180,6 +185,7 @@ _CHECKS: tuple[Callable[[Case], Iterator[str]], ...] = (
     _wide_interval,
     _longer_drafts,
     _not_generated,
+    _expectations,
     _cut_rounds,
     _ties,
     _walk_gap,

@@ -14,6 +14,7 @@ from replay.analysis import wording
 from replay.analysis.acceptance import VariantSummary
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.doubts import Case, doubts
+from replay.analysis.expectations import expected_sentence
 from replay.analysis.gaps import Gap, gaps, observed_gaps
 from replay.analysis.layout import bullet, heading, pairs
 from replay.analysis.layouts import layout_sentences
@@ -87,8 +88,9 @@ def _nearest(played: Sequence[VariantSummary], seen: Mapping[str, Gap]) -> Varia
 def lay_out(report: Report) -> RenderableType:
     """The report as a renderable."""
     parts: list[RenderableType] = [Text(answer(report), style="bold")]
-    if sentence := observed_sentence(report):
-        parts.append(Text(sentence))
+    parts += [
+        Text(sentence) for sentence in (expected_sentence(report.summaries), observed_sentence(report)) if sentence
+    ]
     parts += [Text(sentence) for sentence in report.layouts]
     parts += [Text(), Text(_shared(report), style="dim"), Text()]
     parts.append(variant_table(report.summaries, report.facts, report.gaps, report.best))
@@ -109,8 +111,11 @@ def answer(report: Report) -> str:
         total = sum(row.requests for row in report.summaries[:1])
         return f"No rounds: {wording.counted(total, 'request')}, none with an output of more than one token."
     if len(report.summaries) == 1:
+        # Rounds of a rule that changes the text cannot be had from a text recorded without it.
+        other = best.expected is not None and not best.expected.exact
         return (
-            f"Accept length {wording.decimal(best.accept_length)}{_within(best)}: "
+            f"{'As recorded, under target-only: a' if other else 'A'}ccept length "
+            f"{wording.decimal(best.accept_length)}{_within(best)}: "
             f"{wording.counted(best.rounds, 'round')} of {wording.counted(best.played_requests, 'request')} accepted "
             f"{wording.count(best.accepted)} of {wording.counted(best.drafted, 'drafted token')}."
         )

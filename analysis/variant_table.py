@@ -9,6 +9,7 @@ from rich.text import Text
 from replay.analysis import wording
 from replay.analysis.acceptance import VariantSummary
 from replay.analysis.counts import position_rates, reached_positions
+from replay.analysis.expectations import expected_cell
 from replay.analysis.gaps import Gap
 from replay.analysis.layout import Column, Fitted
 
@@ -55,6 +56,8 @@ def variant_table(
         ),
         column("rounds", [wording.count(row.rounds) for row in summaries], wording.count(seen.rounds if seen else 0)),
     ]
+    if many and any(row.expected is not None for row in summaries):
+        main.insert(2, column("expected\nlength", [expected_cell(row) for row in summaries], ""))
     if many:
         main.insert(2, column("lost", [_lost(row, gaps, best) for row in summaries], ""))
     steps = max(row.steps for row in summaries)

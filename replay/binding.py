@@ -9,6 +9,7 @@ from replay.conduct import HEALTHY
 from replay.emulation import check_precision
 from replay.engines import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
 from replay.errors import CheckpointError, UsageError
+from replay.estimate import check_rule, samples_drafts
 from replay.faults import apply_faults
 from replay.head import Head
 from replay.precision import PLAIN, parse_precision
@@ -18,6 +19,7 @@ from replay.traces.reader import RequestRows, Trace
 from replay.traces.taps import FINAL
 from replay.tree import TreeSize
 from replay.variant import Variant
+from replay.verify import parse_rule
 from replay.weights import Checkpoint
 from replay.wiring import Wiring, check_wiring, default_wiring, sglang_wiring
 
@@ -28,9 +30,10 @@ SERVED_PRODUCT_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Variants that differ in steps and the size of their trees only: one run at the most steps serves them all.
+    """Variants that differ in steps, the size of their trees and their rule only: one run at the most steps serves all.
 
-    Groups with one ``stem`` have their first pass in common.
+    Groups with one ``stem`` have their first pass in common. ``sampled``: the head samples its drafts, and the run
+    follows the recorded text (forced.py).
     """
 
     head: Head
@@ -40,6 +43,7 @@ class Group:
     sizes: tuple[TreeSize, ...]
     members: tuple[int, ...]
     stem: Hashable
+    sampled: bool = False
 
 
 def resolve(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Variant:
@@ -110,6 +114,12 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
             f"chunks of {subject.conduct.chunk} embed what the target would say after them, and the trace holds no "
             f"tap final; capture one with --taps {','.join((*trace.taps, FINAL))}"
         )
+    if subject.conduct.follows_walk and samples_drafts(parse_rule(variant.verify), trace):
+        faults = "+".join(map(str, variant.all_faults))
+        raise UsageError(
+            f"fault {faults} follows the walk, and under rule {variant.verify} a text has many walks; type --verify "
+            "target-only"
+        )
     return subject
 
 
@@ -179,14 +189,17 @@ def group_variants(
 
     Raises UsageError, WiringError or CheckpointError before any tensor of the trace is read.
     """
-    alike: dict[tuple[Variant, int, str | None], list[int]] = {}
+    alike: dict[tuple[Variant, int, str | None, bool], list[int]] = {}
     for place, variant in enumerate(variants):
-        alike.setdefault((_without_drafting(variant), variant.topk, variant.kv), []).append(place)
+        rule = parse_rule(variant.verify)
+        check_rule(rule, trace)
+        sampled = samples_drafts(rule, trace)
+        alike.setdefault((_without_drafting(variant), variant.topk, variant.kv, sampled), []).append(place)
     firsts = [variants[members[0]] for members in alike.values()]
     subjects = [bind(first, checkpoints[first.draft], trace) for first in firsts]
     heads: dict[Hashable, Head] = {}
     groups: list[Group] = []
-    for members, first, subject in zip(alike.values(), firsts, subjects, strict=True):
+    for (*_, sampled), members, first, subject in zip(alike, alike.values(), firsts, subjects, strict=True):
         assert first.kv is not None
         sizes = tuple(_size(variants[member]) for member in members)
         weights = (replace(_without_drafting(first), wiring=None, faults=(), kv=None), _weights_key(subject))
@@ -197,7 +210,7 @@ def group_variants(
         head = heads[weights].variation(subject.conduct, subject.config)
         stem = (weights, subject.config, subject.conduct.of_first_pass(), subject.wiring)
         kv = subject.tree_kv or first.kv
-        groups.append(Group(head, subject.wiring, first.topk, kv, sizes, tuple(members), stem))
+        groups.append(Group(head, subject.wiring, first.topk, kv, sizes, tuple(members), stem, sampled))
     places = {stem: place for place, stem in reversed(list(enumerate(group.stem for group in groups)))}
     return sorted(groups, key=lambda group: places[group.stem])
 
@@ -213,9 +226,9 @@ def _weights_key(subject: Subject) -> Hashable:
 
 
 def _without_drafting(variant: Variant) -> Variant:
-    """What the head itself depends on: the variant with its chain or tree taken away."""
+    """What the head itself depends on: the variant with its chain or tree, and their acceptance, taken away."""
     kv = None if variant.topk > 1 else variant.kv
-    return replace(variant, steps=1, topk=1, kv=kv)
+    return replace(variant, steps=1, topk=1, kv=kv, verify="greedy")
 
 
 def _size(variant: Variant) -> TreeSize:

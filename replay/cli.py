@@ -260,7 +260,14 @@ def capture(
     metavar="NAME[=VALUE]",
     help="A known fault, or several joined by +, to replay; none is a healthy server. `replay faults` lists them.",
 )
-@click.option("--verify", default="greedy", show_default=True, metavar="RULE", help="Acceptance rule.")
+@click.option(
+    "--verify",
+    default="greedy",
+    show_default=True,
+    metavar="RULE",
+    help="Acceptance rule: greedy, or on sampled traces target-only[:single=S,acc=A], rejection or "
+    "typical[:epsilon=E,delta=D].",
+)
 @click.option("--temperature", type=float, metavar="X", help="Must be the one that the trace was recorded at.")
 @click.option("--engine", default="sglang", show_default=True, metavar="PROFILE", help="sglang or eagle.")
 @click.option("--device", default="cpu", show_default=True, help="Where the head runs, e.g. cpu or cuda.")

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from replay.accept import Round, continuations, count_accepted, count_accepted_in_tree, served_walk
 from replay.binding import Group, draft_input, group_variants, resolve, sampled_after_chunks
 from replay.errors import UsageError
+from replay.estimate import Estimator
+from replay.expected import chain_parents
+from replay.forced import force_every_anchor, path_tokens
 from replay.passes import Drafts, FirstPass, draft_every_anchor, first_pass
 from replay.rows import DraftInput
 from replay.traces.reader import RequestRows, Trace
@@ -19,6 +23,7 @@ from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 from replay.traces.taps import FINAL
 from replay.tree import Trees, draft_every_tree
 from replay.variant import Variant, name_variants
+from replay.verify import parse_rule
 from replay.walk import walk
 from replay.weights import Checkpoint
 from replay.wiring import engine_ids
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 # Rows packed into one pass, unless one request alone has more. Large enough to fill the matrix units; twice as many are
 # no faster and take a quarter more memory.
 PACK_ROWS = 2048
+
+_Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,7 @@ class _Tally:
     anchors: int = 0
     anchors_accepted: int = 0
     ties: int = 0
+    estimator: Estimator | None = None
 
 
 def simulate(
@@ -81,8 +89,10 @@ def simulate(
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     names = name_variants(resolved)
     groups = group_variants(resolved, checkpoints, trace, device, served_products=served_products)
+    if follow is not None and any(group.sampled for group in groups):
+        raise UsageError("rounds of a sampled draft are drawn, and follow no other run's; type --verify target-only")
     stems = [list(alike) for _, alike in groupby(groups, key=lambda group: group.stem)]
-    tallies = [_Tally() for _ in resolved]
+    tallies = [_Tally(estimator=_estimator(variant, checkpoints[variant.draft], trace)) for variant in resolved]
     table = _RoundsTable(names)
     total = len(trace.requests)
     led = None if follow is None else _leads(follow)
@@ -105,6 +115,13 @@ def simulate(
         trace={**describe_trace(trace), "wirings": _describe_wirings(resolved, trace)},
         drafts={name: _describe_head(name, checkpoint, resolved, groups) for name, checkpoint in checkpoints.items()},
     )
+
+
+def _estimator(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Estimator | None:
+    rule = parse_rule(variant.verify)
+    if rule.name == "greedy":
+        return None
+    return Estimator(rule, trace, variant.steps, draft_vocab_size=checkpoint.config.draft_vocab_size)
 
 
 def _packs(trace: Trace, groups: Sequence[Group]) -> Iterator[list[RequestRows]]:
@@ -154,6 +171,8 @@ def _replay_pack(
             tallies[member].seconds += common
         if group.head.conduct.follows_walk:
             _walk_in_order(group, pack, inputs, leads, tallies, table)
+        elif group.sampled:
+            _replay_sampled(group, pack, inputs, first, tallies, table)
         else:
             _replay_anchors(group, pack, inputs, first, tallies, table)
 
@@ -173,6 +192,35 @@ def _replay_anchors(
         tallies[member].seconds += seconds / len(group.members)  # one run serves them all
         for rows, item, draft in zip(pack, inputs, drafted, strict=True):
             _walk(rows, item, draft, size.steps, tallies[member], table, member)
+
+
+def _replay_sampled(
+    group: Group,
+    pack: Sequence[RequestRows],
+    inputs: list[DraftInput],
+    first: FirstPass | None,
+    tallies: Sequence[_Tally],
+    table: "_RoundsTable",
+) -> None:
+    """Rounds of a head that samples its drafts: one draw of the coins, given the recorded text."""
+    start = perf_counter()
+    most = max(size.steps for size in group.sizes)
+    chances = force_every_anchor(group.head, inputs, [rows.temperature for rows in pack], most, first=first)
+    seconds = perf_counter() - start
+    for member, size in zip(group.members, group.sizes, strict=True):
+        tally, steps = tallies[member], size.steps
+        tally.seconds += seconds / len(group.members)
+        assert tally.estimator is not None
+        for rows, item, q_AK in zip(pack, inputs, chances, strict=True):
+            path_AK = path_tokens(item, steps).numpy()
+            accepted_A = tally.estimator.add_path(rows.request_id, q_AK[:, :steps].numpy(), path_AK)
+            tally.anchors += len(accepted_A)
+            tally.anchors_accepted += int(accepted_A.sum())
+            played = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
+            visited = [one.anchor - rows.prompt_tokens for one in played]
+            # What was refused, and all behind it, is not drawn.
+            drafted_AK = np.where(np.arange(steps) < accepted_A[:, None], path_AK, -1)
+            table.add(member, rows.request_id, played, drafted_AK[visited])
 
 
 def _walk_in_order(
@@ -197,6 +245,7 @@ def _walk_in_order(
             ]
             tallies[member].ties += int(rounds.tied_RK.sum())
             table.add(member, rows.request_id, played, rounds.drafted_RK.numpy())
+            _expect(tallies[member], rows, np.array(rounds.anchors, dtype=np.int64), rounds.drafted_RK.numpy(), None)
 
 
 def _draft(group: Group, inputs: list[DraftInput], first: FirstPass | None) -> Sequence[Sequence[Drafts | Trees]]:
@@ -240,6 +289,18 @@ def _walk(
     tally.anchors_accepted += int(accepted_A.sum())
     tally.ties += int(tied[visited].sum())
     table.add(member, rows.request_id, walk, drafted.numpy()[visited])
+    parents = drafts.parents_AN.numpy()[visited] if isinstance(drafts, Trees) else None
+    _expect(tally, rows, anchors_A[visited], drafted.numpy()[visited], parents)
+
+
+def _expect(tally: _Tally, rows: RequestRows, anchors_A: _Ints, drafted_AN: _Ints, parents_AN: _Ints | None) -> None:
+    """Adds the expectation at the anchors of a walk; without parents the drafts are chains."""
+    if tally.estimator is None:
+        return
+    if parents_AN is None:
+        parents_AN = chain_parents(*drafted_AN.shape)
+    chosen_AK = continuations(rows.tokens.numpy(), rows.tail_ids.numpy(), anchors_A, tally.estimator.steps)
+    tally.estimator.add_walk(rows.request_id, anchors_A - rows.prompt_tokens, drafted_AN, parents_AN, chosen_AK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +375,7 @@ def _variant_info(name: str, variant: Variant, tally: _Tally, trace: Trace) -> V
         anchors=tally.anchors,
         anchors_accepted=tally.anchors_accepted,
         ties=tally.ties,
+        expected=None if tally.estimator is None else tally.estimator.expected(),
     )
 
 

@@ -9,6 +9,7 @@ from replay.engines import NUMERICS, EngineProfile, engine_profile
 from replay.errors import UsageError
 from replay.faults import KV_POLICIES, Fault, parse_policy
 from replay.precision import parse_precision
+from replay.verify import parse_rule
 from replay.wiring import Wiring
 
 MAX_STEPS = 64
@@ -32,6 +33,8 @@ class Variant:
     (``faults.parse_policy``) says otherwise. What a node of a tree sees beyond it has a layout of its own: ``slot``
     whatever stood in its column, ``path`` its ancestors; ``refresh`` or None means the engine's. A chain has one
     column, so that these three are ``refresh`` there. ``faults`` are applied one after the other, ``kv``'s last.
+
+    ``verify`` is an acceptance rule as verify.py spells it.
     """
 
     draft: str
@@ -58,7 +61,12 @@ class Variant:
         _one_of("numerics", self.numerics, (None, *NUMERICS))
         if self.kv not in (None, CHAIN_KV, *TREE_KVS):
             parse_policy(str(self.kv))
-        _one_of("verify", self.verify, ("greedy",))
+        rule = parse_rule(self.verify)
+        if rule.chains_only and self.topk > 1:
+            raise UsageError(
+                f"rule {rule} was asked for with topk {self.topk}, it verifies chains; type --topk 1, or another rule"
+            )
+        object.__setattr__(self, "verify", str(rule))
         object.__setattr__(self, "num_draft_tokens", _tokens(self.topk, self.steps, self.num_draft_tokens))
         object.__setattr__(self, "kv", _layout(self.topk, self.kv, profile))
 

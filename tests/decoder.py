@@ -46,6 +46,11 @@ class PlainHead:
 
     def step(self, token: int, state: Tensor, position: int) -> tuple[int, Tensor]:
         """Append one row to the cache; the token it drafts and the state it hands on."""
+        logits, state = self.row(token, state, position)
+        return self.target_id[int(logits.argmax())], state
+
+    def row(self, token: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Append one row to the cache; its logits over the draft vocabulary and the state it hands on."""
         x = torch.cat([self.norm(self.embedding[token], "input_layernorm"), self.norm(state, "hidden_norm")])
         q, k, v = (linear(x, self.w[f"self_attn.{part}_proj.weight"]).view(-1, self.width) for part in "qkv")
         self.keys.append(self.turn(k, position))
@@ -61,8 +66,7 @@ class PlainHead:
         y = self.norm(h, "post_attention_layernorm")
         y = silu(linear(y, self.w["mlp.gate_proj.weight"])) * linear(y, self.w["mlp.up_proj.weight"])
         h = h + linear(y, self.w["mlp.down_proj.weight"])
-        logits = linear(self.norm(h, "norm"), self.w["lm_head.weight"])
-        return self.target_id[int(logits.argmax())], h
+        return linear(self.norm(h, "norm"), self.w["lm_head.weight"]), h
 
     def fuse(self, features: Tensor) -> Tensor:
         return linear(features, self.w["fc.weight"])

@@ -8,6 +8,7 @@ JSON under the key ``replay`` of the parquet key-value metadata, so that the fil
 
 import io
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -30,11 +31,30 @@ JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """What a rule takes on average, made from probabilities instead of one draw.
+
+    ``sums[request]`` in the order of ``Rounds.requests``: expected rounds and expected accepted tokens, then both again
+    with every probability that the trace leaves open at its lower bound, and both at its upper bound. ``exact``: the
+    estimate has no error but the choice of the recorded text and what is left open; ``note`` says what it rests on.
+    """
+
+    rule: str
+    exact: bool
+    note: str
+    sums: tuple[tuple[float, ...], ...]
+
+
+EXPECTED_COLUMNS = 6
+
+
+@dataclass(frozen=True, slots=True)
 class VariantInfo:
     """One variant and what belongs to it as a whole.
 
     ``anchors`` positions were tried in the all-anchors pass and had ``anchors_accepted`` drafted tokens accepted in
     sum; ``ties`` drafted tokens were chosen between exactly equal logits; ``seconds`` is wall-clock time.
+    ``expected`` is None under the greedy rule, whose rounds leave nothing to chance.
     """
 
     name: str
@@ -54,6 +74,7 @@ class VariantInfo:
     anchors: int
     anchors_accepted: int
     ties: int
+    expected: Expected | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,24 +228,36 @@ _Record = TypeVar("_Record", VariantInfo, RequestInfo)
 
 
 def _decode(kind: type[_Record], row: object, where: str, path: Path) -> _Record:
-    """``row`` as a ``kind``: every field there, of its annotated type, and no other."""
+    """``row`` as a ``kind``: every field there, of its annotated type, and no other.
+
+    Only ``expected`` may be absent: files from before there was one are of the same version.
+    """
     names = [field.name for field in fields(kind)]
-    if not isinstance(row, dict) or set(row) != set(names):
+    if not isinstance(row, dict) or set(row) | {"expected"} & set(names) != set(names):
         raise _corrupt(path, f"{where} in its metadata does not have exactly the fields {', '.join(names)}")
     hints = get_type_hints(kind)
     values: JsonObject = {}
-    for name in names:
-        value = row[name]
+    for name, value in row.items():
         if not _fits(value, hints[name]):
             raise _corrupt(path, f"{where}.{name} in its metadata is {value!r}, which is not {hints[name]}")
-        values[name] = tuple(value) if isinstance(value, list) else value
+        values[name] = Expected(**_frozen(value)) if isinstance(value, dict) else _frozen(value)
     return kind(**values)
 
 
+def _frozen(value: Any) -> Any:
+    """JSON arrays as tuples, however deep."""
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a JSON value is of an annotated type: str, int, float, tuple[X, ...] or a union of these with None."""
+    """Whether a JSON value is of an annotated type: str, int, float, tuple[X, ...], Expected, or a union with None."""
     if isinstance(hint, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
+    if hint is Expected:
+        hints = get_type_hints(Expected)
+        return isinstance(value, dict) and set(value) == set(hints) and all(_fits(value[k], hints[k]) for k in hints)
     if get_origin(hint) is tuple:
         return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
     if hint is float:
@@ -248,6 +281,9 @@ def _check(rounds: Rounds, path: Path) -> None:
     _distinct([request.request_id for request in rounds.requests], "request", path)
     steps = {variant.name: variant.steps for variant in rounds.variants}
     _known(table["variant"], set(steps), "variant", path)
+    for variant in rounds.variants:
+        if variant.expected is not None:
+            _check_expected(variant.name, variant.expected, len(rounds.requests), path)
     _known(table["request_id"], {request.request_id for request in rounds.requests}, "request", path)
 
     drafted = pl.col("drafted").list.len()
@@ -263,6 +299,13 @@ def _check(rounds: Rounds, path: Path) -> None:
     for what, rows in broken.items():
         if count := table.select(rows.fill_null(False).sum()).item():
             raise _corrupt(path, f"{count} of its {table.height} rounds have {what}")
+
+
+def _check_expected(name: str, expected: Expected, requests: int, path: Path) -> None:
+    if len(expected.sums) != requests or any(len(row) != EXPECTED_COLUMNS for row in expected.sums):
+        raise _corrupt(path, f"variant {name!r} expects sums of {len(expected.sums)} requests where {requests} belong")
+    if any(not (math.isfinite(value) and value >= 0) for row in expected.sums for value in row):
+        raise _corrupt(path, f"variant {name!r} expects a negative or endless number of tokens")
 
 
 def _distinct(names: Sequence[str], what: str, path: Path) -> None:
