@@ -17,6 +17,7 @@ _HOMES = {
     "load_head": "replay.head",
     "head_from_tensors": "replay.head",
     "Wiring": "replay.wiring",
+    "parse_faults": "replay.faults",
     "parse_wiring": "replay.wiring",
     "Variant": "replay.variant",
     "sweep": "replay.variant",
@@ -38,6 +39,7 @@ __all__ = [
     "capture_local",
     "head_from_tensors",
     "load_head",
+    "parse_faults",
     "parse_wiring",
     "read_rounds",
     "render",
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from replay.analysis.report import render
     from replay.capture.record import CaptureOptions, capture_local
     from replay.errors import ReplayError
+    from replay.faults import parse_faults
     from replay.head import head_from_tensors, load_head
     from replay.simulation import simulate
     from replay.traces.reader import Trace

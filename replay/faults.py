@@ -93,7 +93,11 @@ def fault_kind(name: str) -> FaultKind:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """``none``, or faults joined by ``+``: ``kv.rollback=stale+position.offset=1``. Raises UsageError."""
+    """``none``, or faults joined by ``+``, for ``Variant.faults``. Raises UsageError.
+
+    >>> [str(fault) for fault in replay.parse_faults("kv.rollback=stale+position.offset")]
+    ['kv.rollback=stale', 'position.offset=1']
+    """
     if text.strip() == NONE:
         return ()
     return tuple(_parse(part.strip()) for part in text.split("+"))
