@@ -64,7 +64,7 @@ def score_anchors(
 
     resolved = resolve(variant, checkpoint, trace)
     assert resolved.wiring is not None
-    head = build_head(checkpoint, resolved, trace, device)
+    head = build_head(checkpoint, resolved, trace, device, served_products=False)
     if variant.topk > 1 or head.conduct.follows_walk:
         raise UsageError("training runs chains over committed rows; score anchors with topk 1 and without faults")
     known_V = torch.zeros(trace.header.target.vocab_size, dtype=torch.bool)
