@@ -47,8 +47,7 @@ def climb(
     ``trained_wiring`` and ``trained_steps`` (None: as many as the server's) are what training assumed, in fp32 and
     with nothing wrong. ``observed`` is an accept length, or by request id the server's rounds by accepted tokens (None:
     what the trace holds of it); ``served_products`` as ``simulate`` takes it. Up to 2^5 replays, which share what they
-    can. Raises WiringError, CheckpointError,
-    UsageError or TraceError.
+    can. Raises WiringError, CheckpointError, UsageError or TraceError.
     """
     from replay.analysis.ladder import Replays, build_ladder
     from replay.binding import resolve
