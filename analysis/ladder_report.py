@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.analysis import wording
-from replay.analysis.ladder import UNEXPLAINED, Attribution, Ladder, Rung, Share
+from replay.analysis.ladder import OBSERVED, UNEXPLAINED, Attribution, Ladder, Rung, Share
 from replay.analysis.layout import Column, Fitted
 from replay.analysis.levels import Reached
 
@@ -36,7 +36,8 @@ def answer(ladder: Ladder) -> str:
     first, last = measured[0], measured[-1]
     if math.isnan(first.accept_length) or first is last:
         return "Nothing was measured."
-    ends = f"{first.name} {wording.decimal(first.accept_length)}, {last.name} {wording.decimal(last.accept_length)}"
+    end = OBSERVED if last.name == OBSERVED else "the replay as served"
+    ends = f"{first.name} {wording.decimal(first.accept_length)} to {end} {wording.decimal(last.accept_length)}"
     lost = min((rung for rung in ladder.rungs if rung.verdict == "worse"), key=lambda rung: rung.change, default=None)
     if lost is None:
         return f"From {ends}: no rung loses anything that can be told from noise."

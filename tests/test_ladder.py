@@ -274,6 +274,7 @@ def test_bars_lose_and_gain(ladder: Ladder) -> None:
 def test_the_answer_names_the_rung_that_loses_most() -> None:
     walks = {"ideal": [[2, 2]] * 8, "low": [[2, 2]] * 8, "rewired": [[0, 1]] * 8, "served": [[0, 1]] * 8}
     ladder = build_ladder(make_anchors([COUNTS[0]] * 8), make_replays(walks), observed=1.5)
-    assert answer(ladder) == (
-        "From training metric 2.125, observed 1.500: most is lost at wiring, 1.500 (95 % interval 1.50 to 1.50)."
-    )
+    most = "most is lost at wiring, 1.500 (95 % interval 1.50 to 1.50)."
+    assert answer(ladder) == f"From training metric 2.125 to observed 1.500: {most}"
+    unseen = build_ladder(make_anchors([COUNTS[0]] * 8), make_replays(walks))
+    assert answer(unseen) == f"From training metric 2.125 to the replay as served 1.500: {most}"
