@@ -45,13 +45,14 @@ class Replays:
 
     ``factors`` stand in the order of the ladder. ``variants`` names, for a choice of the names of those that differ,
     the variant in ``rounds`` that plays it; where some choices cannot be played, ``unplayable`` says why, and those
-    along the ladder are there all the same.
+    along the ladder are there all the same. ``verify`` is the server's acceptance rule; the walks are greedy ones.
     """
 
     rounds: Rounds
     factors: tuple[Factor, ...]
     variants: Mapping[frozenset[str], str]
     unplayable: str = ""
+    verify: str = "greedy"
 
     @property
     def differing(self) -> tuple[str, ...]:
@@ -244,6 +245,11 @@ def _notes(replays: Replays, levels: Levels, reported: Reported) -> list[str]:
     notes = []
     if replays.unplayable:
         notes.append(f"No order-free shares: not every choice of causes can be replayed ({replays.unplayable}).")
+    if replays.verify != "greedy":
+        notes.append(
+            f"The server verifies by the rule {replays.verify}; every rung holds drafts against the recorded tokens, "
+            "so what the rule itself adds or takes is among the unexplained."
+        )
     if levels.texts == "forced":
         notes.append("Served rungs follow text that was given, which no server would have served.")
     warm = sorted({request.temperature for request in replays.rounds.requests if request.temperature > 0})

@@ -44,6 +44,7 @@ def climb(
 ) -> "Ladder":
     """From the training metric of ``checkpoint`` down to what a server accepted that runs it as ``served`` says.
 
+    Every rung holds drafts against the recorded tokens, whatever acceptance rule ``served`` names; a note says so.
     ``trained_wiring`` and ``trained_steps`` (None: as many as the server's) are what training assumed, in fp32 and
     with nothing wrong. ``observed`` is an accept length, or by request id the server's rounds by accepted tokens (None:
     what the trace holds of it); ``served_products`` as ``simulate`` takes it. Up to 2^5 replays, which share what they
@@ -54,7 +55,8 @@ def climb(
     from replay.rungs import score_anchors
     from replay.simulation import Progress, simulate
 
-    served = resolve(served, checkpoint, trace)
+    rule = served.verify
+    served = resolve(replace(served, verify="greedy"), checkpoint, trace)
     ideal = resolve(ideal_variant(served, trained_wiring, trained_steps), checkpoint, trace)
     factors = list_factors(ideal, served)
     playable, why_not = _playable(ideal, served, factors, trace, checkpoint)
@@ -72,7 +74,7 @@ def climb(
         on_event=lambda event: on_event(Progress(event.total + event.done, total)),
     )
     names = {chosen: rounds.variants[distinct.index(variant)].name for chosen, variant in playable.items()}
-    replays = Replays(rounds, factors, names, why_not)
+    replays = Replays(rounds, factors, names, why_not, rule)
     return build_ladder(anchors, replays, observed=observed, seed=seed, resamples=resamples)
 
 

@@ -243,6 +243,18 @@ def test_progress_counts_both_halves(trace: Trace, checkpoint: Checkpoint) -> No
     assert seen[-1] == (8, 8) and seen == sorted(seen)
 
 
+def test_another_acceptance_rule_changes_no_rung_and_is_said(trace: Trace, checkpoint: Checkpoint) -> None:
+    ladders = [
+        climb(trace, checkpoint, replace(ideal(), verify=rule), TRAINED, trained_steps=STEPS, resamples=10)
+        for rule in ("greedy", "rejection")
+    ]
+    levels = [
+        [rung.accept_length for rung in ladder.rungs[:3]] + [ladder.rungs[-3].accept_length] for ladder in ladders
+    ]
+    assert levels[0] == levels[1]
+    assert [any("rule rejection" in note for note in ladder.notes) for ladder in ladders] == [False, True]
+
+
 def test_a_cause_that_only_the_served_wiring_can_have_leaves_the_rungs(trace: Trace, checkpoint: Checkpoint) -> None:
     """Slot 0 two layers on: of embed,2 that is tap 2, which is there; of 2,final it is tap 4, which is not."""
     fault = parse_faults("wiring.aux-layer-id=0:2")
