@@ -157,11 +157,18 @@ def served_products(inputs: Sequence[DraftInput], product_rows: int) -> list[int
 
 
 def draft_every_anchor(
-    head: Head, inputs: Sequence[DraftInput], steps: int, *, first: FirstPass | None = None
+    head: Head,
+    inputs: Sequence[DraftInput],
+    steps: int,
+    *,
+    first: FirstPass | None = None,
+    fed: Sequence[Tensor] | None = None,
 ) -> list[Drafts]:
     """Drafts of ``steps`` tokens at every anchor of every request, in the order of ``inputs``.
 
     ``first`` is the first pass over the same inputs, where another variant that agrees up to there has made it.
+    ``fed`` are target ids [A, >= K-1] for each request: drafted rows then embed these, one a step, whatever was
+    drafted (teacher-forced, as training runs a head).
     Equal to running each anchor by itself (twin.py) up to the rounding of products over other numbers of rows. Conduct
     that follows the walk is not played here but in walk.py.
     """
@@ -173,9 +180,10 @@ def draft_every_anchor(
     output, chain = first.output, ChainAttention(head, first.attention)
     drafted: list[Tensor] = []
     tied: list[Tensor] = []
+    fed_AK = None if fed is None else torch.cat(list(fed)).to(head.device)
     for step in range(steps):
         if step:
-            embeds_AE = head.embed(drafted[-1])
+            embeds_AE = head.embed(drafted[-1] if fed_AK is None else fed_AK[:, step - 1])
             positions_A = drafted_positions(first.positions_A, step, head.conduct)
             output = head.forward(embeds_AE, output.feedback_RE, positions_A, chain)
         ids_A, tied_A = next_tokens(head, output.normed_RE)

@@ -1,6 +1,6 @@
 """A trace, heads and variants become rounds: what a server would have done, request by request."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from time import perf_counter
@@ -16,6 +16,7 @@ from replay.errors import UsageError
 from replay.estimate import Estimator
 from replay.expected import chain_parents
 from replay.forced import force_every_anchor, path_tokens
+from replay.packs import read_packs
 from replay.passes import Drafts, FirstPass, draft_every_anchor, first_pass
 from replay.rows import DraftInput
 from replay.traces.reader import RequestRows, Trace
@@ -30,10 +31,6 @@ from replay.wiring import engine_ids
 
 if TYPE_CHECKING:
     import polars as pl
-
-# Rows packed into one pass, unless one request alone has more. Large enough to fill the matrix units; twice as many are
-# no faster and take a quarter more memory.
-PACK_ROWS = 2048
 
 _Ints = NDArray[np.int64]
 
@@ -98,7 +95,7 @@ def simulate(
     led = None if follow is None else _leads(follow)
     with torch.inference_mode():
         done = 0
-        for pack in _packs(trace, groups):
+        for pack in read_packs(trace, _taps(groups)):
             played = [rows for rows in pack if led is None or rows.request_id in led]
             leads = [_Lead() if led is None else led[rows.request_id] for rows in played]
             for stem in stems if played else []:
@@ -124,22 +121,12 @@ def _estimator(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Estima
     return Estimator(rule, trace, variant.steps, draft_vocab_size=checkpoint.config.draft_vocab_size)
 
 
-def _packs(trace: Trace, groups: Sequence[Group]) -> Iterator[list[RequestRows]]:
-    """Requests in trace order, a few thousand rows at a time, with every tap that some variant reads."""
+def _taps(groups: Sequence[Group]) -> tuple[str, ...]:
+    """Every tap that some variant reads."""
     taps = dict.fromkeys(tap for group in groups for tap in group.wiring.taps)
     if any(group.head.conduct.chunk is not None for group in groups):
         taps[FINAL] = None
-    pack: list[RequestRows] = []
-    rows = 0
-    for index in range(len(trace.requests)):
-        request = trace.read(index, tuple(taps))
-        if pack and rows + len(request.tokens) > PACK_ROWS:
-            yield pack
-            pack, rows = [], 0
-        pack.append(request)
-        rows += len(request.tokens)
-    if pack:
-        yield pack
+    return tuple(taps)
 
 
 def _replay_pack(

@@ -15,9 +15,9 @@ import torch
 
 import replay
 from replay.binding import build_head, draft_input, resolve
+from replay.packs import PACK_ROWS
 from replay.passes import draft_every_anchor
 from replay.rows import DraftInput
-from replay.simulation import PACK_ROWS
 from replay.twin import replay_request
 
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"replay": "replay", "traces": "replay.traces", "capture": "replay.capture", "analysis": "replay.analysis"}
-TOP = {"replay.cli", "replay.demo", "replay.diagnose"}  # may import everything
+TOP = {"replay.cli", "replay.demo", "replay.diagnose", "replay.climb"}  # may import everything
 MAY_IMPORT = {
     "replay.errors": (),
     "replay": (),
