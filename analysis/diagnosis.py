@@ -3,10 +3,12 @@ apart. Pure functions; ``replay diagnose`` makes the replays."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from replay.analysis.evidence import Evidence
+from replay.analysis.ladder import Ladder
+from replay.analysis.ladder import to_json as climbed
 
 HEALTHY_NAME = "healthy"
 # Nats of posterior odds: what lies closer than this to the best is not told apart from it (odds of about 150 to 1).
@@ -93,8 +95,7 @@ class Diagnosis:
     strata: tuple[Stratum, ...] = ()
     expected: float = math.nan
     fix: str = ""
-    ladder: tuple[Mapping[str, Any], ...] = field(default=())
-    notes: tuple[str, ...] = ()
+    ladder: Ladder | None = None
 
 
 def rank(scored: Sequence[Scored]) -> list[Scored]:
@@ -223,7 +224,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
         },
         "cannot_tell": list(diagnosis.undecided),
         "separate": list(diagnosis.separate),
-        "ladder": [dict(rung) for rung in diagnosis.ladder],
+        **({"ladder": [], "attribution": None, "notes": []} if diagnosis.ladder is None else climbed(diagnosis.ladder)),
         "hypotheses": [
             {
                 "fault": item.kind,
@@ -253,7 +254,6 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
             {"by": part.by, "value": part.value, "rounds": part.rounds, "agreeing": part.agreeing}
             for part in diagnosis.strata
         ],
-        "notes": list(diagnosis.notes),
     }
 
 

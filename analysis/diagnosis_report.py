@@ -10,6 +10,7 @@ from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum
+from replay.analysis.ladder_report import render_ladder
 
 _STYLES = {"healthy": "bold green", "head": "bold yellow", "fault": "bold red", "engine": "bold magenta"}
 _SHOWN = 8
@@ -44,12 +45,13 @@ def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
         ("Cannot be told apart", diagnosis.undecided),
         ("What would tell", diagnosis.separate),
         ("What the head lacks", diagnosis.limits),
-        ("Notes", diagnosis.notes),
     ):
         if lines:
             parts += [Text(), Text(heading, style="bold"), *(Text(f"  - {line}") for line in lines)]
     if diagnosis.strata:
         parts += [Text(), Text("Where the server parts from the replay", style="bold"), _strata(diagnosis.strata)]
+    if diagnosis.ladder is not None:
+        parts += [Text(), render_ladder(diagnosis.ladder)]
     return Group(*parts)
 
 

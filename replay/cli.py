@@ -439,10 +439,12 @@ def inspect(path: Path, check: bool, as_json: bool) -> None:
 @click.option("--num-draft-tokens", type=int, metavar="N", help="Of the server.  [default: as the trace says]")
 @click.option("--precision", metavar="P", help="Of the served head.  [default: the target's]")
 @click.option("--engine", metavar="PROFILE", help="sglang or eagle.  [default: sglang]")
+@click.option("--ladder/--no-ladder", default=True, help="Show the way from the training metric down to the server.")
 @_json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
-    topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, as_json: bool,
+    topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -473,6 +475,7 @@ def diagnose(
             served,
             trained=None if wiring is None else parse_wiring(wiring, layers=layers),
             observed=None if observed is None else read_observed(observed),
+            ladder=ladder,
             on_event=on_event,
         )
     )

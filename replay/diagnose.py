@@ -12,12 +12,14 @@ from replay.analysis import evidence as ev
 from replay.analysis.acceptance import VariantSummary, summarise
 from replay.analysis.counts import Counts, per_request
 from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum, judge
+from replay.analysis.ladder import Ladder
 from replay.analysis.limits import limits, strata
 from replay.binding import bind, resolve
+from replay.climb import climb
 from replay.errors import TraceError, UsageError
 from replay.hypotheses import HEALTHY_NAME, Hypothesis, other_wirings, pairs, singles
 from replay.remedies import remedy
-from replay.simulation import simulate
+from replay.simulation import Progress, simulate
 from replay.traces.reader import Trace
 from replay.variant import Variant
 from replay.weights import Checkpoint
@@ -81,15 +83,19 @@ def diagnose(
     *,
     trained: Wiring | None = None,
     observed: "Observed | None" = None,
+    ladder: bool = True,
     on_event: Tell = lambda _: None,
 ) -> Diagnosis:
     """Why a server that ran ``served`` accepted what it did.
 
     ``trained`` is the wiring the head was made for, where known; ``observed`` an accept length from elsewhere, else
-    the trace's own server is explained. Raises TraceError where nothing was observed, UsageError where the two differ
+    the trace's own server is explained. With ``ladder`` the way from the training metric down to what was observed
+    follows (climb.py). Raises TraceError where nothing was observed, UsageError where the two differ
     in steps, and whatever ``simulate`` raises.
     """
-    return _Case(trace, checkpoint, resolve(served, checkpoint, trace), trained, observed, on_event).close()
+    case = _Case(trace, checkpoint, resolve(served, checkpoint, trace), trained, observed, on_event)
+    found = case.close()
+    return replace(found, ladder=case.climb(found)) if ladder else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class _Case:
         self._trace, self._checkpoint, self._served, self._tell = trace, checkpoint, served, tell
         self._trained = None if trained == served.wiring else trained
         self._observed = observed
+        self._variants: dict[str, Variant] = {}
         self._histograms: dict[str, tuple[int, ...]] = {}
         self._rounds: pl.DataFrame | None = None
         self._kind = self._find_observed()
@@ -138,6 +145,38 @@ class _Case:
         tried += self._try("other wirings", wirings)
         final = self._try("the likeliest on more rounds", _finalists(tried), whole=True)
         return self._verdict(tried, final)
+
+    def climb(self, found: Diagnosis) -> Ladder:
+        """From the training metric to what was observed, with the fault that was found among the rungs."""
+        served, right = self._served, self._trained or self._served.wiring
+        named = next((gain for gain in found.gains if gain.label == found.named), None)
+        if named is not None:
+            right = parse_wiring(named.value) if named.kind == "wiring.aux-layer-id" else right
+        elif found.named is not None:
+            served = self._variants[found.named]
+        assert right is not None
+
+        def tell(progress: Progress) -> None:
+            self._tell(Trying("the ladder", progress.done, progress.total))
+
+        return climb(
+            self._trace,
+            self._checkpoint,
+            served,
+            right,
+            trained_steps=None,
+            observed=self._counted(),
+            served_products=False,
+            on_event=tell,
+        )
+
+    def _counted(self) -> "float | dict[str, list[int]]":
+        """What was observed as the ladder takes it: an accept length, or accepted tokens counted by request."""
+        if self._observed is not None:
+            return self._observed.accept_length
+        if self._kind == DRAFTED:
+            return _histograms(self._trace.served_rounds(), self._served.steps)
+        return {name: list(counts) for name, counts in self._histograms.items()}
 
     # ---- what was observed ----
 
@@ -193,6 +232,7 @@ class _Case:
             )
             counts = per_request(replayed)
             for item, info in zip(batch, replayed.variants, strict=True):
+                self._variants[item.name] = item.variant
                 table = replayed.table.filter(replayed.table["variant"] == info.name)
                 scored = Scored(
                     item.name, item.kind, item.value, item.log_prior, self._evidence(table, counts[info.name], rounds)
@@ -208,11 +248,7 @@ class _Case:
             return ev.length_evidence(counts, self._observed.accept_length, self._observed.rounds)
         if rounds is not None:
             return ev.drafted_evidence(by_anchor(table), by_anchor(rounds), steps)
-        accepted: dict[str, Counter[int]] = {}
-        for request, number in table.select("request_id", "accepted").iter_rows():
-            accepted.setdefault(request, Counter())[number] += 1
-        ours = {request: [counted[number] for number in range(steps + 1)] for request, counted in accepted.items()}
-        return ev.histogram_evidence(ours, self._histograms, steps)
+        return ev.histogram_evidence(_histograms(table, steps), self._histograms, steps)
 
     # ---- the verdict ----
 
@@ -332,6 +368,14 @@ def by_anchor(table: "pl.DataFrame") -> dict[ev.RoundKey, ev.ServedRound]:
         (request, anchor): ev.ServedRound(tuple(drafted), accepted)
         for request, anchor, drafted, accepted in columns.iter_rows()
     }
+
+
+def _histograms(table: "pl.DataFrame", steps: int) -> dict[str, list[int]]:
+    """Rounds by accepted tokens [steps + 1] of each request."""
+    accepted: dict[str, Counter[int]] = {}
+    for request, number in table.select("request_id", "accepted").iter_rows():
+        accepted.setdefault(request, Counter())[number] += 1
+    return {request: [counted[number] for number in range(steps + 1)] for request, counted in accepted.items()}
 
 
 def _posterior(one: _Tried) -> float:

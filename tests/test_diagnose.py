@@ -20,7 +20,7 @@ HEADS = {"one": make_checkpoint(0), "another": make_checkpoint(7, rope_theta=500
 
 
 def run(trace: Trace, head: str = "one", **options: object) -> object:
-    return diagnose(trace, HEADS[head], served_variant(trace, "h"), **options)  # type: ignore[arg-type]
+    return diagnose(trace, HEADS[head], served_variant(trace, "h"), **{"ladder": False, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -50,6 +50,16 @@ def test_the_fault_that_a_server_has_comes_first(tmp_path: Path, fault: str) -> 
     assert kind in (found.ranked[0].kind, *(name.partition("=")[0] for name in found.undecided))
     assert found.ranked[0].evidence.agreeing == found.ranked[0].evidence.rounds
     assert found.fix
+
+
+def test_the_ladder_ends_at_what_was_served(tmp_path: Path) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], "wiring.recycle-norm=other"), ladder=True)
+    assert found.ladder is not None
+    rungs = {rung.name: rung for rung in found.ladder.rungs}
+    assert math.isclose(rungs["observed"].accept_length, found.served)
+    assert math.isclose(rungs["unexplained"].change, 0.0, abs_tol=1e-9)
+    assert rungs["fault"].change < 0
+    assert [rung["name"] for rung in to_json(found)["ladder"]] == list(rungs)
 
 
 def test_two_faults_at_once_are_found_as_a_pair(tmp_path: Path) -> None:
