@@ -48,7 +48,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Another variant that accepts more than the one served, at the same anchors: accepted tokens a round, and CI."""
+    """Another variant that accepts more than the one served, at the same anchors: accepted tokens a round, and CI.
+
+    ``tied``: it cannot be told from the one that accepts most."""
 
     name: str
     kind: str
@@ -57,6 +59,8 @@ class Gain:
     ci95: tuple[float, float]
     accept_length: float = math.nan
     fix: str = ""
+    log_prior: float = 0.0
+    tied: bool = False
 
     @property
     def label(self) -> str:
@@ -173,8 +177,9 @@ def _as_served(
     """The replay of what was served agrees with the server: is that what the head was made for?"""
     clear = [gain for gain in gains if gain.ci95[0] > 0 and gain.gain >= BETTER_BY * served]
     if clear:
-        best = clear[0]
-        alike = [gain.label for gain in clear[1:] if gain.ci95[1] >= best.ci95[0] and gain.kind != best.kind]
+        leading = [gain for gain in clear if gain is clear[0] or gain.tied]
+        best = max(leading, key=lambda gain: gain.log_prior)
+        alike = [gain.label for gain in leading if gain is not best]
         return Diagnosis(
             verdict="fault",
             why=f"the server runs the head as configured, and the head was made for something else: as {best.label} it "

@@ -68,6 +68,9 @@ def served_variant(trace: Trace, draft: str, **given: object) -> Variant:
     ):
         if str(details.get(key, "")).isdigit():
             told[name] = int(details[key])
+    stored = details.get("speculative_draft_kv_cache_dtype") or details.get("kv_cache_dtype")
+    if stored in ("fp8_e4m3", "fp8_e5m2"):
+        told["precision"] = f"kv={stored}"
     if details.get("wiring"):
         told["wiring"] = parse_wiring(details["wiring"], layers=trace.header.target.layers)
     told |= {name: value for name, value in given.items() if value is not None}
@@ -261,7 +264,11 @@ class _Case:
         ]
         gains = self._gains(final, healthy)
         best = sorted(final, key=_posterior, reverse=True)[:3]
-        wanted = {HEALTHY_NAME, *(one.hypothesis.name for one in best), *(gain.name for gain in gains[:2])}
+        wanted = {
+            HEALTHY_NAME,
+            *(one.hypothesis.name for one in best),
+            *(gain.name for gain in gains[:1] + [gain for gain in gains if gain.tied][:4]),
+        }
         walks = self._own_walks([one.hypothesis for one in final if one.hypothesis.name in wanted])
         summary, rounds = walks[HEALTHY_NAME]
         lengths = {name: walk.accept_length for name, (walk, _) in walks.items()}
@@ -293,22 +300,24 @@ class _Case:
 
     def _gains(self, final: Sequence[_Tried], healthy: _Tried) -> list[Gain]:
         """Finalists that accept more than what was served, at the same anchors where these are known, best first."""
-        found = []
+        found: dict[str, tuple[Gain, _Tried]] = {}
         for one in final:
             item = one.hypothesis
             if item.kind == HEALTHY_NAME or (self._trained is not None and item.value != str(self._trained)):
                 continue
-            if self._kind == DRAFTED:
-                gain, low, high = ev.accepted_gain(one.by_anchor, healthy.by_anchor)
-            else:
-                gain, low, high = ev.length_gain(one.counts, healthy.counts)
+            gain, low, high = self._over(one, healthy)
+            value = self._fed(item) if item.kind == "wiring.aux-layer-id" else item.value
             if gain > 0:
-                value = self._fed(item) if item.kind == "wiring.aux-layer-id" else item.value
-                found.append(Gain(item.name, item.kind, value, gain, (low, high)))
-        # Several names of one wiring are one gain.
-        return list({(gain.kind, gain.value): gain for gain in sorted(found, key=lambda gain: gain.gain)}.values())[
-            ::-1
-        ]
+                made = Gain(item.name, item.kind, value, gain, (low, high), log_prior=item.log_prior)
+                found.setdefault(made.label, (made, one))  # several names of one wiring are one gain
+        ordered = sorted(found.values(), key=lambda pair: -pair[0].gain)
+        return [replace(made, tied=self._over(ordered[0][1], one)[1] <= 0) for made, one in ordered]
+
+    def _over(self, one: _Tried, other: _Tried) -> tuple[float, float, float]:
+        """How much more the one accepts than the other, with its interval."""
+        if self._kind == DRAFTED:
+            return ev.accepted_gain(one.by_anchor, other.by_anchor)
+        return ev.length_gain(one.counts, other.counts)
 
     def _fed(self, hypothesis: Hypothesis) -> str:
         """The taps that a layer-id hypothesis feeds, however its value says it."""
@@ -341,6 +350,10 @@ class _Case:
     def _separate(self, diagnosis: Diagnosis) -> Iterator[str]:
         """Which further observation would tell apart what was not told apart."""
         if not diagnosis.undecided:
+            return
+        if diagnosis.gains and diagnosis.verdict == "fault":
+            yield "say with --wiring what the head was trained on, if its config or its trainer tells"
+            yield "more requests: what the head accepts under these variants lies within noise"
             return
         if self._kind == LENGTH:
             yield "an accept length alone tells few faults apart: capture from the server itself, which counts rounds"
@@ -385,7 +398,9 @@ def _posterior(one: _Tried) -> float:
 def _finalists(tried: Sequence[_Tried]) -> list[Hypothesis]:
     """The healthy server, the likeliest, and those that accept most."""
     ordered = sorted(tried, key=_posterior, reverse=True)[:FINALISTS]
-    most = sorted(tried, key=lambda one: one.scored.evidence.accept_length, reverse=True)[:3]
+    most = sorted(tried, key=lambda one: one.scored.evidence.accept_length, reverse=True)
+    near = [one for one in most if one.scored.evidence.accept_length >= 0.97 * most[0].scored.evidence.accept_length]
+    most = [*most[:2], *sorted(near, key=lambda one: one.scored.log_prior, reverse=True)[:3]]
     healthy = [one for one in tried if one.hypothesis.kind == HEALTHY_NAME]
     return list({one.hypothesis.name: one.hypothesis for one in [*healthy, *ordered, *most]}.values())
 

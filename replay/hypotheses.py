@@ -15,7 +15,7 @@ from replay.errors import ReplayError
 from replay.faults import FAULTS, Fault
 from replay.subject import Subject
 from replay.traces.reader import Trace
-from replay.traces.taps import sort_taps
+from replay.traces.taps import EMBED, sort_taps, tap_name
 from replay.variant import Variant
 from replay.weights import Checkpoint
 from replay.wiring import Wiring
@@ -105,21 +105,32 @@ def pairs(likely: Sequence[Hypothesis], checkpoint: Checkpoint, trace: Trace) ->
 
 
 def other_wirings(served: Variant, checkpoint: Checkpoint, trace: Trace) -> list[Hypothesis]:
-    """Other taps for the head, as layer-id hypotheses: each slot from each recorded tap, and all slots moved along."""
+    """Other taps for the head, as layer-id hypotheses.
+
+    Likeliest what the head's config states under any convention, then taps that were all pushed along by one more at
+    the front or the back (embed,3,31 served as 3,31,59), then each slot from each recorded tap.
+    """
     assert served.wiring is not None
-    fed, taps = served.wiring.taps, trace.taps
-    wirings = [(*fed[:slot], tap, *fed[slot + 1 :]) for slot in range(len(fed)) for tap in taps]
-    # One more tap at the front or the back pushes the others along: embed,3,31 is served as 3,31,59.
-    wirings += [(tap, *fed[:-1]) for tap in taps] + [(*fed[1:], tap) for tap in taps]
-    wirings += [sort_taps(names) for names in wirings if len(set(names)) == len(names)]
-    new = [names for names in dict.fromkeys(wirings) if names != fed]
-    prior = log((1 - _P_HEALTHY) * REPORTS["wiring.aux-layer-id"] / sum(REPORTS.values()) / max(1, len(new)))
-    variants = [(Wiring(names), replace(served, wiring=Wiring(names))) for names in new]
-    return [
-        Hypothesis("wiring.aux-layer-id", str(wiring), variant, prior)
-        for wiring, variant in variants
-        if _plays(variant, checkpoint, trace)
-    ]
+    fed, taps, config = served.wiring.taps, trace.taps, checkpoint.config
+    stated = [tuple(map(tap_name, _shifted(config.layer_ids, by))) for by in (1, 0)] if config.layer_ids else []
+    pushed = [(tap, *fed[:-1]) for tap in taps] + [(*fed[1:], tap) for tap in taps]
+    pushed.sort(key=lambda names: EMBED not in names)
+    slots = [(*fed[:slot], tap, *fed[slot + 1 :]) for slot in range(len(fed)) for tap in taps]
+    rows = [sort_taps(names) for names in [*pushed, *slots] if len(set(names)) == len(names)]
+    found: dict[Wiring, Hypothesis] = {}
+    for place, names in enumerate([*stated, *pushed, *slots, *rows]):
+        wiring = Wiring(names)
+        variant = replace(served, wiring=wiring)
+        if wiring == served.wiring or wiring in found or not _plays(variant, checkpoint, trace):
+            continue
+        # Shares that fall with the place: the first ones hold most of what the kind has.
+        share = (1 - _P_HEALTHY) * REPORTS["wiring.aux-layer-id"] / sum(REPORTS.values()) / (place + 2) ** 2
+        found[wiring] = Hypothesis("wiring.aux-layer-id", str(wiring), variant, log(share))
+    return list(found.values())
+
+
+def _shifted(ids: Sequence[int], by: int) -> list[int]:
+    return [max(0, index + by) for index in ids]
 
 
 def _fitting(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) -> Iterator[tuple[str, Variant]]:
