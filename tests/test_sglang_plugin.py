@@ -22,6 +22,7 @@ from replay.capture.server import capture_server
 from replay.capture.server_ask import ServerOptions
 from replay.capture.sglang_reporter import Reporter
 from replay.capture.spool import SPOOL, chunk_names, launch_folder, read_manifests
+from replay.errors import CaptureError, WiringError
 from replay.traces.reader import Trace
 
 TEXTS = (
@@ -232,15 +233,14 @@ def test_a_model_that_cannot_capture_a_tap_is_named() -> None:
     from types import SimpleNamespace
 
     from replay.capture.sglang_model import capture_boundaries, capturing_parts
-    from replay.errors import UsageError
 
     core = SimpleNamespace(layers=[None] * 4, layers_to_capture=[])
     model = SimpleNamespace(model=core, logits_processor=SimpleNamespace(keep_last_hidden_states=False))
-    with pytest.raises(UsageError, match="no set_dflash_layers_to_capture"):
+    with pytest.raises(CaptureError, match="no set_dflash_layers_to_capture"):
         capture_boundaries(model, core, [1])
     model.set_dflash_layers_to_capture = lambda ids: setattr(core, "layers_to_capture", [one + 1 for one in ids])
     assert capturing_parts(SimpleNamespace(language_model=model))[0] is core
-    with pytest.raises(UsageError, match=r"R\[4\] cannot be recorded.*1 to 3"):
+    with pytest.raises(CaptureError, match=r"R\[4\] cannot be recorded.*1 to 3"):
         capture_boundaries(model, core, [1, 4])
     capture_boundaries(model, core, [0, 3])
     assert core.layers_to_capture == [0, 3]
@@ -250,7 +250,6 @@ def test_a_model_that_captures_otherwise_is_left_as_it_was() -> None:
     from types import SimpleNamespace
 
     from replay.capture.sglang_model import capture_boundaries
-    from replay.errors import UsageError
 
     layers = [SimpleNamespace(_is_layer_to_capture=one == 2) for one in range(3)] + [SimpleNamespace()]
     core = SimpleNamespace(layers=layers, layers_to_capture=[2])
@@ -263,7 +262,7 @@ def test_a_model_that_captures_otherwise_is_left_as_it_was() -> None:
             layers[one]._is_layer_to_capture = True
 
     model.set_dflash_layers_to_capture = verbatim
-    with pytest.raises(UsageError, match=r"captures \[-1, 0\] where \[0, 1\]"):
+    with pytest.raises(CaptureError, match=r"captures \[-1, 0\] where \[0, 1\]"):
         capture_boundaries(model, core, [0, 1])
     assert core.layers_to_capture == [2] and model.capture_aux_hidden_states is False
     assert [vars(layer) for layer in layers] == [
@@ -334,6 +333,80 @@ def test_errors_of_ours_end_the_recording_and_not_the_server(
     assert told(tmp_path)[0] == "failed" and error.__name__ in told(tmp_path)[1] and "moved" in told(tmp_path)[1]
     with pytest.raises(error, match="moved"):  # a wiring that was asked for would not be had
         plugin_of(tmp_path, "embed,3,16").after_attention(None, runner_of(core, broken))
+
+
+@pytest.mark.parametrize(
+    ("wiring", "setter", "message"),
+    [
+        ("embed,3", None, "names 2 taps, the head takes 3"),
+        ("embed,3,30", None, r"R\[30\] cannot be recorded"),
+        ("embed,3,16", [2], r"captures \[2\]"),
+    ],
+)
+def test_a_wiring_that_cannot_be_had_is_a_wiring_error(
+    tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, wiring: str, setter: list[int] | None, message: str
+) -> None:
+    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", dict)
+    with pytest.raises(WiringError, match=f"--wiring {wiring} cannot be had: .*{message}"):
+        plugin_of(tmp_path, wiring).after_attention(
+            None, runner_of(core, lambda _: setattr(core, "layers_to_capture", setter))
+        )
+    assert told(tmp_path)[0] == "refused" and core.layers_to_capture == [2, 15, 27]
+
+
+def test_a_manifest_that_cannot_be_written_is_told_to_those_who_ask(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    plugin = plugin_of(tmp_path / "file")
+    (tmp_path / "file").touch()
+    assert plugin.reporter.tell(state="recording") is False
+    asked = SimpleNamespace(internal_state={})
+    plugin.after_internal_state(asked)
+    said = asked.internal_state["replay"]
+    assert said["state"] == "failed" and said["reason"].startswith(f"cannot write to {plugin.reporter.folder}: ")
+    plugin.failed("the first reason")  # which stays, though it cannot be written either
+    plugin.after_internal_state(asked)
+    assert asked.internal_state["replay"]["reason"] == "the first reason"
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
+def test_nothing_that_is_recorded_shares_memory_with_the_engine(tmp_path: Path, kind: str) -> None:
+    """The engine writes the next step over its buffers: all numbers are int32 already here, so that a view would do."""
+    from types import SimpleNamespace
+
+    import torch
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32)
+
+    plugin = plugin_of(tmp_path)
+    plugin.boundaries, plugin.fed, plugin.width, plugin.vocabulary = (0, 3), [1], 2, 16
+    kept: dict[str, torch.Tensor] = {}
+    plugin.recorder = SimpleNamespace(submit=lambda tensors, _: kept.update(tensors), failure=None)  # type: ignore[assignment]
+    full, final, logits = torch.ones(6, 4), torch.ones(6, 2), torch.ones(6, 16)
+    spec = SimpleNamespace(
+        topk=2, draft_token=numbers(6), retrieve_next_token=numbers(2, 3), retrieve_next_sibling=numbers(2, 3)
+    )
+    mode = SimpleNamespace(
+        is_idle=lambda: False, is_target_verify=lambda: kind == "verify", is_extend=lambda: kind == "prefill",
+        is_decode=lambda: kind == "decode",
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        rids=["replay-a"] if kind == "prefill" else ["replay-a", "replay-b"], forward_mode=mode, input_ids=numbers(6),
+        positions=numbers(6), extend_seq_lens_cpu=[6], extend_prefix_lens_cpu=[0], spec_info=spec,
+        reqs=[SimpleNamespace(rid="replay-a"), SimpleNamespace(rid="replay-b")],
+    )  # fmt: skip
+    given = SimpleNamespace(hidden_states=full, last_hidden_states=final, next_token_logits=logits)
+    plugin.after_forward(SimpleNamespace(logits_output=given), SimpleNamespace(is_draft_worker=False), batch)
+    result = SimpleNamespace(
+        accept_index=numbers(2, 2), speculative_num_draft_tokens=3, next_token_ids=numbers(6),
+        accept_lens=numbers(2), new_seq_lens=numbers(2),
+    )  # fmt: skip
+    if kind == "verify":
+        plugin.after_verify(result, None, batch)
+    engine = [full, final, logits, *(part for one in (batch, spec, result) for part in vars(one).values())]
+    theirs = {part.untyped_storage().data_ptr() for part in engine if isinstance(part, torch.Tensor)}
+    assert kept and not theirs & {part.untyped_storage().data_ptr() for part in kept.values()}
 
 
 @pytest.mark.parametrize("rids", [5, [7], ["replay-a"]])
