@@ -301,7 +301,7 @@ def _typed_url(arguments: Sequence[str]) -> str:
 
 
 def _value(arguments: Sequence[str], option: str, least: str) -> str | None:
-    """What was typed for ``option``, or for a beginning of it from ``least`` on (argparse takes it); the last counts."""
+    """What was typed for ``option`` or a beginning of it from ``least`` on, as argparse takes it; the last counts."""
     found = None
     for argument, following in zip(arguments, (*arguments[1:], ""), strict=True):
         name, equals, value = argument.partition("=")

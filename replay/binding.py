@@ -121,9 +121,16 @@ def build_head(
         dtype=getattr(torch, PRECISIONS[variant.precision]),
         device=device,
         product_rows=SERVED_PRODUCT_ROWS if same_kernels and variant.numerics == "sglang" else None,
+        prefill_rows=_prefill_rows(engine.details),
         conduct=subject.conduct,
         own_embedding=subject.own_embedding,
     )
+
+
+def _prefill_rows(details: Mapping[str, str]) -> int | None:
+    """How many rows of a prompt the server prefilled at once, where it says so; it turns chunks off with -1."""
+    said = details.get("chunked_prefill_size", "")
+    return int(said) if said.isdecimal() and int(said) else None
 
 
 def draft_input(rows: RequestRows, wiring: Wiring, sampled_T: torch.Tensor | None = None) -> DraftInput:

@@ -57,6 +57,7 @@ class Head:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         product_rows: int | None = None,
+        prefill_rows: int | None = None,
         conduct: Conduct = HEALTHY,
         own_embedding: bool | None = None,
     ) -> None:
@@ -65,9 +66,9 @@ class Head:
         ``target_embed_VE`` and ``target_lm_head_VE`` are the target's tables (lm_head None where it is tied); they
         are used as they are and never copied whole. ``product_rows`` runs every matrix product over at most so many
         rows: kernels choose their order of summation by the number of rows, so equality to the last bit with a server
-        that runs a few rows at a time asks for products as small as its own. ``conduct`` is how the engine runs the
-        head where that differs from a healthy server, ``own_embedding`` whose embedding it reads (None: as the
-        profile says).
+        that runs a few rows at a time asks for products as small as its own; ``prefill_rows`` is the most that it
+        prefills at once. ``conduct`` is how the engine runs the head where that differs from a healthy server,
+        ``own_embedding`` whose embedding it reads (None: as the profile says).
         Raises CheckpointError where head and target do not fit.
         """
         self.name = checkpoint.name
@@ -75,7 +76,7 @@ class Head:
         self.numerics = numerics or NUMERICS[profile.numerics]
         self.dtype = dtype
         self.device = torch.device(device)
-        self.product_rows = product_rows
+        self.product_rows, self.prefill_rows = product_rows, prefill_rows
         self.conduct = conduct
         self._product_sizes: Sequence[int] = ()
         self.notes = list(checkpoint.notes)

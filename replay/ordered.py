@@ -9,6 +9,7 @@ drafted token for drafted token. ``replay simulate`` uses passes.py. Slower than
 Suffixes as in head.py and attention.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from replay.attention import attend_committed_and_chain
 from replay.head import Head, HeadOutput
-from replay.passes import choose
+from replay.passes import choose, prefill_sizes
 from replay.rows import DraftInput
 from replay.twin import TwinRound
 
@@ -50,7 +51,8 @@ class OrderedRequest:
         self._kv = _DraftKV(empty[: config.num_layers], empty[config.num_layers :])
         self.anchor = item.prompt_tokens
         if not self.done:
-            self._last = self._extend(item.tokens_T[1 : self.anchor + 1], self.anchor, self.anchor - 1)
+            chunks = prefill_sizes(self.anchor, head.prefill_rows)
+            self._last = self._extend(item.tokens_T[1 : self.anchor + 1], self.anchor, self.anchor - 1, chunks)
 
     @property
     def done(self) -> bool:
@@ -88,13 +90,16 @@ class OrderedRequest:
         self._kv.written = self.anchor
         return drafted
 
-    def _extend(self, following: Tensor, true_rows: int, last: int) -> HeadOutput:
-        """Rows of true features (then of zeros) behind the written ones; the output of row ``last`` among them."""
+    def _extend(self, following: Tensor, true_rows: int, last: int, sizes: Sequence[int] | None = None) -> HeadOutput:
+        """Rows of true features (then of zeros) behind the written ones; the output of row ``last`` among them.
+
+        ``sizes`` of the products, where these are not of all rows at once.
+        """
         start = self._kv.written
         features = self._item.features_RKD[start : start + true_rows]
         padding = features.new_zeros((len(following) - true_rows, features.shape[1]))
         positions = torch.arange(start, start + len(following))
-        with self._head.products_of([len(following)]):
+        with self._head.products_of(sizes or [len(following)]):
             state = self._head.fuse(torch.cat([features, padding]))
             output = self._head.forward(self._head.embed(following), state, positions, self._attend)
         self._kv.written = start + true_rows

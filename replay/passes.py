@@ -140,20 +140,30 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
         output = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed, keep_A)
     else:
         # All rows to the end: an anchor's row that ran in a prefill keeps the company that it had there.
-        with head.products_of(served_products(inputs, head.product_rows)):
+        with head.products_of(served_products(inputs, head.product_rows, head.prefill_rows)):
             whole = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed)
         output = HeadOutput(whole.normed_RE[keep_A], whole.feedback_RE[keep_A])
     return FirstPass(attention, output, index_A)
 
 
-def served_products(inputs: Sequence[DraftInput], product_rows: int) -> list[int]:
-    """Sizes of the products over all rows: every prompt by itself and whole, as a server without load prefills it."""
+def served_products(inputs: Sequence[DraftInput], product_rows: int, prefill_rows: int | None = None) -> list[int]:
+    """Sizes of the products over all rows: every prompt by itself, as a server without load prefills it.
+
+    ``prefill_rows`` is the most of it at once (SGLang's ``chunked_prefill_size``), None for all of it.
+    """
     sizes: list[int] = []
     for item in inputs:
         prompt = min(item.prompt_tokens, item.rows)
+        sizes += prefill_sizes(prompt, prefill_rows)
         whole, rest = divmod(item.rows - prompt, product_rows)
-        sizes += [prompt, *[product_rows] * whole, rest]
+        sizes += [*[product_rows] * whole, rest]
     return [size for size in sizes if size]
+
+
+def prefill_sizes(prompt_tokens: int, prefill_rows: int | None) -> list[int]:
+    """The chunks in which a prompt is prefilled."""
+    whole, rest = divmod(prompt_tokens, prefill_rows or max(1, prompt_tokens))
+    return [*[prefill_rows or prompt_tokens] * whole, *[rest] * (rest > 0)]
 
 
 def draft_every_anchor(

@@ -109,6 +109,27 @@ def test_a_prompt_is_one_product_and_its_output_small_ones() -> None:
         DraftInput(torch.zeros(length), torch.zeros(0, 1), prompt) for length, prompt in [(87, 47), (7, 6), (35, 1)]
     ]
     assert served_products(inputs, 32) == [47, 32, 6, 5, 1, 32]
+    # in chunks of 20 at most: 47 = 20 + 20 + 7
+    assert served_products(inputs, 32, 20) == [20, 20, 7, 32, 6, 5, 1, 32]
+
+
+@pytest.mark.parametrize(("prefill_rows", "prefill"), [(None, [9]), (4, [4, 4, 1]), (3, [3, 3, 3]), (9, [9])])
+def test_prompts_are_prefilled_in_the_servers_chunks(
+    monkeypatch: pytest.MonkeyPatch, prefill_rows: int | None, prefill: list[int]
+) -> None:
+    """In the batched engine and in the ordered one: 9 prompt tokens, rounds of a drafted token, 2 rows each."""
+    head = make_head("plain", dtype=torch.float32)
+    head.product_rows, head.prefill_rows = 2, prefill_rows
+    (item,) = requests(head, [(9, 4)])
+    seen: list[int] = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr("replay.head.functional.linear", lambda x, *rest: seen.append(len(x)) or linear(x, *rest))
+    draft_every_anchor(head, [item], 1)
+    batched = seen.copy()
+    seen.clear()
+    replay_in_order(head, item, 1)
+    assert batched[: len(prefill)] == seen[: len(prefill)] == prefill
+    assert batched[len(prefill)] == 2
 
 
 def test_products_run_in_the_sizes_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
