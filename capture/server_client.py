@@ -139,8 +139,8 @@ class ServerClient:
         writer.finish()
         seconds = time.monotonic() - self.started
         result = CaptureResult(
-            self.options.out, len(requests), len(todo), prompt_tokens, self.output_tokens, seconds, taps,
-            writer.header.embed, dict(self.refused),
+            self.options.out, len(requests), len(todo) - len(self.refused), prompt_tokens, self.output_tokens, seconds,
+            taps, writer.header.embed, dict(self.refused),
         )  # fmt: skip
         self.on_event(Finished(result))
         return result

@@ -75,7 +75,8 @@ def capture_stock(
     except OSError as error:
         raise OutputError(f"cannot write to {path}: {error.strerror}; mend this and type --resume") from error
     seconds = time.monotonic() - started
-    result = CaptureResult(options.out, len(requests), len(todo), prompt_tokens, tokens, seconds, (), "", refused)
+    answered = len(todo) - len(refused)
+    result = CaptureResult(options.out, len(requests), answered, prompt_tokens, tokens, seconds, (), "", refused)
     on_event(Finished(result))
     return result
 

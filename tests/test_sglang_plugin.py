@@ -1,8 +1,11 @@
 """Recording a real SGLang server on the CPU rig: drafting a chain, drafting trees, and alone with sampling."""
 
 import json
+import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,9 @@ NEW_TOKENS = 24
 CHUNK = 32  # tokens of a prefill at most: the prompts come in several pieces
 # topk, steps, verified rows
 KINDS = {"chain": (1, 5, 6), "tree": (4, 3, 8)}
+# The tree's server has so little KV that it must put requests back, and one prompt is too long for it.
+CROWDED = 192
+TOO_LONG = {"id": "long", "input_ids": [1 + i for i in range(CROWDED + 1)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class Captured:
     result: CaptureResult
     events: list[Event]
     leftover: list[str]  # files in the spool once the client had gone
+    log: str  # of the server
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +63,38 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"id": f"q{i}", "prompt": text}) for i, text in enumerate(TEXTS)))
     return path
 
 
 def options(server: Server, prompt_file: Path, out: Path, **changes: Any) -> ServerOptions:
-    return ServerOptions(server.url, prompt_file, out, max_new_tokens=NEW_TOKENS, concurrency=1, **changes)
+    return ServerOptions(server.url, prompt_file, out, max_new_tokens=NEW_TOKENS, **changes)
+
+
+@contextmanager
+def aborting(server: Server, spool: Path) -> Iterator[None]:
+    """Meanwhile, abort what the server does, once: when a request of the capture is some forwards old."""
+    stop = threading.Event()
+
+    def abort() -> None:
+        while not stop.wait(0.02):
+            if any(len(list(one.glob("rows-*"))) >= 3 for one in spool.glob("*")):
+                body = json.dumps({"abort_all": True}).encode()
+                asked = urllib.request.Request(
+                    f"{server.url}/abort_request", body, {"Content-Type": "application/json"}
+                )
+                urllib.request.urlopen(asked, timeout=60).close()
+                return
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def launch(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -76,7 +107,7 @@ def launch(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> tuple[
 
 @pytest.fixture(scope="module")
 def captured(
-    target_dir: Path, draft_dir: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
+    target_dir: Path, draft_dir: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Captured]:
     """Traces by kind of server; each server runs once, by itself."""
     made: dict[str, Captured] = {}
@@ -87,18 +118,27 @@ def captured(
             environment, extra = launch(kind, target_dir, draft_dir, folder / "trace")
             topk, steps, rows = KINDS.get(kind, (1, 1, 2))
             draft = draft_dir if kind in KINDS else None
+            extra += ["--chunked-prefill-size", str(CHUNK)]
+            if kind == "tree":
+                extra += ["--max-total-tokens", str(CROWDED)]
+                prompt_file = folder / "prompts.jsonl"
+                prompt_file.write_text(f"{prompts.read_text()}\n{json.dumps(TOO_LONG)}")
             with start_server(
                 target_dir, draft, log=folder / "server.log", steps=steps, topk=topk, num_draft_tokens=rows,
-                extra_args=[*extra, "--chunked-prefill-size", str(CHUNK)], env=environment,
+                extra_args=extra, env=environment,
             ) as server:  # fmt: skip
                 server.generate([[1, 2, 3]], rids=["somebody-else"], max_new_tokens=4)
                 events: list[Event] = []
-                temperature = 0.0 if kind in KINDS else 0.8
-                asked = options(server, prompt_file, folder / "trace", temperature=temperature)
-                result = capture_server(asked, events.append)
+                asked = options(
+                    server, prompts if kind != "tree" else prompt_file, folder / "trace",
+                    temperature=0.0 if kind in KINDS else 0.8, concurrency=4 if kind == "tree" else 1,
+                )  # fmt: skip
+                with aborting(server, folder / "trace" / SPOOL) if kind == "tree" else nullcontext():
+                    result = capture_server(asked, events.append)
                 time.sleep(0.5)
                 left = [name for one in (folder / "trace" / SPOOL).iterdir() for name in chunk_names(one)]
-            made[kind] = Captured(Trace.open(folder / "trace"), result, events, left)
+            log = (folder / "server.log").read_text(errors="replace")
+            made[kind] = Captured(Trace.open(folder / "trace"), result, events, left, log)
         return made[kind]
 
     return of
@@ -106,7 +146,7 @@ def captured(
 
 @pytest.fixture(scope="module")
 def plain(
-    target_dir: Path, draft_dir: Path, prompt_file: Path, captured: Callable[[str], Captured],
+    target_dir: Path, draft_dir: Path, captured: Callable[[str], Captured],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Generated]:  # fmt: skip
     """Answers of a server that does not record to the prompts of the chain's trace, in the order of its requests."""
@@ -165,7 +205,20 @@ def test_trace_passes_its_check(captured: Callable[[str], Captured], kind: str) 
     assert [finding for finding in one.trace.check() if finding.severity == "error"] == []
     assert one.result.recorded == len(TEXTS) == len(one.trace)
     assert set(one.trace.taps) == {"embed", "3", "16", "28", "final"} and one.trace.header.embed == "lookup"
-    assert [event for event in one.events if isinstance(event, Noted)] == []
+    notes = [event.text for event in one.events if isinstance(event, Noted)]
+    assert len(notes) == len(one.result.refused) == (kind == "tree")
+
+
+def test_a_crowded_server(captured: Callable[[str], Captured]) -> None:
+    """Requests that it put back, aborted or did not take: each of the others stands in the trace once, and whole."""
+    one = captured("tree")
+    assert "Retract requests" in one.log
+    # somebody's, the probe, the prompts; and more, for what was aborted
+    assert one.log.count("POST /generate") > 2 + len(TEXTS) + 1
+    (name, reason), *others = one.result.refused.items()
+    assert (name, others) == ("long", []) and str(CROWDED + 1) in reason
+    assert any(f"refused request 'long' ({reason})" in text for text in one.trace.header.missing)
+    assert sorted(record.request_id for record in one.trace.records) == [f"q{i}" for i in range(len(TEXTS))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
