@@ -1,6 +1,10 @@
 """capture --server against a stand-in whose every row is known; the real one is in test_sglang_plugin.py."""
 
 import json
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -280,6 +284,44 @@ def test_server_started_anew_is_noticed_and_resumed(options: ServerOptions, serv
     assert result.recorded == 4 - kept
     ids = [record.request_id for record in Trace.open(options.out).records]
     assert sorted(ids) == ["r0", "r1", "r2", "r3"]
+
+
+def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: FakeServer) -> None:
+    """kill -9: what is whole stays, the rest is asked for, nothing twice, and its rows go with the next client."""
+    answer, third = server.answer, threading.Event()
+    assert server.folder is not None
+    folder = launch_folder(server.folder, LAUNCH)
+
+    def hang_at_third(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        status, value = answer(body)  # with its rows
+        if body["input_ids"] == PROMPTS[2]:
+            third.set()
+            time.sleep(2)
+        return status, value
+
+    server.answer = hang_at_third  # type: ignore[method-assign]
+    script = (
+        "import sys; from pathlib import Path; from replay.capture import server, server_client, server_ask\n"
+        "server_client._BATCH_REQUESTS = 1\n"
+        "url, prompts, out = sys.argv[1:]\n"
+        "options = server_ask.ServerOptions(url, Path(prompts), Path(out), max_new_tokens=9, concurrency=1)\n"
+        "server.capture_server(options, lambda _: None)"
+    )
+    typed = [options.server, str(options.prompts), str(options.out)]
+    with subprocess.Popen([sys.executable, "-c", script, *typed]) as process:
+        assert third.wait(60)
+        deadline = time.monotonic() + 10
+        while not (options.out / "shard-00001.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.kill()
+    server.answer = answer  # type: ignore[method-assign]
+    before = (options.out / "shard-00000.safetensors").read_bytes()
+    assert len(Trace.open(options.out, allow_incomplete=True)) == 2 and chunk_names(folder)
+    result, _ = capture(replace(options, resume=True))
+    trace = Trace.open(options.out)
+    assert result.recorded == 2 and (options.out / "shard-00000.safetensors").read_bytes() == before
+    assert sorted(record.request_id for record in trace.records) == ["r0", "r1", "r2", "r3"]
+    assert trace.served_rounds().height == 20 and chunk_names(folder) == []
 
 
 def test_api_key_is_sent_and_asked_for(options: ServerOptions, server: FakeServer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 from rig.inprocess import sglang_module
-from rig.server import Generated, Server, start_server
+from rig.server import Generated, Server, end_group, start_server
 
 from replay.capture import sglang_plugin
 from replay.capture.events import CaptureResult, Event, Noted
@@ -52,6 +52,7 @@ class Captured:
     events: list[Event]
     leftover: list[str]  # files in the spool once the client had gone
     log: str  # of the server
+    safe: dict[str, bytes]  # shards that were whole when an earlier server was killed
 
 
 @pytest.fixture(scope="module")
@@ -97,48 +98,73 @@ def aborting(server: Server, spool: Path) -> Iterator[None]:
         thread.join()
 
 
-def launch(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """The environment and the extra arguments with which ``replay serve`` would start such a server."""
+@contextmanager
+def serving(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> Iterator[Server]:
+    """A server as ``replay serve`` would start it, recording into ``folder``/trace."""
     drafting = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft_dir)]
     arguments = ["--model-path", str(target_dir), *(drafting if kind in KINDS else [])]
-    made = prepare(ServeOptions(folder, arguments, taps="embed,3,16,28"), {})
-    return {RECORD_VARIABLE: made.environment[RECORD_VARIABLE]}, list(made.command[3 + len(arguments) :])
+    made = prepare(ServeOptions(folder / "trace", arguments, taps="embed,3,16,28"), {})
+    topk, steps, rows = KINDS.get(kind, (1, 1, 2))
+    extra = [*made.command[3 + len(arguments) :], "--chunked-prefill-size", str(CHUNK)]
+    if kind == "tree":
+        extra += ["--max-total-tokens", str(CROWDED)]
+    with start_server(
+        target_dir, draft_dir if kind in KINDS else None, log=folder / "server.log", steps=steps, topk=topk,
+        num_draft_tokens=rows, extra_args=extra, env={RECORD_VARIABLE: made.environment[RECORD_VARIABLE]},
+    ) as server:  # fmt: skip
+        yield server
+
+
+def capture_until_killed(server: Server, prompts: Path, out: Path) -> dict[str, bytes]:
+    """Kill the server, all its processes, once some request is safe; the files that were whole then, by name."""
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while not (out / "shard-00000.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        end_group(server.process)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("replay.capture.server_client._BATCH_REQUESTS", 1)
+        with pytest.raises(CaptureError, match="--resume"):
+            capture_server(options(server, prompts, out, concurrency=1, retries=1), lambda _: None)
+    thread.join()
+    return {path.name: path.read_bytes() for path in out.glob("shard-*")}
 
 
 @pytest.fixture(scope="module")
 def captured(
     target_dir: Path, draft_dir: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Captured]:
-    """Traces by kind of server; each server runs once, by itself."""
+    """Traces by kind of server, each by itself: the chain's is killed in mid-capture, the tree's is crowded."""
     made: dict[str, Captured] = {}
 
     def of(kind: str) -> Captured:
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
-            environment, extra = launch(kind, target_dir, draft_dir, folder / "trace")
-            topk, steps, rows = KINDS.get(kind, (1, 1, 2))
-            draft = draft_dir if kind in KINDS else None
-            extra += ["--chunked-prefill-size", str(CHUNK)]
+            trace, asked, safe = folder / "trace", prompts, {}
+            if kind == "chain":
+                with serving(kind, target_dir, draft_dir, folder) as server:
+                    safe = capture_until_killed(server, prompts, trace)
             if kind == "tree":
-                extra += ["--max-total-tokens", str(CROWDED)]
-                prompt_file = folder / "prompts.jsonl"
-                prompt_file.write_text(f"{prompts.read_text()}\n{json.dumps(TOO_LONG)}")
-            with start_server(
-                target_dir, draft, log=folder / "server.log", steps=steps, topk=topk, num_draft_tokens=rows,
-                extra_args=extra, env=environment,
-            ) as server:  # fmt: skip
+                asked = folder / "prompts.jsonl"
+                asked.write_text(f"{prompts.read_text()}\n{json.dumps(TOO_LONG)}")
+            with serving(kind, target_dir, draft_dir, folder) as server:
                 server.generate([[1, 2, 3]], rids=["somebody-else"], max_new_tokens=4)
                 events: list[Event] = []
-                asked = options(
-                    server, prompts if kind != "tree" else prompt_file, folder / "trace",
-                    temperature=0.0 if kind in KINDS else 0.8, concurrency=4 if kind == "tree" else 1,
+                wanted = options(
+                    server, asked, trace, temperature=0.0 if kind in KINDS else 0.8,
+                    concurrency=4 if kind == "tree" else 1, resume=kind == "chain",
                 )  # fmt: skip
-                with aborting(server, folder / "trace" / SPOOL) if kind == "tree" else nullcontext():
-                    result = capture_server(asked, events.append)
+                with aborting(server, trace / SPOOL) if kind == "tree" else nullcontext():
+                    result = capture_server(wanted, events.append)
                 time.sleep(0.5)
-                left = [name for one in (folder / "trace" / SPOOL).iterdir() for name in chunk_names(one)]
+                launch = max((trace / SPOOL).iterdir(), key=lambda path: path.stat().st_mtime)
+                left = chunk_names(launch)
             log = (folder / "server.log").read_text(errors="replace")
-            made[kind] = Captured(Trace.open(folder / "trace"), result, events, left, log)
+            made[kind] = Captured(Trace.open(trace), result, events, left, log, safe)
         return made[kind]
 
     return of
@@ -203,10 +229,18 @@ def test_trace_passes_its_check(captured: Callable[[str], Captured], kind: str) 
     """Above all: lm_head(final), made anew, is the recorded argmax and (greedy) the token that the server emitted."""
     one = captured(kind)
     assert [finding for finding in one.trace.check() if finding.severity == "error"] == []
-    assert one.result.recorded == len(TEXTS) == len(one.trace)
+    assert len(one.trace) == len(TEXTS)
     assert set(one.trace.taps) == {"embed", "3", "16", "28", "final"} and one.trace.header.embed == "lookup"
     notes = [event.text for event in one.events if isinstance(event, Noted)]
     assert len(notes) == len(one.result.refused) == (kind == "tree")
+
+
+def test_a_server_that_was_killed_is_gone_on_with(captured: Callable[[str], Captured]) -> None:
+    """What was whole stays byte for byte, the rest is asked of the server that was started anew, and nothing twice."""
+    one = captured("chain")
+    assert 0 < one.result.recorded < len(TEXTS)
+    assert one.safe and one.safe == {name: (one.trace.path / name).read_bytes() for name in one.safe}
+    assert sorted(record.request_id for record in one.trace.records) == [f"q{i}" for i in range(len(TEXTS))]
 
 
 def test_a_crowded_server(captured: Callable[[str], Captured]) -> None:
