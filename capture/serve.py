@@ -3,14 +3,15 @@
 The plugin (sglang_plugin.py) is installed with this package and found by SGLang itself. Nothing of SGLang is edited.
 """
 
+import http.client
 import os
 import re
 import secrets
 import signal
+import ssl
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,10 +157,15 @@ def serve(options: ServeOptions, tell: Callable[[str], None], on_ready: Callable
         os.close(lock)
         raise CaptureError(f"{launch.command[0]} cannot be started: {error.strerror}") from error
     with _passing_signals(server):
-        if on_ready is not None and (ready := _wait_until_ready(server, launch, options)) is not None:
-            on_ready(ready)
-        code = server.wait()
-    os.close(lock)
+        try:
+            if on_ready is not None and (ready := _wait_until_ready(server, launch, options)) is not None:
+                on_ready(ready)
+        except BaseException:  # nobody would be left to pass signals on
+            server.terminate()
+            raise
+        finally:
+            code = server.wait()
+            os.close(lock)
     if code and options.wiring is not None:
         _check_refusal(launch)
     return 128 - code if code < 0 else code
@@ -204,18 +210,20 @@ def _ready(launch: Launch, options: ServeOptions, manifests: Sequence[Manifest])
 
 def _answers(url: str) -> bool:
     """Whether the server's health check is passed: it generates a token, so a busy machine gets time."""
+    own = ssl.create_default_context()  # a certificate of its own making is nothing to doubt in one's own child
+    own.check_hostname, own.verify_mode = False, ssl.CERT_NONE
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=60) as response:
+        with urllib.request.urlopen(f"{url}/health", timeout=60, context=own) as response:
             return bool(response.status == HTTPStatus.OK)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 
 def _manifests(launch: Launch) -> list[Manifest]:
     try:
         return read_manifests(launch.folder)
-    except TraceCorruptError:
-        return []  # replaced while it was read
+    except (TraceCorruptError, CaptureError):
+        return []  # replaced while it was read, or not to be read at all
 
 
 def _check_refusal(launch: Launch) -> None:

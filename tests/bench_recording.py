@@ -4,10 +4,12 @@
 
 Two servers stand side by side, one plain and one that ``replay serve`` would have started, and take turns on the same
 prompts: what else the machine does strikes both. *Off* is answers alone; *on* is ``replay capture --server`` with all
-that it does here too: rows through the spool, joined, checked and written to a trace. Outputs and histograms of the two
-servers are held against each other on the way. Not part of ``make test``.
+that it does here too: rows through the spool, joined, checked and written to a trace. Beside tokens a second, which a
+busy machine blurs, stands the processor time of server and client together, which on a CPU server is what a token
+costs. Outputs and histograms of the two servers are held against each other on the way. Not part of ``make test``.
 """
 
+import os
 import statistics
 import tempfile
 import time
@@ -57,44 +59,99 @@ def servers(target: Path, draft: Path, steps: int, folder: Path) -> Iterator[tup
         yield plain, recorded
 
 
-def capture(server: Server, load: Load, out: Path) -> tuple[float, replay.Trace]:
-    """Tokens a second of one capture, from its first prompt to its finished trace."""
-    at: dict[type[Event], float] = {}
+@dataclass(frozen=True)
+class Clock:
+    """Seconds that have passed, and processor seconds of a server's processes and of this one."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def read(cls, server: Server) -> "Clock":
+        """Now. The server's processes are those of its group (``/proc/PID/stat``: fields 5, 14 and 15)."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has just ended
+            if int(fields[2]) == server.process.pid:
+                ticks += int(fields[11]) + int(fields[12])
+        return cls(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") + time.process_time())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a server did with the prompts once."""
+
+    tokens: int
+    seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def between(cls, tokens: int, begun: Clock, ended: Clock) -> "Turn":
+        """``tokens`` came from ``begun`` to ``ended``."""
+        return cls(tokens, ended.wall - begun.wall, ended.cpu - begun.cpu)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def cost(self) -> float:
+        """Processor milliseconds a token."""
+        return 1e3 * self.cpu_seconds / self.tokens
+
+    def __str__(self) -> str:
+        return f"{self.rate:.2f} tokens/s, {self.cost:.1f} ms of processor a token"
+
+
+def capture(server: Server, load: Load, out: Path) -> tuple[Turn, replay.Trace]:
+    """One capture, from its first prompt to its finished trace."""
+    at: dict[type[Event], Clock] = {}
 
     def note(event: Event) -> None:
-        at[type(event)] = time.monotonic()
+        at[type(event)] = Clock.read(server)
 
     options = ServerOptions(
         server.url, load.prompts, out, max_new_tokens=load.new_tokens, concurrency=load.concurrency, weights=False
     )
     result = capture_server(options, note)
-    return result.output_tokens / (at[Finished] - at[Planned]), replay.Trace.open(out)
+    return Turn.between(result.output_tokens, at[Planned], at[Finished]), replay.Trace.open(out)
 
 
-def answer(server: Server, load: Load, trace: replay.Trace) -> float:
-    """Tokens a second of the same prompts with recording off; raises where an answer is not the trace's."""
+def answer(server: Server, load: Load, trace: replay.Trace) -> Turn:
+    """The same prompts with recording off; says where an answer is not the trace's."""
     rows = [trace.read(index, []) for index in range(len(trace))]
-    began = time.monotonic()
+    begun = Clock.read(server)
     answers = server.generate(
         [one.tokens[: one.prompt_tokens].tolist() for one in rows],
         max_new_tokens=load.new_tokens, concurrency=load.concurrency,
     )  # fmt: skip
-    seconds = time.monotonic() - began
+    turn = Turn.between(sum(len(given.output_ids) for given in answers), begun, Clock.read(server))
     for one, record, given in zip(rows, trace.records, answers, strict=True):
         same = one.tokens[one.prompt_tokens :].tolist() == given.output_ids
         counted = tuple(given.meta_info["spec_correct_drafts_histogram"])
         if not same or record.server_histogram != counted:
             click.echo(f"{record.request_id}: another {'histogram' if same else 'output'} with recording off")
-    return sum(len(given.output_ids) for given in answers) / seconds
+    return turn
 
 
-def report(off: Sequence[float], on: Sequence[float]) -> str:
-    """Medians, and the median of what each pair of turns lost."""
-    lost = [1 - slow / fast for fast, slow in zip(off, on, strict=True)]
-    return (
-        f"recording off {statistics.median(off):.2f} tokens/s, on {statistics.median(on):.2f} (medians of {len(on)}); "
-        f"recording costs {100 * statistics.median(lost):.1f} % ({100 * min(lost):.1f} to {100 * max(lost):.1f} %)"
-    )
+def report(off: Sequence[Turn], on: Sequence[Turn]) -> str:
+    """Medians, and of each pair of turns what recording added."""
+    more = [100 * (with_it.cost / without.cost - 1) for without, with_it in zip(off, on, strict=True)]
+    slower = [100 * (1 - with_it.rate / without.rate) for without, with_it in zip(off, on, strict=True)]
+    lines = [
+        f"{name}: {statistics.median(turn.rate for turn in turns):.2f} tokens/s, "
+        f"{statistics.median(turn.cost for turn in turns):.1f} ms of processor a token (medians of {len(turns)})"
+        for name, turns in (("recording off", off), ("recording on", on))
+    ]
+    lines += [
+        f"{what} (median of pairs): {statistics.median(parts):.1f} % ({min(parts):.1f} to {max(parts):.1f} %)"
+        for what, parts in (("processor time added", more), ("tokens a second lost", slower))
+    ]
+    return "\n".join(lines)
 
 
 @click.command()
@@ -118,14 +175,14 @@ def main(
         chosen = folder / "prompts.jsonl"
         chosen.write_text("\n".join((prompts or sample_prompts()).read_text().splitlines()[:requests]))
         load = Load(chosen, new_tokens, concurrency)
-        off: list[float] = []
-        on: list[float] = []
+        off: list[Turn] = []
+        on: list[Turn] = []
         with servers(target or smollm2(), draft or sample_head(), steps, folder / "recording") as (plain, recorded):
             for turn in range(repeats + 1):  # the first warms both up
-                rate, trace = capture(recorded, load, folder / f"trace-{turn}")
-                on.append(rate)
+                with_it, trace = capture(recorded, load, folder / f"trace-{turn}")
+                on.append(with_it)
                 off.append(answer(plain, load, trace))
-                click.echo(f"{'warm-up' if turn == 0 else turn}: off {off[-1]:.2f}, on {on[-1]:.2f} tokens/s")
+                click.echo(f"{'warm-up' if turn == 0 else turn}: off {off[-1]}; on {on[-1]}")
         click.echo(report(off[1:], on[1:]))
 
 
