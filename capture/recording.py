@@ -94,6 +94,7 @@ def verify_rows(
                 parents=parents,
                 accepted=rows - 1,
                 chosen=chosen[i][:rows],
+                batch=size,
             )
         )
         places.append(torch.arange(i * depth, i * depth + rows))

@@ -330,7 +330,7 @@ def _rounds_frame(rounds: Sequence[tuple[str, Joined]]) -> Any:
     from replay.traces.served import served_schema
 
     rows = [
-        (request_id, number, one.anchor, list(one.drafted), one.accepted, list(one.parents) or None)
+        (request_id, number, one.anchor, list(one.drafted), one.accepted, list(one.parents) or None, one.batch or None)
         for request_id, joined in rounds
         for number, one in enumerate(joined.rounds)
     ]

@@ -119,7 +119,7 @@ class Entry:
     ``logits`` of them, the last ones, have logits. Of a verify also: the drafted tokens in node order (the root left
     out), for a tree the parent of each (node numbers, 0 is the root, -1 where the server left the node out of its
     tree), how many were accepted, and what was chosen after each row (accepted tokens, then the bonus). ``start`` is
-    then the anchor.
+    then the anchor, and ``batch`` the requests that were verified together, this one included.
     """
 
     rid: str
@@ -131,6 +131,7 @@ class Entry:
     parents: Sequence[int] = ()
     accepted: int = 0
     chosen: Sequence[int] = ()
+    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +273,7 @@ def _entry(values: Fields) -> Entry:
         parents=values.integers("parents", -1, _MOST),
         accepted=values.integer("accepted", 0, _MOST),
         chosen=values.integers("chosen", 0, _MOST),
+        batch=values.integer("batch", 0, _MOST),
     )
     if entry.logits > entry.rows:
         raise values.refuse("logits", f"at most its {entry.rows} rows")

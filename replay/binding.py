@@ -11,6 +11,7 @@ from replay.errors import CheckpointError, UsageError
 from replay.faults import apply_faults
 from replay.head import Head
 from replay.rows import DraftInput, chunk_ends
+from replay.served_products import Span
 from replay.subject import Subject
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.taps import FINAL
@@ -133,10 +134,12 @@ def _prefill_rows(details: Mapping[str, str]) -> int | None:
     return int(said) if said.isdecimal() and int(said) else None
 
 
-def draft_input(rows: RequestRows, wiring: Wiring, sampled_T: torch.Tensor | None = None) -> DraftInput:
-    """One request of the trace as the engine takes it."""
+def draft_input(
+    rows: RequestRows, wiring: Wiring, sampled_T: torch.Tensor | None = None, spans: Sequence[Span] = ()
+) -> DraftInput:
+    """One request of the trace as the engine takes it; ``spans`` as ``served_spans`` gave them."""
     features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
-    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T)
+    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T, spans=spans)
 
 
 def sampled_after_chunks(rows: RequestRows, trace: Trace, chunk: int) -> torch.Tensor:

@@ -78,7 +78,8 @@ class Head:
         self.device = torch.device(device)
         self.product_rows, self.prefill_rows = product_rows, prefill_rows
         self.conduct = conduct
-        self._product_sizes: Sequence[int] = ()
+        self._alike: Sequence[tuple[int, Tensor]] = ()
+        self._alike_rows = 0
         self.notes = list(checkpoint.notes)
         self._weights = {
             key: tensor.to(device=self.device, dtype=dtype)
@@ -240,23 +241,37 @@ class Head:
         return self._product(x, self._weights[f"{name}.weight"], bias)
 
     @contextmanager
-    def products_of(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Within, products over sum(sizes) rows run in pieces of these sizes, whatever ``product_rows`` says."""
-        self._product_sizes = tuple(sizes)
+    def products_like(self, sizes_R: Tensor | None) -> Iterator[None]:
+        """Within, each row of products over so many rows runs in one of its size; None changes nothing.
+
+        Sizes up to ``product_rows`` are alike. Rows of one size are put together; where a product lacks some, zeros
+        stand in.
+        """
+        distinct = [] if sizes_R is None else sizes_R.unique().tolist()
+        self._alike = [(size, (sizes_R == size).nonzero()[:, 0].to(self.device)) for size in distinct]
+        self._alike_rows = 0 if sizes_R is None else len(sizes_R)
         try:
             yield
         finally:
-            self._product_sizes = ()
+            self._alike, self._alike_rows = (), 0
+
+    def _product_like(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        out_RO = x_RI.new_empty((len(x_RI), len(weight_OI)))
+        for size, index_N in self._alike:
+            x_NI = x_RI[index_N]
+            if size > (self.product_rows or 0):
+                x_NI = functional.pad(x_NI, (0, 0, 0, -len(index_N) % size))
+            parts = [functional.linear(piece, weight_OI, bias_O) for piece in x_NI.split(size)]
+            out_RO[index_N] = torch.cat(parts)[: len(index_N)]
+        return out_RO
 
     def _product(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         rows = len(x_RI)
-        if self._product_sizes and sum(self._product_sizes) == rows:
-            pieces = x_RI.split(list(self._product_sizes))
-        elif self.product_rows is not None and rows > self.product_rows:
-            pieces = x_RI.split(self.product_rows)
-        else:
+        if self._alike and rows == self._alike_rows:
+            return self._product_like(x_RI, weight_OI, bias_O)
+        if self.product_rows is None or rows <= self.product_rows:
             return functional.linear(x_RI, weight_OI, bias_O)
-        return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in pieces])
+        return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in x_RI.split(self.product_rows)])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         if self._skips(name):

@@ -9,12 +9,12 @@ import torch
 from rig.server import start_server
 
 import replay
+from replay.binding import build_head, draft_input, resolve
 from replay.capture.recording import RECORD_VARIABLE
 from replay.capture.serve import ServeOptions, prepare
 from replay.capture.server import capture_server
 from replay.capture.server_ask import ServerOptions
 from replay.demo import sample_head, sample_prompts
-from replay.simulation import build_head, draft_input, resolve
 from replay.tree import TreeSize, draft_every_tree
 
 PROMPTS = 4

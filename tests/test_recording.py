@@ -68,8 +68,8 @@ def test_verify_rows_keep_what_was_accepted() -> None:
     }
     entries, tensors = verify_rows(["replay-a", "b", "replay-c"], TAPS, WIDTH, cpu)
     assert entries == [
-        Entry("replay-a", "verify", 40, 2, 2, drafted=[11, 12], accepted=1, chosen=[11, 50]),
-        Entry("replay-c", "verify", 42, 1, 1, drafted=[31, 32], accepted=0, chosen=[99]),
+        Entry("replay-a", "verify", 40, 2, 2, drafted=[11, 12], accepted=1, chosen=[11, 50], batch=3),
+        Entry("replay-c", "verify", 42, 1, 1, drafted=[31, 32], accepted=0, chosen=[99], batch=3),
     ]
     assert tensors["input_ids"].tolist() == [0, 1, 6]
 

@@ -325,8 +325,8 @@ def test_the_servers_rounds(tmp_path: Path) -> None:
         writer.finish()
     trace = Trace.open(tmp_path / "t")
     assert trace.header.rounds
-    assert trace.served_rounds().drop("parents").equals(kept)
-    assert trace.served_rounds()["parents"].null_count() == 2  # chains: nothing was said of parents
+    assert trace.served_rounds().drop("parents", "batch").equals(kept)
+    assert trace.served_rounds().select("parents", "batch").null_count().row(0) == (2, 2)  # nothing was said of these
     with TraceWriter.resume(tmp_path / "t", make_header()) as writer:
         writer.add_rounds(rounds(("r1", 0, 3, [8], 1)))
         writer.add(make_requests(2)[1:])
@@ -343,7 +343,7 @@ def test_parents_of_a_servers_trees(tmp_path: Path) -> None:
         writer.add_rounds(kept)
         writer.add(make_requests(2))
         writer.finish()
-    assert Trace.open(tmp_path / "t").served_rounds().filter(request_id="r0").equals(kept)
+    assert Trace.open(tmp_path / "t").served_rounds().drop("batch").filter(request_id="r0").equals(kept)
     assert Trace.open(tmp_path / "t").served_rounds()["parents"].to_list() == [None, [0, 0, 1, 3, -1, 2]]
 
 
@@ -362,6 +362,19 @@ def test_parents_that_cannot_be(tmp_path: Path, parents: list[int | None], messa
         read_served(tmp_path / "rounds.parquet")
     with TraceWriter.create(tmp_path / "t", make_header()) as writer, pytest.raises(CaptureError, match=message):
         writer.add_rounds(tree(parents, [5, 6]))
+
+
+def test_requests_that_were_verified_together(tmp_path: Path) -> None:
+    def together(batch: int) -> pl.DataFrame:
+        return rounds(("r0", 0, 2, [5, 6], 1)).with_columns(batch=pl.lit(batch, pl.Int32))
+
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer:
+        with pytest.raises(CaptureError, match=r"the column batch holds 0, must be 1 or more"):
+            writer.add_rounds(together(0))
+        writer.add_rounds(together(3))
+        writer.add(make_requests(1))
+        writer.finish()
+    assert Trace.open(tmp_path / "t").served_rounds()["batch"].to_list() == [3]
 
 
 def test_parents_of_another_kind(tmp_path: Path) -> None:

@@ -193,8 +193,8 @@ class TraceWriter:
             self._write_header(replace(self.header, weights=info))
 
     def add_rounds(self, rounds: "pl.DataFrame") -> None:
-        """Keep the server's own rounds: columns request_id, round, anchor, drafted, accepted, and of trees parents
-        (SPEC.md, section 6).
+        """Keep the server's own rounds: columns request_id, round, anchor, drafted, accepted, and where known
+        parents and batch (SPEC.md, section 6).
 
         Rounds of a request that came before are replaced. Call it before ``add`` of the same requests, so that a
         finished request never lacks its rounds; rounds of requests that never finish are dropped by ``finish``.
