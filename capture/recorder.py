@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 30  # of rows under way: on the device, in pinned memory or waiting to be written
 CHUNK_BYTES = 1 << 26  # a file is written when it has so much,
 CHUNK_SECONDS = 0.2  # or when its first row is so old
+_BLOCK = 64  # logits that are looked at together
 LONGEST_WAIT = 30.0  # seconds that a forward waits for the disk; SGLang 0.5.23's watchdog ends a server after 300
 
 # entries and, by name, their rows on the CPU (spool.py), made in the writing thread from what was handed over
@@ -201,12 +202,34 @@ def summarise_rows(logits: "Tensor", k: int) -> "dict[str, torch.Tensor]":
 
     wide = logits.float()
     logsumexp = wide.logsumexp(-1)
-    ids = wide.topk(min(k, wide.shape[-1])).indices.sort().values
+    among = _candidates(wide, k)
+    values = wide.gather(-1, among)
+    ids = among.gather(-1, values.topk(min(k, wide.shape[-1])).indices.sort().values)
+    best = among.gather(-1, values.argmax(-1, keepdim=True))
     values, order = wide.gather(-1, ids).sort(descending=True, stable=True)
     ids = ids.gather(-1, order)
-    ids[:, 0] = wide.argmax(-1)
+    ids[:, :1] = best
     return {
         "topk_ids": ids.to(torch.int32),
         "topk_logprobs": values - logsumexp[:, None],
         "logsumexp": logsumexp,
     }
+
+
+def _candidates(wide: "Tensor", k: int) -> "Tensor":
+    """Rising ids [n, C] among which are the k largest of each row [n, V], and the first of the largest.
+
+    One look at every value, instead of one for each thing wanted: no more than k blocks hold the k largest, and those
+    with the largest values are they.
+    """
+    import torch
+
+    vocabulary = wide.shape[-1]
+    blocks, rest = divmod(vocabulary, _BLOCK)
+    if blocks <= k:
+        return torch.arange(vocabulary, device=wide.device).expand(len(wide), -1)
+    largest = wide[:, : vocabulary - rest].unflatten(-1, (blocks, _BLOCK)).amax(-1)
+    chosen = largest.sort(descending=True, stable=True).indices[:, :k].sort().values
+    ids = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=wide.device)).flatten(1)
+    tail = torch.arange(vocabulary - rest, vocabulary, device=wide.device).expand(len(wide), -1)
+    return torch.cat([ids, tail], dim=-1)

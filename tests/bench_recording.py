@@ -1,6 +1,6 @@
 """Benchmark: tokens a second of an SGLang server on the CPU rig with recording off and on.
 
-    python tests/bench_recording.py [--target DIR] [--draft DIR] [--prompts FILE] [--requests 8] [--repeats 5]
+    python tests/bench_recording.py [--target DIR] [--draft DIR] [--prompts FILE] [--requests 4] [--repeats 11]
 
 Two servers stand side by side, one plain and one that ``replay serve`` would have started, and take turns on the same
 prompts: what else the machine does strikes both. *Off* is answers alone; *on* is ``replay capture --server`` with all
@@ -158,10 +158,10 @@ def report(off: Sequence[Turn], on: Sequence[Turn]) -> str:
 @click.option("--target", type=click.Path(path_type=Path), help="[default: SmolLM2-135M-Instruct]")
 @click.option("--draft", type=click.Path(path_type=Path), help="[default: the head that comes with the project]")
 @click.option("--prompts", type=click.Path(path_type=Path), help="[default: those of replay demo]")
-@click.option("--requests", type=int, default=8)
-@click.option("--repeats", type=int, default=5)
+@click.option("--requests", type=int, default=4)
+@click.option("--repeats", type=int, default=11)
 @click.option("--steps", type=int, default=5)
-@click.option("--new-tokens", type=int, default=48)
+@click.option("--new-tokens", type=int, default=32)
 @click.option("--concurrency", type=int, default=4)
 def main(
     target: Path | None, draft: Path | None, prompts: Path | None, requests: int, repeats: int, steps: int,
@@ -178,12 +178,16 @@ def main(
         off: list[Turn] = []
         on: list[Turn] = []
         with servers(target or smollm2(), draft or sample_head(), steps, folder / "recording") as (plain, recorded):
-            for turn in range(repeats + 1):  # the first warms both up
-                with_it, trace = capture(recorded, load, folder / f"trace-{turn}")
-                on.append(with_it)
-                off.append(answer(plain, load, trace))
-                click.echo(f"{'warm-up' if turn == 0 else turn}: off {off[-1]}; on {on[-1]}")
-        click.echo(report(off[1:], on[1:]))
+            _, trace = capture(recorded, load, folder / "warm-up")
+            answer(plain, load, trace)
+            for turn in range(repeats):
+                if turn % 2:  # whatever drifts, drifts both ways
+                    off.append(answer(plain, load, trace))
+                on.append(capture(recorded, load, folder / f"trace-{turn}")[0])
+                if not turn % 2:
+                    off.append(answer(plain, load, trace))
+                click.echo(f"{turn}: off {off[-1]}; on {on[-1]}")
+        click.echo(report(off, on))
 
 
 if __name__ == "__main__":

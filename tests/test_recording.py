@@ -99,6 +99,18 @@ def test_summary_is_the_one_of_a_local_capture() -> None:
     assert torch.equal(ours["logsumexp"], theirs.logsumexp)
 
 
+@pytest.mark.parametrize("vocabulary", [64 * 40, 64 * 40 + 17])
+def test_summary_of_a_large_vocabulary(vocabulary: int) -> None:
+    """Ties everywhere: logits in steps of a half, the largest of them twice, in the first block and in the last."""
+    logits = (torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(1)) * 4).round() / 2
+    logits[:, 3] = logits[:, vocabulary - 1] = 99.0
+    ours, theirs = summarise_rows(logits, 6), summarise_logits(logits, 6)
+    assert ours["topk_ids"][:, :2].tolist() == [[3, vocabulary - 1]] * 9
+    assert torch.equal(ours["topk_logprobs"], theirs.topk_logprobs) and torch.equal(ours["logsumexp"], theirs.logsumexp)
+    logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(2))  # and none
+    assert torch.equal(summarise_rows(logits, 6)["topk_ids"], summarise_logits(logits, 6).topk_ids)
+
+
 # ---- the writing thread ----
 
 
