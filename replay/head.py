@@ -102,7 +102,7 @@ class Head:
         """This head with the same weights under another conduct, or a config that differs in RoPE only."""
         other = copy(self)
         other.conduct, other.config = conduct, config
-        other._product_sizes = ()
+        other._alike, other._alike_rows = (), 0
         other._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
         return other
 

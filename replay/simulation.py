@@ -84,7 +84,8 @@ def simulate(
     table = _RoundsTable(names)
     total = len(trace.requests)
     led = None if follow is None else _leads(follow)
-    spans = served_spans(trace.served_rounds())
+    exact = any(group.head.product_rows is not None for group in groups)
+    spans = served_spans(trace.served_rounds()) if exact else {}
     with torch.inference_mode():
         done = 0
         for pack in _packs(trace, groups):
