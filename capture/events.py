@@ -1,6 +1,7 @@
 """What a capture in this process is asked for, and what it tells while it runs."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -66,7 +67,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class CaptureResult:
-    """What a finished capture has written; tokens and seconds are those of this run."""
+    """What a finished capture has written; tokens and seconds are those of this run.
+
+    ``refused``: requests that the server did not take, with its reasons; they are no part of the trace.
+    """
 
     path: Path
     requests: int
@@ -76,6 +80,7 @@ class CaptureResult:
     seconds: float
     taps: tuple[str, ...]
     embed: str
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

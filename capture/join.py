@@ -47,12 +47,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ServedRound:
-    """A round as the server ran it; ``drafted`` in node order, ``parents`` of a tree's nodes."""
+    """A round as the server ran it; ``drafted`` in node order, ``parents`` of a tree's nodes, ``batch`` as in Entry."""
 
     anchor: int
     drafted: tuple[int, ...]
     accepted: int
     parents: tuple[int, ...] = ()
+    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def rounds_of(entries: Sequence[Entry], tokens: int) -> tuple[ServedRound, ...]:
             prefilled = None
     kept = _before_prefill(kept, prefilled)
     return tuple(
-        ServedRound(one.start, tuple(one.drafted), one.accepted, tuple(one.parents))
+        ServedRound(one.start, tuple(one.drafted), one.accepted, tuple(one.parents), one.batch)
         for one in kept
         if one.start < tokens - 1
     )

@@ -2,7 +2,8 @@
 
 Everything handed over must be private to the recorder: a copy, not a view of a buffer that the engine uses again.
 On an accelerator it is copied to pinned memory on a stream of its own; a thread waits for the copy, lets the caller's
-function turn it into entries, and writes. What is under way is bounded: beyond ``most_bytes`` the forward waits.
+function turn it into entries, and writes. What is under way is bounded: beyond ``most_bytes`` the forward waits, and
+beyond ``longest_wait`` (a disk that hangs) it goes on without being recorded, before the server's watchdog ends it.
 Once something fails nothing is recorded any more, nothing waits any more, and the reason is kept.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.spool import Entry, write_chunk
+from replay.capture.spool import Entry, split_by_client, write_chunk
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 30  # of rows under way: on the device, in pinned memory or waiting to be written
 CHUNK_BYTES = 1 << 26  # a file is written when it has so much,
 CHUNK_SECONDS = 0.2  # or when its first row is so old
+_BLOCK = 64  # logits that are looked at together
+LONGEST_WAIT = 30.0  # seconds that a forward waits for the disk; SGLang 0.5.23's watchdog ends a server after 300
 
 # entries and, by name, their rows on the CPU (spool.py), made in the writing thread from what was handed over
 Build = Callable[["Mapping[str, Tensor]"], "tuple[Sequence[Entry], Mapping[str, Tensor]]"]
@@ -37,15 +40,25 @@ class _Job:
 
 
 class RowRecorder:
-    """Writes rows to ``folder`` in a thread; ``on_failure`` is called once, in some thread, with the reason."""
+    """Writes rows to ``folder`` in a thread.
+
+    ``on_failure`` is called once with the reason, in a thread of its own: it may touch the very disk that hangs.
+    """
 
     def __init__(
-        self, folder: Path, pid: int, on_failure: Callable[[str], None], *, most_bytes: int = MOST_BYTES
+        self,
+        folder: Path,
+        pid: int,
+        on_failure: Callable[[str], None],
+        *,
+        most_bytes: int = MOST_BYTES,
+        longest_wait: float = LONGEST_WAIT,
     ) -> None:
         self.folder, self.pid = folder, pid
         self.failure: str | None = None
         self._on_failure = on_failure
-        self._most_bytes = most_bytes
+        self._failing: threading.Thread | None = None
+        self._most_bytes, self._longest_wait = most_bytes, longest_wait
         self._jobs: deque[_Job] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
@@ -58,13 +71,8 @@ class RowRecorder:
     def submit(self, tensors: "Mapping[str, Tensor]", build: "Build") -> None:
         """Record ``tensors``; waits while too much is under way. Does nothing after a failure."""
         size = sum(tensor.nbytes for tensor in tensors.values())
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.failure is not None or not self._bytes or self._bytes + size <= self._most_bytes
-            )
-            if self.failure is not None or self._closing:
-                return
-            self._bytes += size
+        if not self._make_room(size):
+            return
         try:
             job = self._to_cpu(tensors, build, size)
         except RuntimeError as error:  # no pinned memory, or the device's is full
@@ -73,6 +81,22 @@ class RowRecorder:
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
+
+    def _make_room(self, size: int) -> bool:
+        """Wait until ``size`` more bytes may be under way; False where nothing is recorded any more."""
+        with self._changed:
+            in_time = self._changed.wait_for(
+                lambda: self.failure is not None or not self._bytes or self._bytes + size <= self._most_bytes,
+                self._longest_wait,
+            )
+            if in_time and self.failure is None and not self._closing:
+                self._bytes += size
+                return True
+        if not in_time:
+            self.fail(
+                f"{self.folder} took no rows for {self._longest_wait:.0f} s while {self._bytes} bytes were waiting"
+            )
+        return False
 
     def fail(self, reason: str) -> None:
         """Stop recording for this reason; only the first one counts."""
@@ -83,7 +107,10 @@ class RowRecorder:
             self._jobs.clear()
             self._bytes = 0
             self._changed.notify_all()
-        self._on_failure(reason)
+            self._failing = threading.Thread(
+                target=self._on_failure, args=(reason,), name="replay-recorder-failed", daemon=True
+            )
+            self._failing.start()
 
     def close(self) -> None:
         """Write what was handed over and end the thread."""
@@ -91,6 +118,8 @@ class RowRecorder:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        if self._failing is not None:
+            self._failing.join()
 
     def _to_cpu(self, tensors: "Mapping[str, Tensor]", build: "Build", size: int) -> _Job:
         import torch
@@ -125,9 +154,8 @@ class RowRecorder:
                 self.fail("the writing thread ended; the server's log has its traceback")
 
     def _write_next(self) -> bool:
-        """Gather one file's worth of rows and write it. False when closed and nothing is left."""
-        entries: list[Entry] = []
-        parts: dict[str, list[Tensor]] = {}
+        """Gather a file's worth of rows and write it, a file for each client. False when closed and nothing is left."""
+        gathered: dict[str, tuple[list[Entry], dict[str, list[Tensor]]]] = {}
         size = begun = 0.0
         while True:
             job = self._take(None if not begun else begun + CHUNK_SECONDS - time.monotonic())
@@ -138,14 +166,15 @@ class RowRecorder:
                 job.ready.synchronize()
             made, tensors = job.build(job.tensors)
             size += job.bytes
-            if made:
-                entries.extend(made)
-                for name, tensor in tensors.items():
+            for client, (entries, rows) in (split_by_client(made, tensors) if made else {}).items():
+                known, parts = gathered.setdefault(client, ([], {}))
+                known.extend(entries)
+                for name, tensor in rows.items():
                     parts.setdefault(name, []).append(tensor)
             if size >= CHUNK_BYTES:
                 break
-        if entries:
-            write_chunk(self.folder, self.pid, self._number, entries, parts)
+        for known, parts in gathered.values():
+            write_chunk(self.folder, self.pid, self._number, known, parts)
             self._number += 1
         with self._changed:
             self._bytes = max(0, self._bytes - int(size))
@@ -173,12 +202,34 @@ def summarise_rows(logits: "Tensor", k: int) -> "dict[str, torch.Tensor]":
 
     wide = logits.float()
     logsumexp = wide.logsumexp(-1)
-    ids = wide.topk(min(k, wide.shape[-1])).indices.sort().values
+    among = _candidates(wide, k)
+    values = wide.gather(-1, among)
+    ids = among.gather(-1, values.topk(min(k, wide.shape[-1])).indices.sort().values)
+    best = among.gather(-1, values.argmax(-1, keepdim=True))
     values, order = wide.gather(-1, ids).sort(descending=True, stable=True)
     ids = ids.gather(-1, order)
-    ids[:, 0] = wide.argmax(-1)
+    ids[:, :1] = best
     return {
         "topk_ids": ids.to(torch.int32),
         "topk_logprobs": values - logsumexp[:, None],
         "logsumexp": logsumexp,
     }
+
+
+def _candidates(wide: "Tensor", k: int) -> "Tensor":
+    """Rising ids [n, C] among which are the k largest of each row [n, V], and the first of the largest.
+
+    One look at every value, instead of one for each thing wanted: no more than k blocks hold the k largest, and those
+    with the largest values are they.
+    """
+    import torch
+
+    vocabulary = wide.shape[-1]
+    blocks, rest = divmod(vocabulary, _BLOCK)
+    if blocks <= k:
+        return torch.arange(vocabulary, device=wide.device).expand(len(wide), -1)
+    largest = wide[:, : vocabulary - rest].unflatten(-1, (blocks, _BLOCK)).amax(-1)
+    chosen = largest.sort(descending=True, stable=True).indices[:, :k].sort().values
+    ids = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=wide.device)).flatten(1)
+    tail = torch.arange(vocabulary - rest, vocabulary, device=wide.device).expand(len(wide), -1)
+    return torch.cat([ids, tail], dim=-1)

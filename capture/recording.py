@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from replay.capture.spool import RID_PREFIX, Entry
+from replay.capture.spool import LOGITS, RID_PREFIX, Entry
 from replay.traces.schema import Fields, parse_json
 from replay.traces.taps import FINAL
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 RECORD_VARIABLE = "REPLAY_RECORD"
-_LOGITS = ("topk_ids", "topk_logprobs", "logsumexp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +52,18 @@ def prefill_rows(
     spans: Sequence[tuple[str, int, int]], taps: Sequence[str], width: int, cpu: "Mapping[str, torch.Tensor]"
 ) -> "tuple[list[Entry], dict[str, torch.Tensor]]":
     """Of a prefill: each of ``spans`` (request, first position, rows) has logits for its last row only."""
-    import torch
-
-    entries = [Entry(rid, "prefill", start, rows, 1) for rid, start, rows in spans]
-    positions = [torch.arange(start, start + rows, dtype=torch.int32) for _, start, rows in spans]
-    last = torch.tensor([rows for _, _, rows in spans], dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1
-    return entries, _tensors(cpu, taps, width, torch.cat(positions), last)
+    return [Entry(rid, "prefill", start, rows, 1) for rid, start, rows in spans], _tensors(cpu, taps, width)
 
 
 def decode_rows(
     rids: Sequence[str], taps: Sequence[str], width: int, cpu: "Mapping[str, torch.Tensor]"
 ) -> "tuple[list[Entry], dict[str, torch.Tensor]]":
     """Of a plain decode: one row a request, at ``starts`` [B], with logits."""
-    import torch
-
     ours = [i for i, rid in enumerate(rids) if rid.startswith(RID_PREFIX)]
     starts = cpu["starts"].tolist()
     entries = [Entry(rids[i], "decode", starts[i], 1, 1) for i in ours]
     kept = {name: tensor[ours] for name, tensor in cpu.items()}
-    return entries, _tensors(kept, taps, width, kept["starts"], torch.arange(len(ours), dtype=torch.int32))
+    return entries, _tensors(kept, taps, width)
 
 
 def verify_rows(
@@ -83,7 +75,7 @@ def verify_rows(
     size, depth = cpu["chosen"].shape
     lengths, anchors = cpu["accept_lens"].tolist(), cpu["anchors"].tolist()
     drafted, chosen = cpu["drafted"].tolist(), cpu["chosen"].tolist()
-    entries, places, positions = [], [], []
+    entries, places = [], []
     for i in range(min(size, len(rids))):
         if not rids[i].startswith(RID_PREFIX):
             continue
@@ -102,23 +94,24 @@ def verify_rows(
                 parents=parents,
                 accepted=rows - 1,
                 chosen=chosen[i][:rows],
+                batch=size,
             )
         )
         places.append(torch.arange(i * depth, i * depth + rows))
-        positions.append(torch.arange(anchors[i], anchors[i] + rows, dtype=torch.int32))
     if not entries:
         return [], {}
     index = torch.cat(places)
-    kept = {name: cpu[name][index] for name in ("hidden", "final", "input_ids", *_LOGITS)}
-    return entries, _tensors(kept, taps, width, torch.cat(positions), torch.arange(len(index), dtype=torch.int32))
+    kept = {name: cpu[name][index] for name in ("hidden", "final", "input_ids", *LOGITS)}
+    return entries, _tensors(kept, taps, width)
 
 
 def tree_parents(first_child: Sequence[int], next_sibling: Sequence[int]) -> tuple[int, ...]:
     """The parent of each node but the root (node 0), from each node's first child and next sibling; -1 says none.
 
-    SGLang 0.5.23 kernels/ops/speculative/spec_tree.py builds the two lists.
+    A node that no list names has none: its parent was not kept, and no walk through the tree reaches it. SGLang 0.5.23
+    kernels/ops/speculative/spec_tree.py builds the two lists.
     """
-    parents = [0] * len(first_child)
+    parents = [-1] * len(first_child)
     for node, child in enumerate(first_child):
         while child >= 0:
             parents[child] = node
@@ -126,20 +119,12 @@ def tree_parents(first_child: Sequence[int], next_sibling: Sequence[int]) -> tup
     return tuple(parents[1:])
 
 
-def _tensors(
-    cpu: "Mapping[str, torch.Tensor]",
-    taps: Sequence[str],
-    width: int,
-    positions: "torch.Tensor",
-    logit_rows: "torch.Tensor",
-) -> "dict[str, torch.Tensor]":
+def _tensors(cpu: "Mapping[str, torch.Tensor]", taps: Sequence[str], width: int) -> "dict[str, torch.Tensor]":
     """The tensors of spool.py from ``hidden`` [R, K*H], ``final`` [R, H], ``input_ids`` [R] and the kept logits."""
     columns = cpu["hidden"].reshape(-1, len(taps), width).unbind(1)
     return {
         "input_ids": cpu["input_ids"],
-        "positions": positions,
-        "logit_rows": logit_rows,
-        **{name: cpu[name] for name in _LOGITS},
+        **{name: cpu[name] for name in LOGITS},
         **{f"tap.{tap}": column for tap, column in zip(taps, columns, strict=True)},
         f"tap.{FINAL}": cpu["final"],
     }

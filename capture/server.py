@@ -120,22 +120,22 @@ def _capture_recorded(
     header = _header(options, prompts, facts, taps)
     if options.resume and (options.out / HEADER).exists():
         check_same_server(read_header(options.out).engine, header.engine, options.out)
-    session = f"{RID_PREFIX}{secrets.token_hex(8)}"
-    spool = SpoolReader(facts.spool, facts.taps, target.hidden_size, session)
-    client = ServerClient(options, api, facts, spool, session, on_event)
-    probe = client.probe(requests[0])
-    weights, lookup, lacking = _weights_and_lookup(options, header, probe, requests[0])
-    if lacking:
-        on_event(Noted(f"the trace will lack {lacking}"))
-        header = replace(header, missing=(*header.missing, lacking))
-    stored = sort_taps([FINAL, *(tap for tap in taps if tap != EMBED), *([] if lookup else [EMBED])])
-    info = TapInfo(target.dtype, target.hidden_size)
-    header = replace(header, taps={tap: info for tap in stored}, embed="lookup" if lookup else "stored")
-    begin = TraceWriter.resume if options.resume else partial(TraceWriter.create, force=options.force)
-    with begin(options.out, header) as writer:
-        if weights is not None and options.weights:
-            writer.write_target_weights(*weights)
-        return client.run(requests, writer, stored)
+    name = f"{RID_PREFIX}{secrets.token_hex(8)}"
+    with SpoolReader(facts.spool, facts.taps, target.hidden_size, name) as spool:
+        client = ServerClient(options, api, facts, spool, on_event)
+        probe = client.probe(requests[0])
+        weights, lookup, lacking = _weights_and_lookup(options, header, probe, requests[0])
+        if lacking:
+            on_event(Noted(f"the trace will lack {lacking}"))
+            header = replace(header, missing=(*header.missing, lacking))
+        stored = sort_taps([FINAL, *(tap for tap in taps if tap != EMBED), *([] if lookup else [EMBED])])
+        info = TapInfo(target.dtype, target.hidden_size)
+        header = replace(header, taps={tap: info for tap in stored}, embed="lookup" if lookup else "stored")
+        begin = TraceWriter.resume if options.resume else partial(TraceWriter.create, force=options.force)
+        with begin(options.out, header) as writer:
+            if weights is not None and options.weights:
+                writer.write_target_weights(*weights)
+            return client.run(requests, writer, stored)
 
 
 def _wanted_taps(options: ServerOptions, facts: ServerFacts, layers: int) -> tuple[str, ...]:

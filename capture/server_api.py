@@ -18,6 +18,7 @@ from replay.errors import CaptureError, UsageError
 _Result = TypeVar("_Result")
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses that another try may not meet
+_REFUSED = (400, 413, 422)  # statuses that say something of what was asked, not of the server
 _LONGEST_PAUSE = 30.0  # seconds
 _SHOWN = 300  # characters of an answer that a message shows
 
@@ -32,6 +33,14 @@ class TransientError(Exception):
 
 class NoSuchPathError(CaptureError):
     """The server has nothing there."""
+
+
+class RefusedError(CaptureError):
+    """The server answers, and does not do what was asked (a prompt that is too long); ``reason`` in its words."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +121,8 @@ class ServerApi:
             return NoSuchPathError(f"{self.url} has no {path}: --server takes the address of an SGLang server")
         if error.code in _AGAIN:
             return TransientError(f"{path} answered {error.code} {said}", _pause(error.headers.get("Retry-After")))
-        return CaptureError(f"{self.url}{path} answered {error.code}: {said}")
+        message = f"{self.url}{path} answered {error.code}: {said}"
+        return RefusedError(message, _said(said)) if error.code in _REFUSED else CaptureError(message)
 
 
 def open_api(url: str, api_key: str | None = None, *, timeout: float = 600.0, retries: int = 5) -> ServerApi:
@@ -152,6 +162,15 @@ def _reason(error: Exception) -> str:
 def _pause(value: str | None) -> float:
     """Seconds of a Retry-After header; its form as a date is left alone."""
     return min(_LONGEST_PAUSE, float(value)) if value is not None and value.isdecimal() else 0.0
+
+
+def _said(text: str) -> str:
+    """The sentence in an error's JSON, as SGLang words it; else all of it."""
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return text
 
 
 def _show(data: bytes) -> str:

@@ -6,17 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
 from replay.capture.join import Answer, Joined, first_missing, histogram_of, join, same_histogram
-from replay.capture.server_api import ServerApi
+from replay.capture.server_api import RefusedError, ServerApi
 from replay.capture.server_ask import ServerOptions, generate
 from replay.capture.server_facts import ServerFacts
-from replay.capture.spool import read_manifests
-from replay.capture.spool_reader import SpoolReader
-from replay.errors import CaptureError, TraceCorruptError
+from replay.capture.server_watch import RecordingStoppedError, RecordingWatch
+from replay.capture.spool_reader import SpoolReader, rid_of
+from replay.errors import CaptureError, OutputError, TraceCorruptError
 from replay.traces.captured import CapturedRequest
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ _ROWS_SECONDS = 30.0  # how long rows may come after the answer
 _POLL_SECONDS = 0.05
 _ATTEMPTS = 3  # for a request whose rows do not come whole
 PROBE_TOKENS = 64  # of the first prompt, with which the way of the rows is tried
+# Sentences of the header's ``missing`` begin so; a resumed capture says them anew.
+_REFUSED = "the server refused request "
+_STOPPED = "the requests that were not finished when the server stopped recording"
 
 
 @dataclass(slots=True)
@@ -40,6 +44,14 @@ class _Waiting:
     attempt: int
     answer: Answer
     since: float
+
+
+@dataclass(slots=True)
+class _Refused:
+    """A request that the server does not take, and why."""
+
+    request: EncodedRequest
+    reason: str
 
 
 @dataclass(slots=True)
@@ -62,13 +74,13 @@ class ServerClient:
         api: ServerApi,
         facts: ServerFacts,
         spool: SpoolReader,
-        session: str,
         on_event: Callable[[Event], None],
     ) -> None:
-        self.options, self.api, self.facts, self.spool = options, api, facts, spool
-        self.session, self.on_event = session, on_event
+        self.options, self.api, self.facts, self.spool, self.on_event = options, api, facts, spool, on_event
         self.tasks: queue.SimpleQueue[tuple[EncodedRequest, int]] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[_Waiting | BaseException] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[_Waiting | _Refused | BaseException] = queue.SimpleQueue()
+        self.refused: dict[str, str] = {}
+        self.watch = RecordingWatch(api, spool.folder)
         self.started = time.monotonic()
         self.output_tokens = self.most_left = self.differing = self.cached = 0
         self.stop = False
@@ -76,21 +88,21 @@ class ServerClient:
     def probe(self, request: EncodedRequest) -> Joined:
         """Rows of a short prompt, all the way: the server, its plugin, the folder and this process work together."""
         short = replace(request, prompt_ids=request.prompt_ids[:PROBE_TOKENS], max_new_tokens=1)
-        rid = f"{self.session}-probe"
+        rid = partial(rid_of, self.spool.client, "probe")
         answer = self.api.patiently(
-            lambda attempt: generate(self.api, short, f"{rid}-{attempt}", self.options, logprobs=False)
+            lambda attempt: generate(self.api, short, rid(attempt), self.options, logprobs=False)
         )
         deadline = time.monotonic() + _ROWS_SECONDS
         tokens = len(short.prompt_ids) + len(answer.output_ids)
         while time.monotonic() < deadline:
             self.spool.poll()
             for attempt in range(self.options.retries + 1):
-                recorded = self.spool.rows(f"{rid}-{attempt}")
+                recorded = self.spool.rows(rid(attempt))
                 if first_missing(recorded, tokens - 1) is None:
                     joined = join("the probe", short.prompt_ids, answer.output_ids, recorded, self.facts.taps)
-                    self.spool.drop([f"{rid}-{one}" for one in range(self.options.retries + 1)])
+                    self.spool.drop([rid(attempt)])
                     return joined
-            self._check_recording()
+            self.watch.check()
             time.sleep(_POLL_SECONDS)
         raise CaptureError(
             f"{self.api.url} answers, but no rows of it came into {self.spool.folder} within {_ROWS_SECONDS:.0f} s: "
@@ -115,14 +127,20 @@ class ServerClient:
                 f"interrupted: {len(writer.done_ids)} of {len(requests)} requests are safe in {self.options.out}; type "
                 "the same command with --resume to go on"
             ) from None
+        except RecordingStoppedError as error:
+            self._note_end(writer, f"{_STOPPED} ({error.reason})")
+            raise
         finally:
             self.stop = True
+        if self.refused and not writer.done_ids:
+            first = next(iter(self.refused.values()))
+            raise CaptureError(f"{self.api.url} refused all {len(self.refused)} requests, the first: {first}")
         self._note_doubts(writer)
         writer.finish()
         seconds = time.monotonic() - self.started
         result = CaptureResult(
-            self.options.out, len(requests), len(todo), prompt_tokens, self.output_tokens, seconds, taps,
-            writer.header.embed,
+            self.options.out, len(requests), len(todo) - len(self.refused), prompt_tokens, self.output_tokens, seconds,
+            taps, writer.header.embed, dict(self.refused),
         )  # fmt: skip
         self.on_event(Finished(result))
         return result
@@ -138,17 +156,18 @@ class ServerClient:
 
     def _ask(self, request: EncodedRequest, attempt: int) -> None:
         """One request until it is answered, each try under an id of its own."""
-        number = attempt * (self.options.retries + 1)
         tag = secrets.token_hex(6)
         rid = ""
 
         def once(again: int) -> Answer:
             nonlocal rid
-            rid = f"{self.session}-{tag}-{number + again}"
+            rid = rid_of(self.spool.client, tag, again)
             return generate(self.api, request, rid, self.options, logprobs=False)
 
         try:
             answer = self.api.patiently(once)
+        except RefusedError as error:
+            self.answers.put(_Refused(request, error.reason))
         except BaseException as error:  # handed to the gathering thread, which raises it
             self.answers.put(error)
         else:
@@ -166,7 +185,12 @@ class ServerClient:
         left = len(todo)
         try:
             while left:
-                waiting += self._new_answers()
+                for answer in self._new_answers():
+                    if isinstance(answer, _Refused):
+                        self._refuse(answer)
+                        left -= 1
+                    else:
+                        waiting.append(answer)
                 self.spool.poll()
                 still: list[_Waiting] = []
                 for one in waiting:
@@ -175,7 +199,7 @@ class ServerClient:
                         self._finish(one, batch, taps)
                         left -= 1
                     elif time.monotonic() - one.since > _ROWS_SECONDS:
-                        self._check_recording()
+                        self.watch.check()
                         self._again(one)
                     else:
                         still.append(one)
@@ -184,14 +208,14 @@ class ServerClient:
                     self._write(batch, writer, requests)
                     batch = _Batch()
                 if waiting and time.monotonic() - waiting[0].since > 1:
-                    self._check_recording()
+                    self.watch.check()
         finally:
             if batch.requests:  # what is whole is kept, whatever ends the run
                 self._write(batch, writer, requests)
 
-    def _new_answers(self) -> list[_Waiting]:
+    def _new_answers(self) -> list[_Waiting | _Refused]:
         """Those that have come; waits a little for the first. Raises what ended a request for good."""
-        answers: list[_Waiting] = []
+        answers: list[_Waiting | _Refused] = []
         try:
             one = self.answers.get(timeout=_POLL_SECONDS)
             while True:
@@ -208,7 +232,7 @@ class ServerClient:
         try:
             joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps)
         except TraceCorruptError:
-            self._check_recording()  # rows that vanish while they are read are those of a server started anew
+            self.watch.check()  # rows that vanish while they are read are those of a server started anew
             raise
         if not same_histogram(histogram_of(joined.rounds), answer.counters.histogram):
             self.differing += 1
@@ -239,6 +263,12 @@ class ServerClient:
         self.output_tokens += len(answer.output_ids)
         self.most_left -= request.max_new_tokens
 
+    def _refuse(self, one: _Refused) -> None:
+        """Leave a request out; the others go on."""
+        self.refused[one.request.request_id] = one.reason
+        self.most_left -= one.request.max_new_tokens
+        self.on_event(Noted(f"{_REFUSED}{one.request.request_id!r} ({one.reason}); the trace goes on without it"))
+
     def _again(self, one: _Waiting) -> None:
         """Ask for a request anew whose rows did not come whole."""
         self.spool.drop([one.rid])
@@ -259,19 +289,11 @@ class ServerClient:
         rate = self.output_tokens / seconds if seconds > 0 else 0.0
         self.on_event(Progress(len(writer.done_ids), requests, self.output_tokens, self.most_left, seconds, rate))
 
-    def _check_recording(self) -> None:
-        """Raises CaptureError where the server has stopped recording."""
-        manifests = read_manifests(self.spool.folder)
-        if not manifests:
-            raise CaptureError(
-                f"{self.spool.folder} is gone: the server was started anew; type the same command with --resume"
-            )
-        for one in manifests:
-            if one.state != "recording":
-                raise CaptureError(
-                    f"the server goes on but has stopped recording ({one.reason}): mend this, restart it by replay "
-                    "serve and type the same command with --resume"
-                )
+    def _note_end(self, writer: "TraceWriter", sentence: str) -> None:
+        try:
+            writer.set_missing([*self._lasting(writer), sentence])
+        except OutputError:
+            pass  # what ended the capture is told anyway, and matters more
 
     def _note_doubts(self, writer: "TraceWriter") -> None:
         doubts = []
@@ -283,7 +305,14 @@ class ServerClient:
             doubts.append(f"{self.cached} requests of which the server took a prefix from its cache")
         for text in doubts:
             self.on_event(Noted(text))
-        writer.header = replace(writer.header, missing=(*writer.header.missing, *doubts))
+        refused = [f"{_REFUSED}{name!r} ({reason})" for name, reason in self.refused.items()]
+        missing = (*self._lasting(writer), *refused, *doubts)
+        if missing != writer.header.missing:
+            writer.set_missing(missing)
+
+    def _lasting(self, writer: "TraceWriter") -> list[str]:
+        """What was said to be missing, but for what this run says anew."""
+        return [text for text in writer.header.missing if not text.startswith((_REFUSED, _STOPPED))]
 
 
 def _is_full(batch: _Batch) -> bool:
@@ -301,7 +330,7 @@ def _rounds_frame(rounds: Sequence[tuple[str, Joined]]) -> Any:
     from replay.traces.served import served_schema
 
     rows = [
-        (request_id, number, one.anchor, list(one.drafted), one.accepted)
+        (request_id, number, one.anchor, list(one.drafted), one.accepted, list(one.parents) or None, one.batch or None)
         for request_id, joined in rounds
         for number, one in enumerate(joined.rounds)
     ]

@@ -59,6 +59,15 @@ def _fingerprint(config: Any, model_path: str) -> str:
     return hashlib.sha256(f"{model_path}\n{config.to_json_string()}".encode()).hexdigest()
 
 
+def server_url(arguments: Mapping[str, Any]) -> str:
+    """Where a server with these (resolved) arguments is asked, from the machine it runs on; SGLang's own defaults."""
+    scheme = "https" if arguments.get("ssl_certfile") else "http"
+    host = str(arguments.get("host") or "127.0.0.1")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    port = arguments.get("port") or 30000
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
 def server_details(arguments: Mapping[str, Any], typed: Sequence[str], versions: Mapping[str, str]) -> dict[str, str]:
     """What is kept of resolved ``arguments``, of those ``typed``, of the draft's config and of ``versions``."""
     details = dict(versions)

@@ -8,9 +8,11 @@ has it (``set_eagle3_layers_to_capture`` differs by file).
 from collections.abc import Sequence
 from typing import Any
 
-from replay.errors import UsageError
+from replay.errors import CaptureError
 
 _ABSENT = object()
+# classes whose forward also captures R[N], the stream after the last of N layers (models/gpt_oss.py, ``end_layer``)
+_CAPTURES_LAST = frozenset({"GptOssForCausalLM"})
 
 
 def capturing_parts(model: Any) -> tuple[Any, Any]:
@@ -19,27 +21,29 @@ def capturing_parts(model: Any) -> tuple[Any, Any]:
         core, processor = getattr(outer, "model", None), getattr(outer, "logits_processor", None)
         if hasattr(core, "layers_to_capture") and hasattr(processor, "keep_last_hidden_states"):
             return core, processor
-    raise UsageError(f"{type(model).__name__} holds no layers_to_capture, so SGLang cannot record its residual stream")
+    raise CaptureError(
+        f"{type(model).__name__} holds no layers_to_capture, so SGLang cannot record its residual stream"
+    )
 
 
 def capture_boundaries(model: Any, core: Any, boundaries: Sequence[int]) -> None:
     """Let ``model`` capture exactly ``boundaries`` (R indices, rising). Where it raises, the model is as it was.
 
-    Raises UsageError for a model or boundaries that cannot be, and what the model itself raises.
+    Raises CaptureError for a model or boundaries that cannot be, and what the model itself raises.
     """
     if not hasattr(model, "set_dflash_layers_to_capture"):
-        raise UsageError(f"{type(model).__name__} has no set_dflash_layers_to_capture, so its taps cannot be chosen")
-    layers = len(core.layers)
-    if boundaries[-1] >= layers:
-        raise UsageError(
+        raise CaptureError(f"{type(model).__name__} has no set_dflash_layers_to_capture, so its taps cannot be chosen")
+    last = len(core.layers) - (type(model).__name__ not in _CAPTURES_LAST)
+    if boundaries[-1] > last:
+        raise CaptureError(
             f"R[{boundaries[-1]}] cannot be recorded by SGLang's {type(model).__name__}: possible are embed, 1 to "
-            f"{layers - 1}, and final"
+            f"{last}, and final"
         )
     before = _capture_state(model, core)
     try:
         model.set_dflash_layers_to_capture([boundary - 1 for boundary in boundaries])
         if sorted(core.layers_to_capture) != list(boundaries):
-            raise UsageError(
+            raise CaptureError(
                 f"{type(model).__name__} captures {sorted(core.layers_to_capture)} where {list(boundaries)} were asked "
                 "for"
             )

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 from replay.capture.recorder import RowRecorder, summarise_rows
 from replay.capture.recording import RECORD_VARIABLE, Recording, decode_rows, prefill_rows, verify_rows
 from replay.capture.serve import SIMULATED, VERSIONS
-from replay.capture.sglang_facts import server_details, target_info
+from replay.capture.sglang_facts import server_details, server_url, target_info
 from replay.capture.sglang_model import capture_boundaries, capturing_parts
 from replay.capture.sglang_reporter import Reporter
 from replay.capture.spool import RID_PREFIX
-from replay.errors import ReplayError, UsageError
+from replay.errors import CaptureError, ReplayError, WiringError
 from replay.traces.taps import FINAL, default_taps, parse_taps, sort_taps, tap_index, tap_name
 
 if TYPE_CHECKING:
@@ -175,9 +175,19 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or ['?'])[0]}"
 
 
+def _own(numbers: "torch.Tensor") -> "torch.Tensor":
+    """A copy as int32, made on the current stream: the engine writes the next step over what it gave."""
+    import torch
+
+    return numbers.to(torch.int32, copy=True)
+
+
 @dataclass(slots=True)
 class _Verify:
-    """Between a verify's forward and its end: node rows [B*N, .] on the device, not overwritten yet."""
+    """Between a verify's forward and its end: node rows [B*N, .] on the device, which only another forward overwrites.
+
+    ``logits`` are the recorder's own already: the sampler may write to those of the engine.
+    """
 
     hidden: "torch.Tensor"
     final: "torch.Tensor"
@@ -201,7 +211,7 @@ class _Plugin:
         self.reporter.tell(state="refused", reason=problem)
         logger.error("replay: this server is not recorded: %s", problem)
         if self.recording.wiring is not None:
-            raise RuntimeError(f"replay: --wiring {self.recording.wiring} cannot be had: {problem}")
+            raise WiringError(f"--wiring {self.recording.wiring} cannot be had: {problem}")
 
     def failed(self, reason: str) -> None:
         """Recording has ended; serving goes on."""
@@ -261,8 +271,6 @@ class _Plugin:
                     self._record_verify(pending, result, batch)
 
     def _record_verify(self, pending: _Verify, result: Any, batch: Any) -> None:
-        import torch
-
         index_bs = result.accept_index.long().clamp(min=0)  # [B, steps + 1], global node numbers
         size, depth = index_bs.shape
         nodes = result.speculative_num_draft_tokens
@@ -272,16 +280,16 @@ class _Plugin:
             "hidden": pending.hidden[flat],
             "final": pending.final[flat],
             **{name: tensor[flat] for name, tensor in pending.logits.items()},
-            "input_ids": drafted.reshape(-1)[flat].to(torch.int32),
-            "drafted": drafted.to(torch.int32),
-            "chosen": result.next_token_ids.reshape(size, nodes)[:, :depth].to(torch.int32),
-            "accept_lens": result.accept_lens.to(torch.int32),
+            "input_ids": _own(drafted.reshape(-1)[flat]),
+            "drafted": _own(drafted),
+            "chosen": _own(result.next_token_ids.reshape(size, nodes)[:, :depth]),
+            "accept_lens": _own(result.accept_lens),
             # new length less what was accepted: batch.seq_lens may have been moved on
-            "anchors": (result.new_seq_lens - result.accept_lens).to(torch.int32),
+            "anchors": _own(result.new_seq_lens - result.accept_lens),
         }
         if batch.spec_info.topk > 1:
             for name in ("retrieve_next_token", "retrieve_next_sibling"):
-                tensors[name] = getattr(batch.spec_info, name).reshape(size, nodes).to(torch.int32)
+                tensors[name] = _own(getattr(batch.spec_info, name).reshape(size, nodes))
         rids = [req.rid for req in batch.reqs]
         assert self.recorder is not None
         self.recorder.submit(tensors, functools.partial(verify_rows, rids, self._recorded(), self.width))
@@ -302,16 +310,16 @@ class _Plugin:
     def _widen(self, runner: Any) -> None:
         algorithm = runner.spec_algorithm
         if not (algorithm.is_none() or algorithm.is_eagle3()):
-            raise UsageError(f"the server drafts by {algorithm}, recording works with EAGLE3 or without a draft")
+            raise CaptureError(f"the server drafts by {algorithm}, recording works with EAGLE3 or without a draft")
         if not algorithm.is_none() and _resolved_arguments().get("enable_multi_layer_eagle"):
-            raise UsageError("enable_multi_layer_eagle is set, recording works with EAGLE3 of one draft model")
+            raise CaptureError("enable_multi_layer_eagle is set, recording works with EAGLE3 of one draft model")
         core, processor = capturing_parts(runner.model)
         config = runner.model_config.hf_text_config
         layers = int(config.num_hidden_layers)
         uses_aux = bool(runner.spec_aux_config.eagle_use_aux_hidden_state)
         given = tuple(sorted(core.layers_to_capture)) if uses_aux else ()
         if algorithm.is_eagle3() and not given:
-            raise UsageError("the draft uses no auxiliary hidden states, so it has no wiring to record")
+            raise CaptureError("the draft uses no auxiliary hidden states, so it has no wiring to record")
         fed = self._wanted_wiring(given, layers)
         text = self.recording.taps
         taps = default_taps(layers) if text is None else parse_taps(text, layers=layers)
@@ -331,7 +339,7 @@ class _Plugin:
         names = parse_taps(self.recording.wiring, layers=layers)
         wanted = tuple(index for name in names if (index := tap_index(name)) is not None)
         if len(wanted) != len(given) or len(names) != len(wanted):
-            raise UsageError(
+            raise WiringError(
                 f"--wiring {self.recording.wiring} names {len(names)} taps, the head takes {len(given)} of the "
                 "residual stream"
             )
@@ -350,6 +358,7 @@ class _Plugin:
             wiring=tuple(map(tap_name, fed)),
             server_wiring=tuple(map(tap_name, given)),
             taps=tuple(taps),
+            url=server_url(_resolved_arguments()),
             dtype=dtype,
             target=target_info(
                 runner.model_config.hf_text_config,
@@ -363,7 +372,8 @@ class _Plugin:
         )
         if writer and written:
             self.recorder = RowRecorder(self.reporter.folder, os.getpid(), self.failed)
-        logger.info("replay: recording %s to %s", ", ".join(taps), self.reporter.folder)
+        if written:
+            logger.info("replay: recording %s to %s", ", ".join(taps), self.reporter.folder)
 
     @contextmanager
     def _guarded(self, recorder: RowRecorder) -> Iterator[None]:
@@ -400,7 +410,7 @@ class _Plugin:
         tensors = {
             "hidden": torch.cat([full[place] for place in places]),
             "final": torch.cat([final[place] for place in places]),
-            "input_ids": torch.cat([batch.input_ids[place] for place in places]).to(torch.int32),
+            "input_ids": _own(torch.cat([batch.input_ids[place] for place in places])),
             **summarise_rows(chosen, self.recording.topk),
         }
         known = [(rid, prefix, end - begin) for _, rid, prefix, begin, end in spans]
@@ -408,14 +418,12 @@ class _Plugin:
         self.recorder.submit(tensors, functools.partial(prefill_rows, known, self._recorded(), self.width))
 
     def _record_decode(self, batch: Any, full: "torch.Tensor", final: "torch.Tensor", logits: "torch.Tensor") -> None:
-        import torch
-
         size = len(batch.rids)
         tensors = {
             "hidden": full[:size].clone(),
             "final": final[:size].clone(),
-            "input_ids": batch.input_ids[:size].to(torch.int32, copy=True),
-            "starts": batch.positions[:size].to(torch.int32, copy=True),
+            "input_ids": _own(batch.input_ids[:size]),
+            "starts": _own(batch.positions[:size]),
             **summarise_rows(logits[:size], self.recording.topk),
         }
         assert self.recorder is not None

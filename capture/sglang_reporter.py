@@ -29,12 +29,15 @@ class Reporter:
         )
 
     def tell(self, **changes: Any) -> bool:
-        """Change the manifest; whether it is on disk."""
+        """Change the manifest; whether it is on disk. One that is not says ``failed``, to those who ask the server."""
         self.manifest = replace(self.manifest, **changes)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_manifest(self.folder, self.manifest)
         except OSError as error:
             logger.error("replay: cannot write to %s (%s); the server goes on unrecorded", self.folder, error.strerror)
+            if self.manifest.state in ("loading", "recording"):
+                reason = f"cannot write to {self.folder}: {error.strerror or error}"
+                self.manifest = replace(self.manifest, state="failed", reason=reason)
             return False
         return True

@@ -4,14 +4,18 @@
 hexadecimal digits drawn at each start, so two starts never mix. There are two kinds of files, both renamed into place:
 
 - ``rank-<pid>.json``, one per scheduler process: who it is, what it records, and in which state it is (Manifest).
-- ``rows-<pid>-<number>.safetensors``, only from the process that writes for its attention group. Numbers rise; within
-  a process a later entry is newer than an earlier one. Tensors, R rows and M rows with logits of k ids:
-  ``input_ids`` [R] int32, ``positions`` [R] int32, ``tap.<name>`` [R, H] in the target's dtype,
-  ``logit_rows`` [M] int32 (which of the R rows), ``topk_ids`` [M, k] int32, ``topk_logprobs`` [M, k] float32,
-  ``logsumexp`` [M] float32. The metadata key ``entries`` is a JSON list of Entry: each owns the next ``rows`` of R.
+- ``rows-<pid>-<number>.safetensors``, only from the process that writes for its attention group, each with rows of one
+  client only. Numbers rise; within a process a later entry is newer than an earlier one. Tensors, R rows and M rows
+  with logits of k ids: ``input_ids`` [R] int32, ``tap.<name>`` [R, H] in the target's dtype, ``topk_ids`` [M, k] int32,
+  ``topk_logprobs`` [M, k] float32, ``logsumexp`` [M] float32. The metadata key ``entries`` is a JSON list of Entry:
+  each owns the next ``rows`` of R and the next ``logits`` of M.
 
 Row at position p is the target's state after it consumed the token at p. Nothing here is ever unpickled, request ids
 appear only inside the JSON, and a file that is cut short or disagrees with itself is refused by name.
+
+A client's request ids begin with RID_PREFIX and 16 hexadecimal digits of its own, which name it (``client_of``). While
+it runs it holds the lock of ``client-<name>`` in the launch folder: rows of a client that nobody plays are anybody's
+to delete (spool_reader.py).
 """
 
 import json
@@ -34,12 +38,15 @@ FORMAT = "replay-spool"
 VERSION = 1
 SPOOL = files.SPOOL
 RID_PREFIX = "replay-"  # only requests that a client of ours named so are recorded
+LOGITS = ("topk_ids", "topk_logprobs", "logsumexp")  # tensors with a row for each row that has logits
 
 KINDS = ("prefill", "decode", "verify")
 STATES = ("loading", "recording", "refused", "failed")
 _LAUNCH = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _ROWS = re.compile(r"rows-(\d+)-(\d{8})\.safetensors", re.ASCII)
 _RANK = re.compile(r"rank-\d+\.json", re.ASCII)
+_CLIENT = re.compile(rf"{RID_PREFIX}[0-9a-f]{{16}}(?=-)", re.ASCII)
+_LOCK = re.compile(rf"client-{RID_PREFIX}[0-9a-f]{{16}}", re.ASCII)
 _MAX_MANIFEST = 1 << 24
 _MOST = 1 << 31
 
@@ -65,6 +72,7 @@ class Manifest:
     wiring: Sequence[str] = ()
     server_wiring: Sequence[str] = ()  # what it would have been without --wiring
     taps: Sequence[str] = ()
+    url: str = ""  # where the server is asked, from the machine it runs on
     dtype: str = ""
     topk: int = 0
     target: Mapping[str, Any] = field(default_factory=dict)
@@ -96,6 +104,7 @@ class Manifest:
             wiring=root.texts("wiring"),
             server_wiring=root.texts("server_wiring"),
             taps=root.texts("taps"),
+            url=root.text("url"),
             dtype=root.text("dtype"),
             topk=root.integer("topk", 0, _MOST),
             target=root.object("target").values,
@@ -108,8 +117,9 @@ class Entry:
     """The rows of one request in one forward: positions ``start`` to ``start + rows``.
 
     ``logits`` of them, the last ones, have logits. Of a verify also: the drafted tokens in node order (the root left
-    out), for a tree the parent of each (node numbers, 0 is the root), how many were accepted, and what was chosen
-    after each row (accepted tokens, then the bonus). ``start`` is then the anchor.
+    out), for a tree the parent of each (node numbers, 0 is the root, -1 where the server left the node out of its
+    tree), how many were accepted, and what was chosen after each row (accepted tokens, then the bonus). ``start`` is
+    then the anchor, and ``batch`` the requests that were verified together, this one included.
     """
 
     rid: str
@@ -121,6 +131,7 @@ class Entry:
     parents: Sequence[int] = ()
     accepted: int = 0
     chosen: Sequence[int] = ()
+    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,39 @@ def launch_folder(folder: Path, launch: str) -> Path:
     if not _LAUNCH.fullmatch(launch):
         raise CaptureError(f"{launch[:40]!r} is no launch id (16 hexadecimal digits): start the server by replay serve")
     return folder / SPOOL / launch
+
+
+def client_of(rid: str) -> str:
+    """The name of the client that a request belongs to; empty where its id is none that a client of ours gives."""
+    match = _CLIENT.match(rid)
+    return match[0] if match else ""
+
+
+def client_lock(folder: Path, client: str) -> Path:
+    """The file whose lock a client holds while it lives. Only for names that ``client_of`` gives."""
+    return folder / f"client-{client}"
+
+
+def split_by_client(
+    entries: Sequence[Entry], tensors: "Mapping[str, torch.Tensor]"
+) -> "dict[str, tuple[list[Entry], dict[str, torch.Tensor]]]":
+    """``entries`` and their rows, client by client; copied only where there are several."""
+    import torch
+
+    clients = [client_of(entry.rid) for entry in entries]
+    distinct = dict.fromkeys(clients)
+    if len(distinct) == 1:
+        return {clients[0]: (list(entries), dict(tensors))}
+    owner_E = torch.tensor([list(distinct).index(client) for client in clients])
+    owner_R = owner_E.repeat_interleave(torch.tensor([entry.rows for entry in entries]))
+    owner_M = owner_E.repeat_interleave(torch.tensor([entry.logits for entry in entries]))
+    return {
+        client: (
+            [entry for entry, its in zip(entries, clients, strict=True) if its == client],
+            {name: rows[(owner_M if name in LOGITS else owner_R) == number] for name, rows in tensors.items()},
+        )
+        for number, client in enumerate(distinct)
+    }
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -192,7 +236,6 @@ def read_chunk(path: Path, taps: Sequence[str], width: int) -> Chunk:
         row, logit = row + entry.rows, logit + entry.logits
     for name, shape in (
         ("input_ids", (row,)),
-        ("logit_rows", (logit,)),
         ("logsumexp", (logit,)),
         *((f"tap.{tap}", (row, width)) for tap in taps),
     ):
@@ -208,7 +251,7 @@ def drop_launches(folder: Path, keep: str) -> None:
     for name in _names(spool):
         if _LAUNCH.fullmatch(name) and name != keep and not (spool / name).is_symlink():
             for file in _names(spool / name):
-                if _ROWS.fullmatch(file.removesuffix(files.TEMPORARY)) or _RANK.fullmatch(file):
+                if any(kind.fullmatch(file.removesuffix(files.TEMPORARY)) for kind in (_ROWS, _RANK, _LOCK)):
                     (spool / name / file).unlink(missing_ok=True)
             if not _names(spool / name):
                 (spool / name).rmdir()
@@ -227,9 +270,10 @@ def _entry(values: Fields) -> Entry:
         rows=values.integer("rows", 0, _MOST),
         logits=values.integer("logits", 0, _MOST),
         drafted=values.integers("drafted", 0, _MOST),
-        parents=values.integers("parents", 0, _MOST),
+        parents=values.integers("parents", -1, _MOST),
         accepted=values.integer("accepted", 0, _MOST),
         chosen=values.integers("chosen", 0, _MOST),
+        batch=values.integer("batch", 0, _MOST),
     )
     if entry.logits > entry.rows:
         raise values.refuse("logits", f"at most its {entry.rows} rows")

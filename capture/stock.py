@@ -3,7 +3,8 @@
 A trace needs rows of the target, so this makes none. It writes ``responses.jsonl`` into the folder, one request a line
 as soon as it is answered: ``id``, ``category``, ``input_ids`` and ``output_ids`` (so the file is a prompt file which
 ``replay capture --model`` follows, to get rows for these very outputs), ``finish_reason``, ``logprobs`` of the output,
-and ``server`` with completion_tokens, verify_rounds, histogram and cached_tokens (what ``observed.py`` reads).
+``server`` with completion_tokens, verify_rounds, histogram and cached_tokens (what ``observed.py`` reads), and
+``asked``: the target and the sampling, which ``--resume`` goes on with and with no other.
 """
 
 import json
@@ -20,11 +21,11 @@ from typing import Any
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
 from replay.capture.join import Answer
-from replay.capture.server_api import ServerApi
+from replay.capture.server_api import RefusedError, ServerApi
 from replay.capture.server_ask import ServerOptions, generate
 from replay.capture.server_facts import ServerFacts
 from replay.capture.spool import RID_PREFIX
-from replay.errors import CaptureError, OutputError
+from replay.errors import CaptureError, OutputError, TraceError
 
 RESPONSES = "responses.jsonl"
 
@@ -38,7 +39,8 @@ def capture_stock(
 ) -> CaptureResult:
     """Ask for everything that is not in ``responses.jsonl`` yet. Raises CaptureError, OutputError."""
     path = options.out / RESPONSES
-    done = _begin(path, options)
+    asked = _asked(options, facts)
+    done = _begin(path, options, requests, asked)
     todo = [one for one in requests if one.request_id not in done]
     prompt_tokens = sum(len(one.prompt_ids) for one in todo)
     left = sum(one.max_new_tokens for one in todo)
@@ -51,12 +53,18 @@ def capture_stock(
     )
     on_event(Planned(len(requests), len(done), prompt_tokens, left))
     started, tokens, finished = time.monotonic(), 0, len(done)
+    refused: dict[str, str] = {}
     try:
         with path.open("a", encoding="utf-8") as file:
             for request, answer in _answers(todo, options, api):
-                file.write(json.dumps(_row(request, answer), ensure_ascii=False) + "\n")
+                left -= request.max_new_tokens
+                if isinstance(answer, RefusedError):
+                    refused[request.request_id] = answer.reason
+                    on_event(Noted(f"the server refused request {request.request_id!r} ({answer.reason})"))
+                    continue
+                file.write(json.dumps(_row(request, answer, asked), ensure_ascii=False) + "\n")
                 file.flush()
-                tokens, finished, left = tokens + len(answer.output_ids), finished + 1, left - request.max_new_tokens
+                tokens, finished = tokens + len(answer.output_ids), finished + 1
                 seconds = time.monotonic() - started
                 on_event(Progress(finished, len(requests), tokens, left, seconds, tokens / seconds if seconds else 0.0))
     except KeyboardInterrupt:
@@ -67,16 +75,17 @@ def capture_stock(
     except OSError as error:
         raise OutputError(f"cannot write to {path}: {error.strerror}; mend this and type --resume") from error
     seconds = time.monotonic() - started
-    result = CaptureResult(options.out, len(requests), len(todo), prompt_tokens, tokens, seconds, (), "")
+    answered = len(todo) - len(refused)
+    result = CaptureResult(options.out, len(requests), answered, prompt_tokens, tokens, seconds, (), "", refused)
     on_event(Finished(result))
     return result
 
 
 def _answers(
     todo: Sequence[EncodedRequest], options: ServerOptions, api: ServerApi
-) -> Iterator[tuple[EncodedRequest, Answer]]:
+) -> Iterator[tuple[EncodedRequest, Answer | RefusedError]]:
     tasks: queue.SimpleQueue[EncodedRequest] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[tuple[EncodedRequest, Answer] | BaseException] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[EncodedRequest, Answer | RefusedError] | BaseException] = queue.SimpleQueue()
     for one in todo:
         tasks.put(one)
 
@@ -88,7 +97,10 @@ def _answers(
             while True:
                 request = tasks.get_nowait()
                 rid = f"{RID_PREFIX}{secrets.token_hex(8)}"
-                answers.put((request, api.patiently(partial(ask, request, rid))))
+                try:
+                    answers.put((request, api.patiently(partial(ask, request, rid))))
+                except RefusedError as error:
+                    answers.put((request, error))
         except queue.Empty:
             return
         except BaseException as error:  # raised where the answers are read
@@ -103,7 +115,13 @@ def _answers(
         yield one_answer
 
 
-def _row(request: EncodedRequest, answer: Answer) -> dict[str, Any]:
+def _asked(options: ServerOptions, facts: ServerFacts) -> dict[str, Any]:
+    """What all answers of one file share."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k")
+    return {"target": facts.model_path, **{name: getattr(options, name) for name in names}}
+
+
+def _row(request: EncodedRequest, answer: Answer, asked: dict[str, Any]) -> dict[str, Any]:
     logprobs = answer.meta.get("output_token_logprobs")
     return {
         "id": request.request_id,
@@ -113,11 +131,15 @@ def _row(request: EncodedRequest, answer: Answer) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "logprobs": [one[0] for one in logprobs] if isinstance(logprobs, list) else None,
         "server": asdict(answer.counters),
+        "asked": asked,
     }
 
 
-def _begin(path: Path, options: ServerOptions) -> set[str]:
-    """Make the folder; the ids that are answered already. A last line that was cut off is taken away."""
+def _begin(path: Path, options: ServerOptions, requests: Sequence[EncodedRequest], asked: dict[str, Any]) -> set[str]:
+    """Make the folder; the ids that are answered already. A last line that was cut off is taken away.
+
+    Raises OutputError; TraceError where the answers are to other prompts, or were asked for in another way.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if options.force:
@@ -132,6 +154,27 @@ def _begin(path: Path, options: ServerOptions) -> set[str]:
     except OSError as error:
         raise OutputError(f"cannot write to {path}: {error.strerror}; choose another -o") from error
     try:
-        return {json.loads(line)["id"] for line in whole.splitlines()}
+        rows = {row["id"]: (row["input_ids"], row["asked"]) for row in map(json.loads, whole.splitlines())}
     except (ValueError, KeyError, TypeError) as error:
         raise OutputError(f"{path} holds other lines than answers: type --force, or another -o") from error
+    prompts = {one.request_id: list(one.prompt_ids) for one in requests}
+    for name, (prompt, before) in rows.items():
+        _check_same(path, name, (prompts.get(name), asked), (prompt, before))
+    return set(rows)
+
+
+def _check_same(path: Path, name: str, now: tuple[Any, dict[str, Any]], begun: tuple[Any, Any]) -> None:
+    """Raises TraceError where an answer is one to another question."""
+    for key, value in now[1].items():
+        before = begun[1].get(key) if isinstance(begun[1], dict) else None
+        if before != value:
+            raise TraceError(
+                f"{path} was begun with {key} {before!r}, now it is {value!r}: resume with the former, or type --force "
+                "to begin anew"
+            )
+    if now[0] != begun[0]:
+        seen = "is not among the prompts" if now[0] is None else "has another prompt now"
+        raise TraceError(
+            f"{path} holds an answer to {name!r}, which {seen}: resume with the same prompts, or type --force to begin "
+            "anew"
+        )

@@ -14,6 +14,7 @@ from replay.faults import apply_faults
 from replay.head import Head
 from replay.precision import PLAIN, parse_precision
 from replay.rows import DraftInput, chunk_ends
+from replay.served_products import Span
 from replay.subject import Subject
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.taps import FINAL
@@ -152,16 +153,25 @@ def build_head(
         dtype=getattr(torch, PRECISIONS[precision.base]),
         device=device,
         product_rows=SERVED_PRODUCT_ROWS if served_products and same_kernels and variant.numerics == "sglang" else None,
+        prefill_rows=_prefill_rows(engine.details),
         conduct=subject.conduct,
         own_embedding=subject.own_embedding,
         precision=precision,
     )
 
 
-def draft_input(rows: RequestRows, wiring: Wiring, sampled_T: torch.Tensor | None = None) -> DraftInput:
-    """One request of the trace as the engine takes it."""
+def _prefill_rows(details: Mapping[str, str]) -> int | None:
+    """How many rows of a prompt the server prefilled at once, where it says so; it turns chunks off with -1."""
+    said = details.get("chunked_prefill_size", "")
+    return int(said) if said.isdecimal() and int(said) else None
+
+
+def draft_input(
+    rows: RequestRows, wiring: Wiring, sampled_T: torch.Tensor | None = None, spans: Sequence[Span] = ()
+) -> DraftInput:
+    """One request of the trace as the engine takes it; ``spans`` as ``served_spans`` gave them."""
     features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
-    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T)
+    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T, spans=spans)
 
 
 def sampled_after_chunks(rows: RequestRows, trace: Trace, chunk: int) -> torch.Tensor:

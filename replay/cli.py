@@ -81,17 +81,27 @@ _trace_argument = click.argument("trace", type=click.Path(path_type=Path), metav
 @click.option("--taps", metavar="T", help="Taps to record beside those the draft is fed.  [default: as of capture]")
 @click.option("--wiring", metavar="W", help="Feed the draft exactly these taps, in this order, e.g. embed,3,16.")
 @click.option("--topk", type=click.IntRange(1, 4096), default=32, show_default=True, help="Logits kept of each row.")
+@_json_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="-- SGLANG_ARGUMENTS...")
-def serve(trace: Path, taps: str | None, wiring: str | None, topk: int, arguments: tuple[str, ...]) -> None:
+def serve(
+    trace: Path, taps: str | None, wiring: str | None, topk: int, as_json: bool, arguments: tuple[str, ...]
+) -> None:
     """Start a real SGLang server with recording on.
 
-    Everything after -- goes to sglang.launch_server as it stands.
+    Everything after -- goes to sglang.launch_server as it stands. With --json the document comes once the server
+    answers, and the server goes on.
     """
-    from replay.capture.serve import ServeOptions
+    from dataclasses import asdict
+
+    from replay.capture.serve import Ready, ServeOptions
     from replay.capture.serve import serve as run
 
-    code = run(ServeOptions(trace, arguments, taps, wiring, topk), lambda note: _say(f"replay: {note}"))
-    sys.exit(code)
+    def on_ready(ready: Ready) -> None:
+        _print_json(asdict(ready))
+        sys.stdout.flush()
+
+    options = ServeOptions(trace, arguments, taps, wiring, topk)
+    sys.exit(run(options, lambda note: _say(f"replay: {note}"), on_ready if as_json else None))
 
 
 @cli.command()

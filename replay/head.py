@@ -59,6 +59,7 @@ class Head:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         product_rows: int | None = None,
+        prefill_rows: int | None = None,
         conduct: Conduct = HEALTHY,
         own_embedding: bool | None = None,
         precision: Precision = PLAIN,
@@ -68,10 +69,11 @@ class Head:
         ``target_embed_VE`` and ``target_lm_head_VE`` are the target's tables (lm_head None where it is tied); they
         are used as they are and copied only where ``precision`` rounds them. ``product_rows`` runs every matrix
         product over at most so many rows: kernels choose their order of summation by the number of rows, so equality
-        to the last bit with a server that runs a few rows at a time asks for products as small as its own. ``conduct``
-        is how the engine runs the head where that differs from a healthy server, ``own_embedding`` whose embedding it
-        reads (None: as the profile says). ``precision`` says which tensors are rounded further than to ``dtype``
-        (emulation.py); what it says of the dtype itself has no effect here.
+        to the last bit with a server that runs a few rows at a time asks for products as small as its own;
+        ``prefill_rows`` is the most that it prefills at once. ``conduct`` is how the engine runs the head where that
+        differs from a healthy server, ``own_embedding`` whose embedding it reads (None: as the profile says).
+        ``precision`` says which tensors are rounded further than to ``dtype`` (emulation.py); what it says of the
+        dtype itself has no effect here.
         Raises CheckpointError where head and target do not fit.
         """
         self.name = checkpoint.name
@@ -79,9 +81,10 @@ class Head:
         self.numerics = numerics or NUMERICS[profile.numerics]
         self.dtype = dtype
         self.device = torch.device(device)
-        self.product_rows = product_rows
+        self.product_rows, self.prefill_rows = product_rows, prefill_rows
         self.conduct = conduct
-        self._product_sizes: Sequence[int] = ()
+        self._alike: Sequence[tuple[int, Tensor]] = ()
+        self._alike_rows = 0
         self.notes = list(checkpoint.notes)
         self.emulation = Emulation(precision, self.config, profile, dtype)
         self._weights = self.emulation.weights(checkpoint.tensors, self.device)
@@ -101,7 +104,7 @@ class Head:
         """This head with the same weights under another conduct, or a config that differs in RoPE only."""
         other = copy(self)
         other.conduct, other.config = conduct, config
-        other._product_sizes = ()
+        other._alike, other._alike_rows = (), 0
         other._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
         return other
 
@@ -241,13 +244,29 @@ class Head:
         return self._product(name, x, self._weights[f"{name}.weight"], bias)
 
     @contextmanager
-    def products_of(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Within, products over sum(sizes) rows run in pieces of these sizes, whatever ``product_rows`` says."""
-        self._product_sizes = tuple(sizes)
+    def products_like(self, sizes_R: Tensor | None) -> Iterator[None]:
+        """Within, each row of products over so many rows runs in one of its size; None changes nothing.
+
+        Sizes up to ``product_rows`` are alike. Rows of one size are put together; where a product lacks some, zeros
+        stand in.
+        """
+        distinct = [] if sizes_R is None else sizes_R.unique().tolist()
+        self._alike = [(size, (sizes_R == size).nonzero()[:, 0].to(self.device)) for size in distinct]
+        self._alike_rows = 0 if sizes_R is None else len(sizes_R)
         try:
             yield
         finally:
-            self._product_sizes = ()
+            self._alike, self._alike_rows = (), 0
+
+    def _product_like(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        out_RO = x_RI.new_empty((len(x_RI), len(weight_OI)))
+        for size, index_N in self._alike:
+            x_NI = x_RI[index_N]
+            if size > (self.product_rows or 0):
+                x_NI = functional.pad(x_NI, (0, 0, 0, -len(index_N) % size))
+            parts = [functional.linear(piece, weight_OI, bias_O) for piece in x_NI.split(size)]
+            out_RO[index_N] = torch.cat(parts)[: len(index_N)]
+        return out_RO
 
     def _product(self, name: str, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         entering_RI = self.emulation.entering(name, x_RI)
@@ -256,16 +275,14 @@ class Head:
 
     def _in_pieces(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         rows = len(x_RI)
-        if self._product_sizes and sum(self._product_sizes) == rows:
-            pieces = x_RI.split(list(self._product_sizes))
-        elif self.product_rows is not None and rows > self.product_rows:
-            pieces = x_RI.split(self.product_rows)
-        elif self.device.type == "cpu" and self.dtype.itemsize == 2:
-            filled_RI = functional.pad(x_RI, (0, 0, 0, filled_rows(rows) - rows))
-            return functional.linear(filled_RI, weight_OI, bias_O)[:rows]
-        else:
+        if self._alike and rows == self._alike_rows:
+            return self._product_like(x_RI, weight_OI, bias_O)
+        if self.product_rows is None or rows <= self.product_rows:
+            if self.device.type == "cpu" and self.dtype.itemsize == 2:
+                filled_RI = functional.pad(x_RI, (0, 0, 0, filled_rows(rows) - rows))
+                return functional.linear(filled_RI, weight_OI, bias_O)[:rows]
             return functional.linear(x_RI, weight_OI, bias_O)
-        return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in pieces])
+        return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in x_RI.split(self.product_rows)])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         if self._skips(name):

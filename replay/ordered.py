@@ -18,6 +18,7 @@ from replay.attention import attend_committed_and_chain
 from replay.head import Head, HeadOutput
 from replay.passes import choose
 from replay.rows import DraftInput
+from replay.served_products import prefill_sizes
 from replay.twin import TwinRound
 
 
@@ -49,8 +50,12 @@ class OrderedRequest:
         empty = [torch.empty(shape, dtype=head.dtype, device=head.device) for _ in range(2 * config.num_layers)]
         self._kv = _DraftKV(empty[: config.num_layers], empty[config.num_layers :])
         self.anchor = item.prompt_tokens
+        self._products = {first: size for first, _, size in item.spans}
+        self._size = 0  # of the product that logits of the next first draft come from, where it is not their own
         if not self.done:
-            self._last = self._extend(item.tokens_T[1 : self.anchor + 1], self.anchor, self.anchor - 1)
+            chunks = torch.tensor(prefill_sizes(self.anchor, head.prefill_rows))
+            sizes = chunks.repeat_interleave(chunks)
+            self._last = self._extend(item.tokens_T[1 : self.anchor + 1], self.anchor, self.anchor - 1, sizes)
 
     @property
     def done(self) -> bool:
@@ -71,7 +76,9 @@ class OrderedRequest:
             # The server rewrites K+1 rows; those behind the accepted ones are garbage that nothing reads.
             following = self._item.tokens_T[start + 1 : self.anchor + 1]
             padding = torch.zeros(self._steps - accepted, dtype=torch.long)
-            self._last = self._extend(torch.cat([following, padding]), accepted + 1, accepted)
+            self._size = self._products.get(start, 0)
+            sizes = torch.full((self._steps + 1,), max(self._size, self._steps + 1))
+            self._last = self._extend(torch.cat([following, padding]), accepted + 1, accepted, sizes)
         return played
 
     def _draft(self) -> list[int]:
@@ -83,18 +90,22 @@ class OrderedRequest:
                 positions = torch.tensor([self.anchor + step - 1])
                 output = self._head.forward(embeds, output.feedback_RE, positions, self._attend)
                 self._kv.written += 1
-            ids, _ = choose(self._head, self._head.logits(output.normed_RE))
+            with self._head.products_like(torch.tensor([self._size]) if self._size and not step else None):
+                ids, _ = choose(self._head, self._head.logits(output.normed_RE))
             drafted.append(int(ids))
         self._kv.written = self.anchor
         return drafted
 
-    def _extend(self, following: Tensor, true_rows: int, last: int) -> HeadOutput:
-        """Rows of true features (then of zeros) behind the written ones; the output of row ``last`` among them."""
+    def _extend(self, following: Tensor, true_rows: int, last: int, sizes_R: Tensor) -> HeadOutput:
+        """Rows of true features (then of zeros) behind the written ones; the output of row ``last`` among them.
+
+        ``sizes_R`` of the product that each row is made in.
+        """
         start = self._kv.written
         features = self._item.features_RKD[start : start + true_rows]
         padding = features.new_zeros((len(following) - true_rows, features.shape[1]))
         positions = torch.arange(start, start + len(following))
-        with self._head.products_of([len(following)]):
+        with self._head.products_like(sizes_R):
             state = self._head.fuse(torch.cat([features, padding]))
             output = self._head.forward(self._head.embed(following), state, positions, self._attend)
         self._kv.written = start + true_rows

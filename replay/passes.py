@@ -18,6 +18,7 @@ from replay.attention import Sight, attend_committed_and_chain
 from replay.conduct import Conduct
 from replay.head import Head, HeadOutput
 from replay.rows import DraftInput, Rows, committed_rows, drafted_positions
+from replay.served_products import products_of_rows
 
 # Logits in memory at a time, in elements.
 _BLOCK_LOGITS = 1 << 26
@@ -122,12 +123,13 @@ class FirstPass:
     attention: PackedAttention
     output: HeadOutput
     positions_A: Tensor
+    sizes_A: Tensor | None = None  # of the products in which a server read logits from these rows
 
 
 def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
     """One causal pass over every committed row. There must be an anchor in some request.
 
-    A head with ``product_rows`` runs each prompt in products as large as the server's prefill of it.
+    A head with ``product_rows`` makes every row in a product as large as the server's (served_products.py).
     """
     parts = [committed_rows(item, head.conduct, head.config.target_hidden_size) for item in inputs]
     attention = PackedAttention(head, inputs, parts)
@@ -140,20 +142,21 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
         output = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed, keep_A)
     else:
         # All rows to the end: an anchor's row that ran in a prefill keeps the company that it had there.
-        with head.products_of(served_products(inputs, head.product_rows)):
+        sizes = [_served_products(head, item, head.product_rows) for item in inputs]
+        with head.products_like(torch.cat(sizes)):
             whole = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed)
         output = HeadOutput(whole.normed_RE[keep_A], whole.feedback_RE[keep_A])
+        # A prefill reads logits from last rows only, a draft extend from all of its rows.
+        sizes_A = torch.cat(sizes).to(head.device)[keep_A]
+        after_prompt_A = torch.cat([item.anchors_A == item.prompt_tokens for item in inputs]).to(head.device)
+        return FirstPass(attention, output, index_A, sizes_A.masked_fill(after_prompt_A, head.product_rows))
     return FirstPass(attention, output, index_A)
 
 
-def served_products(inputs: Sequence[DraftInput], product_rows: int) -> list[int]:
-    """Sizes of the products over all rows: every prompt by itself and whole, as a server without load prefills it."""
-    sizes: list[int] = []
-    for item in inputs:
-        prompt = min(item.prompt_tokens, item.rows)
-        whole, rest = divmod(item.rows - prompt, product_rows)
-        sizes += [prompt, *[product_rows] * whole, rest]
-    return [size for size in sizes if size]
+def _served_products(head: Head, item: DraftInput, product_rows: int) -> Tensor:
+    return products_of_rows(
+        item.rows, item.prompt_tokens, item.spans, product_rows=product_rows, prefill_rows=head.prefill_rows
+    )
 
 
 def draft_every_anchor(
@@ -186,7 +189,7 @@ def draft_every_anchor(
             embeds_AE = head.embed(drafted[-1] if fed_AK is None else fed_AK[:, step - 1])
             positions_A = drafted_positions(first.positions_A, step, head.conduct)
             output = head.forward(embeds_AE, output.feedback_RE, positions_A, chain)
-        ids_A, tied_A = next_tokens(head, output.normed_RE)
+        ids_A, tied_A = next_tokens(head, output.normed_RE, None if step else first.sizes_A)
         drafted.append(ids_A)
         tied.append(tied_A)
     counts = [item.anchors for item in inputs]
@@ -205,10 +208,16 @@ def _anchor_rows(inputs: Sequence[DraftInput], device: torch.device) -> Tensor:
     return torch.cat(rows)
 
 
-def next_tokens(head: Head, normed_AE: Tensor) -> tuple[Tensor, Tensor]:
-    """``choose`` for every row, a block of rows at a time: logits of all anchors over a large vocabulary are many."""
+def next_tokens(head: Head, normed_AE: Tensor, sizes_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``choose`` for every row, a block of rows at a time: logits of all anchors over a large vocabulary are many.
+
+    ``sizes_A`` of the products in which each row's logits are computed, where these matter.
+    """
     block = max(1, _BLOCK_LOGITS // head.config.draft_vocab_size)
-    parts = [choose(head, head.logits(rows_AE)) for rows_AE in normed_AE.split(block)]
+    parts = []
+    for start in range(0, len(normed_AE), block):
+        with head.products_like(None if sizes_A is None else sizes_A[start : start + block]):
+            parts.append(choose(head, head.logits(normed_AE[start : start + block])))
     return torch.cat([ids_A for ids_A, _ in parts]), torch.cat([tied_A for _, tied_A in parts])
 
 

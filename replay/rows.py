@@ -5,12 +5,14 @@ speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``, ``_draft_extend_fo
 otherwise. Suffixes: T tokens of the request, R rows, K taps, D target width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from replay.conduct import Conduct
+from replay.served_products import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class DraftInput:
     """One request: its tokens [T] and the features [>= T-2, K*D] of its rows, taps joined in wiring order.
 
     ``sampled_T`` is what the target would choose after each of its prompt positions, needed for ``Conduct.chunk`` only.
-    ``only`` names the anchors to draft at, rising (None: every one).
+    ``only`` names the anchors to draft at, rising (None: every one). ``spans``: in products of how many rows a server
+    made its rows, where it told (served_products.py).
     """
 
     tokens_T: Tensor
@@ -26,6 +29,7 @@ class DraftInput:
     prompt_tokens: int
     sampled_T: Tensor | None = None
     only: Tensor | None = None
+    spans: Sequence[Span] = ()
 
     @property
     def rows(self) -> int:

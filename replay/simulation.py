@@ -19,6 +19,7 @@ from replay.forced import force_every_anchor, path_tokens
 from replay.packs import read_packs
 from replay.passes import Drafts, FirstPass, draft_every_anchor, first_pass
 from replay.rows import DraftInput
+from replay.served_products import Span, served_spans
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 from replay.traces.taps import FINAL
@@ -93,13 +94,15 @@ def simulate(
     table = _RoundsTable(names)
     total = len(trace.requests)
     led = None if follow is None else _leads(follow)
+    exact = any(group.head.product_rows is not None for group in groups)
+    spans = served_spans(trace.served_rounds()) if exact else {}
     with torch.inference_mode():
         done = 0
         for pack in read_packs(trace, _taps(groups)):
             played = [rows for rows in pack if led is None or rows.request_id in led]
             leads = [_Lead() if led is None else led[rows.request_id] for rows in played]
             for stem in stems if played else []:
-                _replay_pack(stem, played, leads, trace, tallies, table)
+                _replay_pack(stem, played, leads, trace, spans, tallies, table)
             done += len(pack)
             on_event(Progress(done, total))
     return Rounds(
@@ -134,6 +137,7 @@ def _replay_pack(
     pack: Sequence[RequestRows],
     leads: Sequence["_Lead"],
     trace: Trace,
+    spans: Mapping[str, Sequence[Span]],
     tallies: Sequence[_Tally],
     table: "_RoundsTable",
 ) -> None:
@@ -143,7 +147,12 @@ def _replay_pack(
     chunk = first_group.head.conduct.chunk
     inputs = [
         replace(
-            draft_input(rows, first_group.wiring, None if chunk is None else sampled_after_chunks(rows, trace, chunk)),
+            draft_input(
+                rows,
+                first_group.wiring,
+                None if chunk is None else sampled_after_chunks(rows, trace, chunk),
+                spans.get(rows.request_id, ()),
+            ),
             only=lead.anchors_before(len(rows.tokens) - 1),
         )
         for rows, lead in zip(pack, leads, strict=True)

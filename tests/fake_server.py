@@ -50,11 +50,13 @@ class FakeServer:
     api_key: str | None = None
     world: int = 1
     unavailable: int = 0  # the next so many generations answer 503
-    aborted: int = 0  # the next so many end by abort
+    aborted: int = 0  # the next so many end by abort, when they are under way
+    refused: tuple[int, ...] = ()  # prompts that begin with one of these are answered 400
     cut: int = 0  # the next so many answers end in their middle
     redirect: str = ""  # a server that every page is moved to
     rowless: int = 0  # the next so many leave no rows
     reported_state: str = "recording"
+    reported_reason: str = "SGLang 0.4.0 was seen, recording works with 0.5.23"
     old_paths: bool = False  # of servers before these pages were renamed
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -87,9 +89,10 @@ class FakeServer:
             if self.unavailable:
                 self.unavailable -= 1
                 return 503, {"error": "busy"}
-            if self.aborted:
-                self.aborted -= 1
-                return 200, {"output_ids": [], "text": "", "meta_info": {"finish_reason": {"type": "abort"}}}
+            if body["input_ids"][0] in self.refused:
+                return 400, {"error": {"message": "The input is longer than what the server takes."}}
+            aborted = self.aborted > 0
+            self.aborted -= aborted
             rows = not self.rowless
             self.rowless = max(0, self.rowless - 1)
         length = body["sampling_params"]["max_new_tokens"]
@@ -102,8 +105,13 @@ class FakeServer:
             for _ in range(accepted + 1):
                 tokens.append(next_token(tokens[-1]))
             anchor += accepted + 1
+        if aborted:  # the forwards up to its second round were recorded
+            rounds, length = rounds[:2], 3
         if self.folder is not None and rows:
             self._record(body["rid"], tokens, prompt, rounds)
+        if aborted:
+            reason = {"type": "abort", "message": "Abort in decode"}
+            return 200, {"output_ids": tokens[prompt : prompt + 3], "text": "", "meta_info": {"finish_reason": reason}}
         return 200, {
             "output_ids": tokens[prompt : prompt + length],
             "text": "",
@@ -144,14 +152,11 @@ class FakeServer:
     def _write(self, entry: Entry, tokens: list[int]) -> None:
         assert self.folder is not None
         ids = tokens[entry.start : entry.start + entry.rows]
-        rows = torch.arange(entry.rows - entry.logits, entry.rows, dtype=torch.int32)
         before = torch.tensor(tokens).cumsum(0)[entry.start : entry.start + entry.rows]
         final = (10 + before[:, None] / 64) * torch.eye(VOCABULARY)[[next_token(token) for token in ids]]
         tensors = {
             "input_ids": torch.tensor(ids, dtype=torch.int32),
-            "positions": torch.arange(entry.start, entry.start + entry.rows, dtype=torch.int32),
-            "logit_rows": rows,
-            **summarise_rows(final[rows.long()], TOPK),
+            **summarise_rows(final[entry.rows - entry.logits :], TOPK),
             "tap.embed": torch.eye(VOCABULARY)[ids],
             "tap.2": two(ids, entry.start),
             "tap.final": final,
@@ -208,7 +213,7 @@ def fake_server(server: FakeServer) -> Iterator[FakeServer]:
             if server.folder is not None:
                 state["replay"] = {
                     "folder": str(server.folder), "launch": LAUNCH, "host": "here", "state": server.reported_state,
-                    "reason": "SGLang 0.4.0 was seen, recording works with 0.5.23",
+                    "reason": server.reported_reason,
                 }  # fmt: skip
             get = "get_" if server.old_paths else ""
             pages: dict[str, Any] = {

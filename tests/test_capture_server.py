@@ -1,6 +1,10 @@
 """capture --server against a stand-in whose every row is known; the real one is in test_sglang_plugin.py."""
 
 import json
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +15,13 @@ import torch
 from fake_server import LAUNCH, PATTERN, STEPS, VOCABULARY, FakeServer, fake_server, make_target, next_token, two
 
 from replay.capture import server_client as client
+from replay.capture import server_watch as watch
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.server import capture_server
 from replay.capture.server_api import open_api
 from replay.capture.server_ask import ServerOptions
-from replay.capture.spool import chunk_names, drop_launches, launch_folder
+from replay.capture.spool import chunk_names, client_lock, drop_launches, launch_folder
+from replay.capture.spool_reader import SpoolReader, rid_of
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
 from replay.traces.reader import Trace
 
@@ -112,8 +118,59 @@ def test_trace_may_lie_in_the_recording_folder(options: ServerOptions, server: F
 def test_trouble_is_tried_again(options: ServerOptions, server: FakeServer, trouble: str) -> None:
     setattr(server, trouble, 2)
     capture(options)
-    assert len(Trace.open(options.out)) == 4
+    trace = Trace.open(options.out)
+    assert len(trace) == 4 and [finding for finding in trace.check() if finding.severity == "error"] == []
     assert len({body["rid"] for body in server.asked}) == len(server.asked) == 7
+    # the rows of a try that was aborted under way are no part of the trace, and of no use to anyone
+    assert trace.served_rounds().height == 20
+    assert server.folder is not None and chunk_names(launch_folder(server.folder, LAUNCH)) == []
+
+
+def test_a_prompt_that_is_refused_is_left_out_by_name(options: ServerOptions, server: FakeServer) -> None:
+    server.refused = (7,)
+    result, events = capture(options)
+    reason = "The input is longer than what the server takes."
+    assert (result.refused, len(Trace.open(options.out))) == ({"r2": reason}, 3)
+    sentence = f"the server refused request 'r2' ({reason})"
+    assert sentence in Trace.open(options.out).header.missing
+    assert any(isinstance(event, Noted) and sentence in event.text for event in events)
+    # resumed, it is asked again: once more in vain, then not
+    assert capture(replace(options, resume=True))[0].refused == {"r2": reason}
+    assert Trace.open(options.out).header.missing.count(sentence) == 1
+    server.refused = ()
+    assert capture(replace(options, resume=True))[0].refused == {}
+    assert len(Trace.open(options.out)) == 4 and sentence not in Trace.open(options.out).header.missing
+
+
+def test_prompts_that_are_all_refused_are_no_trace(options: ServerOptions, server: FakeServer) -> None:
+    answer = server.answer
+
+    def refuse(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return answer(body) if "probe" in body["rid"] else (400, {"error": "no"})
+
+    server.answer = refuse  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match="refused all 4 requests, the first: no"):
+        capture(options)
+
+
+def test_files_hold_rows_of_one_client_and_go_with_it(options: ServerOptions, server: FakeServer) -> None:
+    """A client that has died leaves its rows to the next one; those of a living one are left alone."""
+    assert server.folder is not None
+    folder = launch_folder(server.folder, LAUNCH)
+    dead, living = ("replay-" + digit * 16 for digit in "01")
+    client_lock(folder, dead).touch()
+    with SpoolReader(folder, (), VOCABULARY, living):
+        for client in (dead, living, "replay-stray"):
+            server.answer({"rid": rid_of(client, "0", 0), "input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+        capture(options)
+        left = chunk_names(folder)
+        assert [json.loads(chunk_header(folder / name)["entries"])[0]["rid"] for name in left] == [f"{living}-0-0"]
+
+
+def chunk_header(path: Path) -> dict[str, str]:
+    data = path.read_bytes()
+    metadata: dict[str, str] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    return metadata
 
 
 def test_lasting_trouble_ends_it_and_keeps_what_is_whole(options: ServerOptions, server: FakeServer) -> None:
@@ -176,7 +233,33 @@ def test_recording_that_fails_midway_ends_the_capture(
     server.answer = fail_then  # type: ignore[method-assign]
     with pytest.raises(CaptureError, match=r"stopped recording.*No space left"):
         capture(replace(options, concurrency=1))
-    assert len(Trace.open(options.out, allow_incomplete=True)) == 2
+    trace = Trace.open(options.out, allow_incomplete=True)
+    sentence = (
+        "the requests that were not finished when the server stopped recording (cannot write: No space left on device)"
+    )
+    assert len(trace) == 2 and sentence in trace.header.missing
+    server.answer, server.rowless = answer, 0  # type: ignore[method-assign]
+    server.manifest()
+    capture(replace(options, resume=True))
+    assert len(Trace.open(options.out)) == 4 and sentence not in Trace.open(options.out).header.missing
+
+
+def test_recording_that_fails_unseen_on_disk_is_asked_for(
+    options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose disk is full cannot say so in its manifest; it says so when it is asked."""
+    monkeypatch.setattr(watch, "_ASK_SECONDS", 0.1)
+    answer = server.answer
+
+    def fail_then(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body["input_ids"] == PROMPTS[2]:
+            server.reported_state, server.reported_reason, server.rowless = "failed", "No space left on device", 9
+        return answer(body)
+
+    server.answer = fail_then  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match=r"stopped recording.*No space left"):
+        capture(replace(options, concurrency=1))
+    assert "No space left" in Trace.open(options.out, allow_incomplete=True).header.missing[-1]
 
 
 def test_server_started_anew_is_noticed_and_resumed(options: ServerOptions, server: FakeServer) -> None:
@@ -201,6 +284,44 @@ def test_server_started_anew_is_noticed_and_resumed(options: ServerOptions, serv
     assert result.recorded == 4 - kept
     ids = [record.request_id for record in Trace.open(options.out).records]
     assert sorted(ids) == ["r0", "r1", "r2", "r3"]
+
+
+def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: FakeServer) -> None:
+    """kill -9: what is whole stays, the rest is asked for, nothing twice, and its rows go with the next client."""
+    answer, third = server.answer, threading.Event()
+    assert server.folder is not None
+    folder = launch_folder(server.folder, LAUNCH)
+
+    def hang_at_third(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        status, value = answer(body)  # with its rows
+        if body["input_ids"] == PROMPTS[2]:
+            third.set()
+            time.sleep(2)
+        return status, value
+
+    server.answer = hang_at_third  # type: ignore[method-assign]
+    script = (
+        "import sys; from pathlib import Path; from replay.capture import server, server_client, server_ask\n"
+        "server_client._BATCH_REQUESTS = 1\n"
+        "url, prompts, out = sys.argv[1:]\n"
+        "options = server_ask.ServerOptions(url, Path(prompts), Path(out), max_new_tokens=9, concurrency=1)\n"
+        "server.capture_server(options, lambda _: None)"
+    )
+    typed = [options.server, str(options.prompts), str(options.out)]
+    with subprocess.Popen([sys.executable, "-c", script, *typed]) as process:
+        assert third.wait(60)
+        deadline = time.monotonic() + 10
+        while not (options.out / "shard-00001.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.kill()
+    server.answer = answer  # type: ignore[method-assign]
+    before = (options.out / "shard-00000.safetensors").read_bytes()
+    assert len(Trace.open(options.out, allow_incomplete=True)) == 2 and chunk_names(folder)
+    result, _ = capture(replace(options, resume=True))
+    trace = Trace.open(options.out)
+    assert result.recorded == 2 and (options.out / "shard-00000.safetensors").read_bytes() == before
+    assert sorted(record.request_id for record in trace.records) == ["r0", "r1", "r2", "r3"]
+    assert trace.served_rounds().height == 20 and chunk_names(folder) == []
 
 
 def test_api_key_is_sent_and_asked_for(options: ServerOptions, server: FakeServer) -> None:
@@ -373,6 +494,34 @@ def test_stock_server_gives_answers_that_can_be_followed(options: ServerOptions,
     asked = len(server.asked)
     capture(replace(options, resume=True))
     assert len(server.asked) == asked + 1 and len(read_prompts(responses).rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "message"),
+    [
+        ({"max_new_tokens": 8}, {}, "max_new_tokens 9, now it is 8"),
+        ({"temperature": 0.5}, {}, "temperature 0.0, now it is 0.5"),
+        ({}, {"r1": [5]}, "'r1', which has another prompt now"),
+        ({}, {"r3": None}, "'r3', which is not among the prompts"),
+    ],
+)
+def test_answers_are_gone_on_with_by_the_same_question_only(
+    options: ServerOptions, server: FakeServer, changes: dict[str, Any], rows: dict[str, list[int] | None], message: str
+) -> None:
+    server.folder = None
+    capture(options)
+    asked = len(server.asked)
+    prompts = {f"r{i}": ids for i, ids in enumerate(PROMPTS)} | rows
+    options.prompts.write_text("\n".join(json.dumps({"id": k, "input_ids": v}) for k, v in prompts.items() if v))
+    with pytest.raises(TraceError, match=message):
+        capture(replace(options, resume=True, **changes))
+    assert len(server.asked) == asked
+
+
+def test_a_stock_server_may_refuse_a_prompt(options: ServerOptions, server: FakeServer) -> None:
+    server.folder, server.refused = None, (6,)
+    result, _ = capture(options)
+    assert list(result.refused) == ["r1"] and len((options.out / "responses.jsonl").read_text().splitlines()) == 3
 
 
 def test_vocabulary_of_the_stand_in_fits_its_rows() -> None:

@@ -1,5 +1,8 @@
 """The pass-per-step engine equals its slow twin: every option of a head, any steps, any packing."""
 
+from dataclasses import replace
+
+import polars as pl
 import pytest
 import torch
 from heads import target_tables, tiny_checkpoint
@@ -8,8 +11,9 @@ from replay.accept import continuations, count_accepted, served_walk
 from replay.engines import ENGINES, NUMERICS
 from replay.head import Head, filled_rows
 from replay.ordered import replay_in_order
-from replay.passes import draft_every_anchor, served_products
+from replay.passes import draft_every_anchor
 from replay.rows import DraftInput
+from replay.served_products import products_of_rows, served_spans
 from replay.twin import draft_one_round, replay_request
 
 HEADS = {
@@ -104,24 +108,74 @@ def test_products_as_small_as_a_servers_change_no_draft(name: str) -> None:
         assert torch.equal(drafts.drafted_AK, split.drafted_AK)
 
 
-def test_a_prompt_is_one_product_and_its_output_small_ones() -> None:
-    inputs = [
-        DraftInput(torch.zeros(length), torch.zeros(0, 1), prompt) for length, prompt in [(87, 47), (7, 6), (35, 1)]
-    ]
-    assert served_products(inputs, 32) == [47, 32, 6, 5, 1, 32]
+def test_products_are_as_large_as_the_servers() -> None:
+    """Rows 0 to 46 are the prompt's. Rounds at 47 and 50, of 5 requests x 8 rows and of 1 x 8, then one not told."""
+    rounds = pl.DataFrame(
+        [("a", 47, [0] * 7, 2, 5), ("a", 50, [0] * 7, 0, 1), ("a", 51, [0] * 7, 0, None), ("b", 9, [0], 1, 2)],
+        schema={"request_id": pl.String, "anchor": pl.Int32, "drafted": pl.List(pl.Int32), "accepted": pl.Int32,
+                "batch": pl.Int32}, orient="row",
+    )  # fmt: skip
+    spans = served_spans(rounds)
+    assert spans == {"a": [(47, 3, 40), (50, 1, 8)], "b": [(9, 2, 4)]}
+    whole = products_of_rows(52, 47, spans["a"], product_rows=32, prefill_rows=None)
+    assert whole.tolist() == [47] * 47 + [40] * 3 + [32] * 2
+    chunked = products_of_rows(52, 47, spans["a"], product_rows=8, prefill_rows=20)
+    assert chunked.tolist() == [20] * 40 + [8] * 7 + [40] * 3 + [8] * 2
+    assert products_of_rows(45, 47, (), product_rows=8, prefill_rows=None).tolist() == [47] * 45
 
 
-def test_products_run_in_the_sizes_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = make_head("plain")
+@pytest.mark.parametrize(("prefill_rows", "prefill"), [(None, [9]), (4, [1, 4, 4]), (3, [3, 3, 3]), (9, [9])])
+def test_prompts_are_prefilled_in_the_servers_chunks(
+    monkeypatch: pytest.MonkeyPatch, prefill_rows: int | None, prefill: list[int]
+) -> None:
+    """In the batched engine and in the ordered one: 9 prompt tokens, rounds of a drafted token, 2 rows each."""
+    head = make_head("plain", dtype=torch.float32)
+    head.product_rows, head.prefill_rows = 1, prefill_rows
+    (item,) = requests(head, [(9, 4)])
+    seen = products_seen(monkeypatch)
+    draft_every_anchor(head, [item], 1)
+    # the 2 rows of the output that a draft reads, one at a time
+    assert sorted(seen[: len(prefill) + 2]) == sorted([*prefill, 1, 1])
+    seen.clear()
+    replay_in_order(head, item, 1)
+    assert seen[: len(prefill)] == prefill
+
+
+def test_rows_of_a_round_run_with_as_many_as_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of 3 requests x 2 rows: both engines make its rows, and read its logits, in products of 6."""
+    head = make_head("plain", dtype=torch.float32)
+    head.product_rows = 2
+    (item,) = requests(head, [(9, 4)])
+    told = replace(item, spans=[(9, 1, 6)])
+    (plain,), (same,) = draft_every_anchor(head, [item], 1), draft_every_anchor(head, [told], 1)
+    assert torch.equal(plain.drafted_AK, same.drafted_AK)
+    seen = products_seen(monkeypatch)
+    draft_every_anchor(head, [told], 1)
+    assert seen.count(6) == seen.count(9) + 1  # each matrix once, and lm_head, which a prefill reads one row from
+    seen.clear()
+    rounds = replay_in_order(head, told, 1)
+    assert [one.anchor for one in rounds][:2] == [9, 10] and seen.count(6) == seen.count(9) + 1
+
+
+def products_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every product from here on."""
     seen: list[int] = []
     linear = torch.nn.functional.linear
     monkeypatch.setattr("replay.head.functional.linear", lambda x, *rest: seen.append(len(x)) or linear(x, *rest))
+    return seen
+
+
+def test_products_run_in_the_sizes_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head("plain", dtype=torch.float64)
+    rows_RE = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = head.logits(rows_RE)
+    seen = products_seen(monkeypatch)
     head.product_rows = 3
-    with head.products_of([5, 2]):
-        head.logits(torch.zeros(7, 32, dtype=torch.float64))
-        head.logits(torch.zeros(4, 32, dtype=torch.float64))
-    head.logits(torch.zeros(7, 32, dtype=torch.float64))
-    assert seen == [5, 2, 3, 1, 3, 3, 1]
+    with head.products_like(torch.tensor([5, 3, 5, 3, 3, 5, 3])):
+        assert torch.allclose(head.logits(rows_RE), whole)
+        head.logits(rows_RE[:4])
+    head.logits(rows_RE)
+    assert seen == [3, 1, 5, 3, 1, 3, 3, 1]
 
 
 def test_products_of_16_bits_run_over_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

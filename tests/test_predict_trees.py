@@ -5,14 +5,17 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+import torch
 from rig.server import start_server
 
 import replay
+from replay.binding import build_head, draft_input, resolve
 from replay.capture.recording import RECORD_VARIABLE
 from replay.capture.serve import ServeOptions, prepare
 from replay.capture.server import capture_server
 from replay.capture.server_ask import ServerOptions
 from replay.demo import sample_head, sample_prompts
+from replay.tree import TreeSize, draft_every_tree
 
 PROMPTS = 4
 NEW_TOKENS = 32
@@ -63,6 +66,33 @@ def test_trees_in_sglangs_layout_are_the_servers(captured: Capture, size: tuple[
     summary = replay.summarise(predicted)[0]
     assert summary.observed is not None
     assert summary.accept_length == pytest.approx(summary.observed.accept_length, rel=2e-3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_branches_are_the_servers(captured: Capture, size: tuple[int, int, int]) -> None:
+    """Where the same tokens are drafted, each continues the same one, as the server linked them for its verify."""
+    trace, checkpoint = captured(*size), replay.load_head(sample_head())
+    topk, steps, num_draft_tokens = size
+    variant = resolve(replay.Variant("demo", steps=steps, topk=topk), checkpoint, trace)
+    assert variant.wiring is not None
+    head, compared = build_head(checkpoint, variant, trace), 0
+    with torch.inference_mode():
+        for index, record in enumerate(trace.records):
+            rows = trace.read(index, variant.wiring.taps)
+            ((trees,),) = draft_every_tree(
+                head,
+                [draft_input(rows, variant.wiring)],
+                topk=topk,
+                sizes=[TreeSize(steps, num_draft_tokens)],
+                kv="slot",
+            )
+            for one in trace.served_rounds().filter(request_id=record.request_id).iter_rows(named=True):
+                place = one["anchor"] - record.prompt_tokens
+                if trees.drafted_AN[place].tolist() == one["drafted"]:
+                    # The trace counts from the token at the anchor (0); -1 is a node whose parent was left out.
+                    assert (trees.parents_AN[place] + 1).tolist() == one["parents"]
+                    compared += 1
+    assert compared / len(trace.served_rounds()) >= 0.99
 
 
 def same_trees(predicted: replay.Rounds, name: str, trace: replay.Trace) -> float:

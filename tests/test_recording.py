@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from replay.capture import recorder as recorder_module
 from replay.capture.join import Recorded, first_missing, join, rounds_of, same_histogram, tail_of
@@ -46,8 +47,6 @@ def forward(rows: int, logits: int, first: int = 0) -> dict[str, torch.Tensor]:
 def test_prefill_rows() -> None:
     entries, tensors = prefill_rows([("replay-a", 4, 3), ("replay-b", 0, 2)], TAPS, WIDTH, forward(5, 2))
     assert entries == [Entry("replay-a", "prefill", 4, 3, 1), Entry("replay-b", "prefill", 0, 2, 1)]
-    assert tensors["positions"].tolist() == [4, 5, 6, 0, 1]
-    assert tensors["logit_rows"].tolist() == [2, 4]
     assert tensors["tap.embed"][:, 0].tolist() == [0, 1, 2, 3, 4]
     assert tensors["tap.2"][:, 0].tolist() == [100, 101, 102, 103, 104]
 
@@ -56,7 +55,7 @@ def test_decode_rows_leave_other_requests_out() -> None:
     cpu = forward(3, 3) | {"starts": torch.tensor([7, 8, 9], dtype=torch.int32)}
     entries, tensors = decode_rows(["replay-a", "somebody", "replay-c"], TAPS, WIDTH, cpu)
     assert entries == [Entry("replay-a", "decode", 7, 1, 1), Entry("replay-c", "decode", 9, 1, 1)]
-    assert tensors["input_ids"].tolist() == [0, 2] and tensors["positions"].tolist() == [7, 9]
+    assert tensors["input_ids"].tolist() == [0, 2]
 
 
 def test_verify_rows_keep_what_was_accepted() -> None:
@@ -69,11 +68,10 @@ def test_verify_rows_keep_what_was_accepted() -> None:
     }
     entries, tensors = verify_rows(["replay-a", "b", "replay-c"], TAPS, WIDTH, cpu)
     assert entries == [
-        Entry("replay-a", "verify", 40, 2, 2, drafted=[11, 12], accepted=1, chosen=[11, 50]),
-        Entry("replay-c", "verify", 42, 1, 1, drafted=[31, 32], accepted=0, chosen=[99]),
+        Entry("replay-a", "verify", 40, 2, 2, drafted=[11, 12], accepted=1, chosen=[11, 50], batch=3),
+        Entry("replay-c", "verify", 42, 1, 1, drafted=[31, 32], accepted=0, chosen=[99], batch=3),
     ]
     assert tensors["input_ids"].tolist() == [0, 1, 6]
-    assert tensors["positions"].tolist() == [40, 41, 42]
 
 
 def test_tree_parents() -> None:
@@ -87,6 +85,11 @@ def test_tree_parents() -> None:
     assert tree_parents(first_child, next_sibling) == (0, 0, 0, 1, 3)
 
 
+def test_tree_parents_of_a_node_that_no_list_names() -> None:
+    # node 2's parent was not kept; node 3 hangs on node 2, so no walk reaches it either
+    assert tree_parents([1, -1, 3, -1], [-1, -1, -1, -1]) == (0, -1, 2)
+
+
 def test_summary_is_the_one_of_a_local_capture() -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
     logits[0, 7] = logits[0, 3] = 9.0  # a tie: the lower id comes first
@@ -94,6 +97,18 @@ def test_summary_is_the_one_of_a_local_capture() -> None:
     assert torch.equal(ours["topk_ids"], theirs.topk_ids) and ours["topk_ids"][0, 0] == 3
     assert torch.equal(ours["topk_logprobs"], theirs.topk_logprobs)
     assert torch.equal(ours["logsumexp"], theirs.logsumexp)
+
+
+@pytest.mark.parametrize("vocabulary", [64 * 40, 64 * 40 + 17])
+def test_summary_of_a_large_vocabulary(vocabulary: int) -> None:
+    """Ties everywhere: logits in steps of a half, the largest of them twice, in the first block and in the last."""
+    logits = (torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(1)) * 4).round() / 2
+    logits[:, 3] = logits[:, vocabulary - 1] = 99.0
+    ours, theirs = summarise_rows(logits, 6), summarise_logits(logits, 6)
+    assert ours["topk_ids"][:, :2].tolist() == [[3, vocabulary - 1]] * 9
+    assert torch.equal(ours["topk_logprobs"], theirs.topk_logprobs) and torch.equal(ours["logsumexp"], theirs.logsumexp)
+    logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(2))  # and none
+    assert torch.equal(summarise_rows(logits, 6)["topk_ids"], summarise_logits(logits, 6).topk_ids)
 
 
 # ---- the writing thread ----
@@ -159,6 +174,57 @@ def test_recorder_that_cannot_write_lets_the_forward_go_on(tmp_path: Path, monke
     assert chunk_names(tmp_path) == []
 
 
+def test_recorder_whose_disk_hangs_lets_the_forward_go_on(tmp_path: Path) -> None:
+    """Neither the wait nor the report of its end may hold the forward longer than the limit."""
+    gate, failures = threading.Event(), []
+
+    def report(reason: str) -> None:
+        gate.wait(10)  # it would write to the same disk
+        failures.append(reason)
+
+    def hang(_: object) -> tuple[list[Entry], dict[str, torch.Tensor]]:
+        gate.wait(10)
+        return [], {}
+
+    size = sum(tensor.nbytes for tensor in forward(4, 1).values())
+    recorder = RowRecorder(tmp_path, 5, report, most_bytes=size, longest_wait=0.2)
+    began = time.monotonic()
+    for _ in range(3):
+        recorder.submit(forward(4, 1), hang)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 2
+    reason = f"{tmp_path} took no rows for 0 s while {size} bytes were waiting"
+    assert recorder.failure == reason and failures == []
+    gate.set()
+    recorder.close()
+    assert failures == [reason]
+
+
+def test_recorder_gives_every_client_files_of_its_own(tmp_path: Path) -> None:
+    """One forward of two clients and a stray request; each file's rows and logits are those of its entries."""
+    rids = [f"replay-{'a' * 16}-1-0", "replay-stray", f"replay-{'b' * 16}-1-0", f"replay-{'a' * 16}-2-0"]
+    cpu = forward(8, 8) | {
+        "drafted": torch.zeros(4, 2, dtype=torch.int32),
+        "chosen": torch.zeros(4, 2, dtype=torch.int32),
+        "accept_lens": torch.tensor([2, 1, 2, 1], dtype=torch.int32),
+        "anchors": torch.zeros(4, dtype=torch.int32),
+    }
+    cpu["logsumexp"] = torch.arange(8.0)
+    recorder = RowRecorder(tmp_path, 5, lambda _: None)
+    recorder.submit(cpu, lambda given: verify_rows(rids, TAPS, WIDTH, given))
+    recorder.close()
+    found = {}
+    for name in chunk_names(tmp_path):
+        chunk, tensors = read_chunk(tmp_path / name, TAPS, WIDTH), load_file(tmp_path / name)
+        found[tuple(entry.rid for entry in chunk.entries)] = (
+            tensors["input_ids"].tolist(), tensors["tap.2"][:, 0].tolist(), tensors["logsumexp"].tolist()
+        )  # fmt: skip
+    assert found == {
+        (rids[0], rids[3]): ([0, 1, 6], [100, 101, 106], [0, 1, 6]),
+        (rids[1],): ([2], [102], [2]),
+        (rids[2],): ([4, 5], [104, 105], [4, 5]),
+    }
+
+
 # ---- what counts ----
 
 
@@ -218,7 +284,6 @@ def test_final_stays_with_the_logits_when_rows_are_computed_again(tmp_path: Path
         cpu = forward(count, logits, shift) | {"input_ids": torch.arange(start, start + count, dtype=torch.int32)}
         _, tensors = prefill_rows([("r", start, count)], TAPS, WIDTH, cpu)
         kind = Entry("r", "prefill", start, count, logits)
-        tensors["logit_rows"] = torch.arange(count - logits, count, dtype=torch.int32)
         write_chunk(tmp_path, 3, number, [kind], {name: [part] for name, part in tensors.items()})
         recorded.append(Recorded(read_chunk(tmp_path / chunk_names(tmp_path)[-1], TAPS, WIDTH), 0))
     joined = join("r", [0, 1], [2, 3, 4, 5], recorded, ("2", "final"))

@@ -183,6 +183,17 @@ def grown_tree(generator: torch.Generator, topk: int, steps: int, nodes: int) ->
     return Tree(kept, parent_list, [0] + [1 + kept.index(parent_of[c]) if parent_of[c] != -1 else 0 for c in kept])
 
 
+def torn_tree(generator: torch.Generator, topk: int, steps: int, nodes: int) -> Tree:
+    """A tree of which any candidates are kept, whether their parents are or not."""
+    whole = grown_tree(generator, topk, steps, nodes)
+    candidates = topk + (steps - 1) * topk * topk
+    kept = sorted(torch.randperm(candidates, generator=generator)[: nodes - 1].tolist())
+    groups = [candidate // topk for candidate in kept]
+    wanted = [whole.parent_list[group] for group in groups]
+    parents = [0 if g == 0 else 1 + kept.index(w) if w in kept else -1 for g, w in zip(groups, wanted, strict=True)]
+    return Tree(kept, whole.parent_list, [0, *parents])
+
+
 def linked(
     build: Callable[..., object], trees: list[Tree], lengths: Tensor, topk: int, steps: int, nodes: int
 ) -> dict[str, Tensor]:
@@ -213,7 +224,10 @@ def test_trees_are_linked_as_triton_links_them(
     steps: int,
     nodes: int,
 ) -> None:
-    trees = [grown_tree(generator, topk, steps, nodes) for _ in range(3)]
+    trees = [grown_tree(generator, topk, steps, nodes) for _ in range(2)]
+    # And one with nodes whose parents were not kept: equal scores allow it.
+    trees.append(torn_tree(generator, topk, steps, nodes))
+    assert topk == 1 or -1 in trees[-1].parents
     lengths = integers(generator, 1, 50, 3)
 
     def theirs(parent_list: Tensor, selected: Tensor, lengths: Tensor, *rest: Any) -> None:
@@ -233,9 +247,9 @@ def test_trees_are_linked_as_triton_links_them(
     for request, tree in enumerate(trees):
         for node in range(nodes):
             family, ancestor = {0, node}, node
-            while ancestor:
+            while ancestor > 0:
                 ancestor = tree.parents[ancestor]
-                family.add(ancestor)
+                family.add(max(ancestor, 0))
             assert set(masks[request, node].nonzero().flatten().tolist()) == family
             assert mine["positions"].view(3, nodes)[request, node] == lengths[request] + len(family) - 1
 

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import replay
 from replay.capture import serve as serve_module
 from replay.capture.recording import RECORD_VARIABLE, Recording
-from replay.capture.serve import ServeOptions, prepare
+from replay.capture.serve import ServeOptions, open_folder, prepare
+from replay.capture.sglang_facts import server_url
+from replay.capture.spool import chunk_names, read_manifests
 from replay.errors import CaptureError, OutputError, UsageError
 
 DRAFT = ("--model-path", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d")
@@ -37,7 +40,8 @@ def test_environment_asks_the_plugin_for_what_was_typed(tmp_path: Path) -> None:
     assert (recording.taps, recording.wiring, recording.folder) == ("embed,3", "embed,3,16", str(tmp_path / "rec"))
     assert "s3cret" not in launch.environment[RECORD_VARIABLE]
     assert launch.command == (sys.executable, "-m", "sglang.launch_server", *DRAFT, "--api-key", "s3cret")
-    assert launch.environment["PATH"] == "/bin" and launch.folder.is_dir()
+    assert launch.environment["PATH"] == "/bin" and launch.folder.parent == tmp_path / "rec" / "spool"
+    assert not (tmp_path / "rec").exists()
 
 
 def test_server_without_draft_keeps_hidden_states_of_decodes(tmp_path: Path) -> None:
@@ -96,7 +100,20 @@ def test_other_version_is_refused_with_both(tmp_path: Path, monkeypatch: pytest.
 def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rec").touch()
     with pytest.raises(OutputError, match="another folder"):
-        prepare(options(tmp_path), {})
+        open_folder(prepare(options(tmp_path), {}))
+
+
+def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    first = prepare(options(tmp_path), {})
+    lock = open_folder(first)
+    rows = first.folder / "rows-1-00000000.safetensors"
+    rows.touch()
+    with pytest.raises(OutputError, match=r"another server records into .*rec, .*--trace another folder"):
+        open_folder(prepare(options(tmp_path), {}))
+    assert chunk_names(first.folder) == [rows.name]
+    os.close(lock)  # the first has ended
+    os.close(open_folder(prepare(options(tmp_path), {})))
+    assert not first.folder.exists()
 
 
 def test_plugin_is_installed_with_this_package() -> None:
@@ -109,21 +126,125 @@ def test_plugin_is_installed_with_this_package() -> None:
     subprocess.run([sys.executable, "-I", "-c", code], check=True, env=environment)
 
 
-def run_fake(tmp_path: Path, body: str) -> "subprocess.Popen[str]":
-    """``serve`` in a process of its own, where sglang.launch_server is ``body``."""
+def run_fake(tmp_path: Path, body: str, *typed: str, json_wanted: bool = False) -> "subprocess.Popen[str]":
+    """``replay serve`` in a process of its own, where sglang.launch_server is ``body``."""
     package = tmp_path / "fake" / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(body)
     script = (
-        "import sys; from importlib import metadata; from pathlib import Path; from replay.capture import serve\n"
+        "from importlib import metadata; from replay.cli import main\n"
         "version = metadata.version; metadata.version = lambda n: '0.5.23' if n == 'sglang' else version(n)\n"
-        f"sys.exit(serve.serve(serve.ServeOptions(Path({str(tmp_path / 'rec')!r}), {list(DRAFT)!r}), lambda _: None))"
+        "main()"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "fake")}
+    typed = ("serve", "--trace", str(tmp_path / "rec"), *typed, *(["--json"] if json_wanted else []), "--", *DRAFT)
     return subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
+        [sys.executable, "-c", script, *typed], env=environment, text=True, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_server_that_outlives_its_launcher_keeps_the_folder(tmp_path: Path) -> None:
+    """kill -9 of replay serve leaves the server running: it holds the lock as well."""
+    body = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with run_fake(tmp_path, body) as process:
+        assert process.stdout is not None
+        server = int(process.stdout.readline())
+        process.kill()
+        process.wait(60)
+        try:
+            with pytest.raises(OutputError, match="another server records"):
+                open_folder(prepare(options(tmp_path), {}))
+        finally:
+            os.kill(server, signal.SIGKILL)
+
+
+# A server that writes its manifest, then answers /health; what it prints is not the document.
+ANSWERING = """
+import http.server, os, sys
+from pathlib import Path
+from replay.capture.recording import RECORD_VARIABLE, Recording
+from replay.capture.spool import Manifest, launch_folder, write_manifest
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+print("noise", flush=True)
+recording = Recording.from_json(os.environ[RECORD_VARIABLE])
+server = http.server.HTTPServer(("127.0.0.1", 0), Health)
+said = dict(state="recording", writer=True, world=1, sglang="0.5.23", wiring=("embed", "3"), server_wiring=("2", "3"),
+            taps=("embed", "3", "final"), url=f"http://127.0.0.1:{server.server_address[1]}", details={"torch": "2.13"})
+said |= SAID
+folder = launch_folder(Path(recording.folder), recording.launch)
+write_manifest(folder, Manifest(recording.launch, os.getpid(), "here", **said))
+if said["state"] == "refused" and recording.wiring:
+    sys.exit(1)
+while True:
+    server.handle_request()
+"""
+RECORDED = {"taps": ["embed", "3", "final"], "wiring": ["embed", "3"], "server_wiring": ["2", "3"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({}, {"state": "recording", "reason": "", **RECORDED}),
+        ({"state": "refused", "reason": "why"}, {"state": "refused", "reason": "why", "taps": [], "wiring": []}),
+    ],
+)
+def test_json_is_one_document_once_the_server_answers(
+    tmp_path: Path, said: dict[str, str], told: dict[str, object]
+) -> None:
+    process = run_fake(tmp_path, ANSWERING.replace("SAID", repr(said)), json_wanted=True)
+    with process:
+        assert process.stdout is not None
+        text = ""
+        while not text.endswith("\n}\n"):
+            text += process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == ""
+    document = json.loads(text)
+    assert document["url"].startswith("http://127.0.0.1:") and document["recording"] == str(tmp_path / "rec")
+    assert document.items() >= told.items() and document["ranks"] == 1
+    assert document["versions"] == {"replay": replay.__version__, "sglang": "0.5.23", "torch": "2.13"}
+    assert len(read_manifests(tmp_path / "rec" / "spool" / document["launch"])) == 1
+
+
+def test_server_that_ends_since_its_wiring_cannot_be_had_says_why(tmp_path: Path) -> None:
+    said = {"state": "refused", "reason": "R[30] cannot be recorded"}
+    with run_fake(tmp_path, ANSWERING.replace("SAID", repr(said)), "--wiring", "embed,3,30") as process:
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        assert process.stderr.read() == (
+            f"replay: the server records into {tmp_path / 'rec'}; capture --server joins it into a trace\n"
+            "replay: the server has ended, since its --wiring cannot be had: R[30] cannot be recorded\n"
+        )
+
+
+def test_json_of_a_server_that_does_not_start_is_empty(tmp_path: Path) -> None:
+    process = run_fake(tmp_path, "import sys; sys.exit(3)", json_wanted=True)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (3, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url"),
+    [
+        ({}, "http://127.0.0.1:30000"),
+        ({"host": "0.0.0.0", "port": 1}, "http://127.0.0.1:1"),
+        ({"host": "::", "port": "1", "ssl_certfile": "c"}, "https://[::1]:1"),
+        ({"host": "box"}, "http://box:30000"),
+    ],
+)
+def test_address_of_a_server(arguments: dict[str, object], url: str) -> None:
+    assert server_url(arguments) == url
+
+
+def test_address_as_it_was_typed() -> None:
+    assert serve_module._typed_url(["--port", "1", "--hos=box", "--ssl-certfile", "c"]) == "https://box:1"
 
 
 def test_exit_code_and_arguments_are_passed(tmp_path: Path) -> None:

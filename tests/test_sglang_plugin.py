@@ -1,8 +1,11 @@
 """Recording a real SGLang server on the CPU rig: drafting a chain, drafting trees, and alone with sampling."""
 
 import json
+import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 from rig.inprocess import sglang_module
-from rig.server import Generated, Server, start_server
+from rig.server import Generated, Server, end_group, start_server
 
 from replay.capture import sglang_plugin
 from replay.capture.events import CaptureResult, Event, Noted
@@ -22,6 +25,7 @@ from replay.capture.server import capture_server
 from replay.capture.server_ask import ServerOptions
 from replay.capture.sglang_reporter import Reporter
 from replay.capture.spool import SPOOL, chunk_names, launch_folder, read_manifests
+from replay.errors import CaptureError, WiringError
 from replay.traces.reader import Trace
 
 TEXTS = (
@@ -34,6 +38,9 @@ NEW_TOKENS = 24
 CHUNK = 32  # tokens of a prefill at most: the prompts come in several pieces
 # topk, steps, verified rows
 KINDS = {"chain": (1, 5, 6), "tree": (4, 3, 8)}
+# The tree's server has so little KV that it must put requests back, and one prompt is too long for it.
+CROWDED = 192
+TOO_LONG = {"id": "long", "input_ids": [1 + i for i in range(CROWDED + 1)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class Captured:
     result: CaptureResult
     events: list[Event]
     leftover: list[str]  # files in the spool once the client had gone
+    log: str  # of the server
+    safe: dict[str, bytes]  # shards that were whole when an earlier server was killed
 
 
 @pytest.fixture(scope="module")
@@ -55,49 +64,107 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"id": f"q{i}", "prompt": text}) for i, text in enumerate(TEXTS)))
     return path
 
 
 def options(server: Server, prompt_file: Path, out: Path, **changes: Any) -> ServerOptions:
-    return ServerOptions(server.url, prompt_file, out, max_new_tokens=NEW_TOKENS, concurrency=1, **changes)
+    return ServerOptions(server.url, prompt_file, out, max_new_tokens=NEW_TOKENS, **changes)
 
 
-def launch(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """The environment and the extra arguments with which ``replay serve`` would start such a server."""
+@contextmanager
+def aborting(server: Server, spool: Path) -> Iterator[None]:
+    """Meanwhile, abort what the server does, once: when a request of the capture is some forwards old."""
+    stop = threading.Event()
+
+    def abort() -> None:
+        while not stop.wait(0.02):
+            if any(len(list(one.glob("rows-*"))) >= 3 for one in spool.glob("*")):
+                body = json.dumps({"abort_all": True}).encode()
+                asked = urllib.request.Request(
+                    f"{server.url}/abort_request", body, {"Content-Type": "application/json"}
+                )
+                urllib.request.urlopen(asked, timeout=60).close()
+                return
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def serving(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> Iterator[Server]:
+    """A server as ``replay serve`` would start it, recording into ``folder``/trace."""
     drafting = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft_dir)]
     arguments = ["--model-path", str(target_dir), *(drafting if kind in KINDS else [])]
-    made = prepare(ServeOptions(folder, arguments, taps="embed,3,16,28"), {})
-    return {RECORD_VARIABLE: made.environment[RECORD_VARIABLE]}, list(made.command[3 + len(arguments) :])
+    made = prepare(ServeOptions(folder / "trace", arguments, taps="embed,3,16,28"), {})
+    topk, steps, rows = KINDS.get(kind, (1, 1, 2))
+    extra = [*made.command[3 + len(arguments) :], "--chunked-prefill-size", str(CHUNK)]
+    if kind == "tree":
+        extra += ["--max-total-tokens", str(CROWDED)]
+    with start_server(
+        target_dir, draft_dir if kind in KINDS else None, log=folder / "server.log", steps=steps, topk=topk,
+        num_draft_tokens=rows, extra_args=extra, env={RECORD_VARIABLE: made.environment[RECORD_VARIABLE]},
+    ) as server:  # fmt: skip
+        yield server
+
+
+def capture_until_killed(server: Server, prompts: Path, out: Path) -> dict[str, bytes]:
+    """Kill the server, all its processes, once some request is safe; the files that were whole then, by name."""
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while not (out / "shard-00000.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        end_group(server.process)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("replay.capture.server_client._BATCH_REQUESTS", 1)
+        with pytest.raises(CaptureError, match="--resume"):
+            capture_server(options(server, prompts, out, concurrency=1, retries=1), lambda _: None)
+    thread.join()
+    return {path.name: path.read_bytes() for path in out.glob("shard-*")}
 
 
 @pytest.fixture(scope="module")
 def captured(
-    target_dir: Path, draft_dir: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
+    target_dir: Path, draft_dir: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Captured]:
-    """Traces by kind of server; each server runs once, by itself."""
+    """Traces by kind of server, each by itself: the chain's is killed in mid-capture, the tree's is crowded."""
     made: dict[str, Captured] = {}
 
     def of(kind: str) -> Captured:
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
-            environment, extra = launch(kind, target_dir, draft_dir, folder / "trace")
-            topk, steps, rows = KINDS.get(kind, (1, 1, 2))
-            draft = draft_dir if kind in KINDS else None
-            with start_server(
-                target_dir, draft, log=folder / "server.log", steps=steps, topk=topk, num_draft_tokens=rows,
-                extra_args=[*extra, "--chunked-prefill-size", str(CHUNK)], env=environment,
-            ) as server:  # fmt: skip
+            trace, asked, safe = folder / "trace", prompts, {}
+            if kind == "chain":
+                with serving(kind, target_dir, draft_dir, folder) as server:
+                    safe = capture_until_killed(server, prompts, trace)
+            if kind == "tree":
+                asked = folder / "prompts.jsonl"
+                asked.write_text(f"{prompts.read_text()}\n{json.dumps(TOO_LONG)}")
+            with serving(kind, target_dir, draft_dir, folder) as server:
                 server.generate([[1, 2, 3]], rids=["somebody-else"], max_new_tokens=4)
                 events: list[Event] = []
-                temperature = 0.0 if kind in KINDS else 0.8
-                asked = options(server, prompt_file, folder / "trace", temperature=temperature)
-                result = capture_server(asked, events.append)
+                wanted = options(
+                    server, asked, trace, temperature=0.0 if kind in KINDS else 0.8,
+                    concurrency=4 if kind == "tree" else 1, resume=kind == "chain",
+                )  # fmt: skip
+                with aborting(server, trace / SPOOL) if kind == "tree" else nullcontext():
+                    result = capture_server(wanted, events.append)
                 time.sleep(0.5)
-                left = [name for one in (folder / "trace" / SPOOL).iterdir() for name in chunk_names(one)]
-            made[kind] = Captured(Trace.open(folder / "trace"), result, events, left)
+                launch = max((trace / SPOOL).iterdir(), key=lambda path: path.stat().st_mtime)
+                left = chunk_names(launch)
+            log = (folder / "server.log").read_text(errors="replace")
+            made[kind] = Captured(Trace.open(trace), result, events, left, log, safe)
         return made[kind]
 
     return of
@@ -105,7 +172,7 @@ def captured(
 
 @pytest.fixture(scope="module")
 def plain(
-    target_dir: Path, draft_dir: Path, prompt_file: Path, captured: Callable[[str], Captured],
+    target_dir: Path, draft_dir: Path, captured: Callable[[str], Captured],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Generated]:  # fmt: skip
     """Answers of a server that does not record to the prompts of the chain's trace, in the order of its requests."""
@@ -162,9 +229,30 @@ def test_trace_passes_its_check(captured: Callable[[str], Captured], kind: str) 
     """Above all: lm_head(final), made anew, is the recorded argmax and (greedy) the token that the server emitted."""
     one = captured(kind)
     assert [finding for finding in one.trace.check() if finding.severity == "error"] == []
-    assert one.result.recorded == len(TEXTS) == len(one.trace)
+    assert len(one.trace) == len(TEXTS)
     assert set(one.trace.taps) == {"embed", "3", "16", "28", "final"} and one.trace.header.embed == "lookup"
-    assert [event for event in one.events if isinstance(event, Noted)] == []
+    notes = [event.text for event in one.events if isinstance(event, Noted)]
+    assert len(notes) == len(one.result.refused) == (kind == "tree")
+
+
+def test_a_server_that_was_killed_is_gone_on_with(captured: Callable[[str], Captured]) -> None:
+    """What was whole stays byte for byte, the rest is asked of the server that was started anew, and nothing twice."""
+    one = captured("chain")
+    assert 0 < one.result.recorded < len(TEXTS)
+    assert one.safe and one.safe == {name: (one.trace.path / name).read_bytes() for name in one.safe}
+    assert sorted(record.request_id for record in one.trace.records) == [f"q{i}" for i in range(len(TEXTS))]
+
+
+def test_a_crowded_server(captured: Callable[[str], Captured]) -> None:
+    """Requests that it put back, aborted or did not take: each of the others stands in the trace once, and whole."""
+    one = captured("tree")
+    assert "Retract requests" in one.log
+    # somebody's, the probe, the prompts; and more, for what was aborted
+    assert one.log.count("POST /generate") > 2 + len(TEXTS) + 1
+    (name, reason), *others = one.result.refused.items()
+    assert (name, others) == ("long", []) and str(CROWDED + 1) in reason
+    assert any(f"refused request 'long' ({reason})" in text for text in one.trace.header.missing)
+    assert sorted(record.request_id for record in one.trace.records) == [f"q{i}" for i in range(len(TEXTS))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,15 +320,14 @@ def test_a_model_that_cannot_capture_a_tap_is_named() -> None:
     from types import SimpleNamespace
 
     from replay.capture.sglang_model import capture_boundaries, capturing_parts
-    from replay.errors import UsageError
 
     core = SimpleNamespace(layers=[None] * 4, layers_to_capture=[])
     model = SimpleNamespace(model=core, logits_processor=SimpleNamespace(keep_last_hidden_states=False))
-    with pytest.raises(UsageError, match="no set_dflash_layers_to_capture"):
+    with pytest.raises(CaptureError, match="no set_dflash_layers_to_capture"):
         capture_boundaries(model, core, [1])
     model.set_dflash_layers_to_capture = lambda ids: setattr(core, "layers_to_capture", [one + 1 for one in ids])
     assert capturing_parts(SimpleNamespace(language_model=model))[0] is core
-    with pytest.raises(UsageError, match=r"R\[4\] cannot be recorded.*1 to 3"):
+    with pytest.raises(CaptureError, match=r"R\[4\] cannot be recorded.*1 to 3"):
         capture_boundaries(model, core, [1, 4])
     capture_boundaries(model, core, [0, 3])
     assert core.layers_to_capture == [0, 3]
@@ -250,7 +337,6 @@ def test_a_model_that_captures_otherwise_is_left_as_it_was() -> None:
     from types import SimpleNamespace
 
     from replay.capture.sglang_model import capture_boundaries
-    from replay.errors import UsageError
 
     layers = [SimpleNamespace(_is_layer_to_capture=one == 2) for one in range(3)] + [SimpleNamespace()]
     core = SimpleNamespace(layers=layers, layers_to_capture=[2])
@@ -263,7 +349,7 @@ def test_a_model_that_captures_otherwise_is_left_as_it_was() -> None:
             layers[one]._is_layer_to_capture = True
 
     model.set_dflash_layers_to_capture = verbatim
-    with pytest.raises(UsageError, match=r"captures \[-1, 0\] where \[0, 1\]"):
+    with pytest.raises(CaptureError, match=r"captures \[-1, 0\] where \[0, 1\]"):
         capture_boundaries(model, core, [0, 1])
     assert core.layers_to_capture == [2] and model.capture_aux_hidden_states is False
     assert [vars(layer) for layer in layers] == [
@@ -334,6 +420,80 @@ def test_errors_of_ours_end_the_recording_and_not_the_server(
     assert told(tmp_path)[0] == "failed" and error.__name__ in told(tmp_path)[1] and "moved" in told(tmp_path)[1]
     with pytest.raises(error, match="moved"):  # a wiring that was asked for would not be had
         plugin_of(tmp_path, "embed,3,16").after_attention(None, runner_of(core, broken))
+
+
+@pytest.mark.parametrize(
+    ("wiring", "setter", "message"),
+    [
+        ("embed,3", None, "names 2 taps, the head takes 3"),
+        ("embed,3,30", None, r"R\[30\] cannot be recorded"),
+        ("embed,3,16", [2], r"captures \[2\]"),
+    ],
+)
+def test_a_wiring_that_cannot_be_had_is_a_wiring_error(
+    tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, wiring: str, setter: list[int] | None, message: str
+) -> None:
+    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", dict)
+    with pytest.raises(WiringError, match=f"--wiring {wiring} cannot be had: .*{message}"):
+        plugin_of(tmp_path, wiring).after_attention(
+            None, runner_of(core, lambda _: setattr(core, "layers_to_capture", setter))
+        )
+    assert told(tmp_path)[0] == "refused" and core.layers_to_capture == [2, 15, 27]
+
+
+def test_a_manifest_that_cannot_be_written_is_told_to_those_who_ask(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    plugin = plugin_of(tmp_path / "file")
+    (tmp_path / "file").touch()
+    assert plugin.reporter.tell(state="recording") is False
+    asked = SimpleNamespace(internal_state={})
+    plugin.after_internal_state(asked)
+    said = asked.internal_state["replay"]
+    assert said["state"] == "failed" and said["reason"].startswith(f"cannot write to {plugin.reporter.folder}: ")
+    plugin.failed("the first reason")  # which stays, though it cannot be written either
+    plugin.after_internal_state(asked)
+    assert asked.internal_state["replay"]["reason"] == "the first reason"
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
+def test_nothing_that_is_recorded_shares_memory_with_the_engine(tmp_path: Path, kind: str) -> None:
+    """The engine writes the next step over its buffers: all numbers are int32 already here, so that a view would do."""
+    from types import SimpleNamespace
+
+    import torch
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32)
+
+    plugin = plugin_of(tmp_path)
+    plugin.boundaries, plugin.fed, plugin.width, plugin.vocabulary = (0, 3), [1], 2, 16
+    kept: dict[str, torch.Tensor] = {}
+    plugin.recorder = SimpleNamespace(submit=lambda tensors, _: kept.update(tensors), failure=None)  # type: ignore[assignment]
+    full, final, logits = torch.ones(6, 4), torch.ones(6, 2), torch.ones(6, 16)
+    spec = SimpleNamespace(
+        topk=2, draft_token=numbers(6), retrieve_next_token=numbers(2, 3), retrieve_next_sibling=numbers(2, 3)
+    )
+    mode = SimpleNamespace(
+        is_idle=lambda: False, is_target_verify=lambda: kind == "verify", is_extend=lambda: kind == "prefill",
+        is_decode=lambda: kind == "decode",
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        rids=["replay-a"] if kind == "prefill" else ["replay-a", "replay-b"], forward_mode=mode, input_ids=numbers(6),
+        positions=numbers(6), extend_seq_lens_cpu=[6], extend_prefix_lens_cpu=[0], spec_info=spec,
+        reqs=[SimpleNamespace(rid="replay-a"), SimpleNamespace(rid="replay-b")],
+    )  # fmt: skip
+    given = SimpleNamespace(hidden_states=full, last_hidden_states=final, next_token_logits=logits)
+    plugin.after_forward(SimpleNamespace(logits_output=given), SimpleNamespace(is_draft_worker=False), batch)
+    result = SimpleNamespace(
+        accept_index=numbers(2, 2), speculative_num_draft_tokens=3, next_token_ids=numbers(6),
+        accept_lens=numbers(2), new_seq_lens=numbers(2),
+    )  # fmt: skip
+    if kind == "verify":
+        plugin.after_verify(result, None, batch)
+    engine = [full, final, logits, *(part for one in (batch, spec, result) for part in vars(one).values())]
+    theirs = {part.untyped_storage().data_ptr() for part in engine if isinstance(part, torch.Tensor)}
+    assert kept and not theirs & {part.untyped_storage().data_ptr() for part in kept.values()}
 
 
 @pytest.mark.parametrize("rids", [5, [7], ["replay-a"]])

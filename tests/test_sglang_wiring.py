@@ -12,7 +12,7 @@ import torch
 from rig.inprocess import sglang_module
 
 from replay.capture.sglang_model import capture_boundaries, capturing_parts
-from replay.errors import UsageError, WiringError
+from replay.errors import CaptureError, WiringError
 from replay.traces.taps import tap_index
 from replay.wiring import engine_ids, parse_wiring, sglang_wiring
 
@@ -111,13 +111,22 @@ def test_the_plugin_sets_exactly_the_taps(model_type: str, boundaries: list[int]
     assert getattr(model, "language_model", model).capture_aux_hidden_states is True
 
 
-@pytest.mark.parametrize("model_type", list(CLASSES))
+@pytest.mark.parametrize("model_type", [name for name in CLASSES if name != "gpt_oss"])
 def test_the_stream_after_the_last_layer_is_refused(model_type: str) -> None:
     model = bare(model_type)
     core, _ = capturing_parts(model)
-    with pytest.raises(UsageError, match=rf"R\[{LAYERS}\] cannot be recorded .* 1 to {LAYERS - 1}, and final"):
+    with pytest.raises(CaptureError, match=rf"R\[{LAYERS}\] cannot be recorded .* 1 to {LAYERS - 1}, and final"):
         capture_boundaries(model, core, [0, 3, LAYERS])
     assert core.layers_to_capture == []
+
+
+def test_the_plugin_sets_the_last_output_of_gpt_oss() -> None:
+    model = bare("gpt_oss")
+    core, _ = capturing_parts(model)
+    capture_boundaries(model, core, [0, 3, LAYERS])
+    assert recorded(model) == [0, 3, LAYERS]
+    with pytest.raises(CaptureError, match=rf"R\[{LAYERS + 1}\] cannot be recorded .* 1 to {LAYERS}, and final"):
+        capture_boundaries(model, core, [0, LAYERS + 1])
 
 
 def test_a_model_that_counts_ids_otherwise_is_refused() -> None:
@@ -132,12 +141,12 @@ def test_a_model_that_counts_ids_otherwise_is_refused() -> None:
             self.model.layers_to_capture = layer_ids
 
     model = Verbatim()
-    with pytest.raises(UsageError, match=r"Verbatim captures \[-1, 2\] where \[0, 3\] were asked for"):
+    with pytest.raises(CaptureError, match=r"Verbatim captures \[-1, 2\] where \[0, 3\] were asked for"):
         capture_boundaries(model, capturing_parts(model)[0], [0, 3])
 
 
 def test_a_model_without_the_seams_is_refused() -> None:
-    with pytest.raises(UsageError, match="SimpleNamespace holds no layers_to_capture"):
+    with pytest.raises(CaptureError, match="SimpleNamespace holds no layers_to_capture"):
         capturing_parts(SimpleNamespace())
 
 

@@ -105,7 +105,7 @@ def test_logits(trace: Trace, index: int, ids: list[list[int]], logsumexp: float
 def test_weights_and_rounds(trace: Trace) -> None:
     assert trace.lm_head_weight()[6].tolist() == [-1.0, 1.0, 1.0, 1.0]
     assert trace.embed_weight()[6].tolist() == [-0.5, 0.5, 0.5, 0.5]
-    assert trace.served_rounds().rows() == [("b", 0, 1, [3, 6], 1), ("b", 1, 3, [2, 2], 0)]
+    assert trace.served_rounds().rows() == [("b", 0, 1, [3, 6], 1, None, None), ("b", 1, 3, [2, 2], 0, None, None)]
 
 
 def test_check(trace: Trace) -> None:

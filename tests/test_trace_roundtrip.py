@@ -15,6 +15,7 @@ from trace_maker import H, V, changed, make_header, make_request, make_requests,
 from replay.errors import CaptureError, OutputError, TraceCorruptError, TraceError, TraceIncompleteError, WiringError
 from replay.traces.reader import Trace
 from replay.traces.schema import TraceHeader
+from replay.traces.served import read_served
 from replay.traces.writer import ServerCounters, TraceWriter
 
 BITS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32}
@@ -310,6 +311,11 @@ def rounds(*rows: tuple[str, int, int, list[int], int]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=kinds | {"drafted": pl.List(pl.Int32), "accepted": pl.Int32}, orient="row")
 
 
+def tree(parents: list[int | None] | None, drafted: list[int]) -> pl.DataFrame:
+    """One round of r0 whose drafted tokens continue ``parents``."""
+    return rounds(("r0", 0, 2, drafted, 1)).with_columns(parents=pl.Series([parents], dtype=pl.List(pl.Int32)))
+
+
 def test_the_servers_rounds(tmp_path: Path) -> None:
     kept = rounds(("r0", 0, 2, [5, 6], 1), ("r0", 1, 4, [7], 0))
     with TraceWriter.create(tmp_path / "t", make_header()) as writer:
@@ -319,13 +325,62 @@ def test_the_servers_rounds(tmp_path: Path) -> None:
         writer.finish()
     trace = Trace.open(tmp_path / "t")
     assert trace.header.rounds
-    assert trace.served_rounds().equals(kept)
+    assert trace.served_rounds().drop("parents", "batch").equals(kept)
+    assert trace.served_rounds().select("parents", "batch").null_count().row(0) == (2, 2)  # nothing was said of these
     with TraceWriter.resume(tmp_path / "t", make_header()) as writer:
         writer.add_rounds(rounds(("r1", 0, 3, [8], 1)))
         writer.add(make_requests(2)[1:])
         assert Trace.open(tmp_path / "t", allow_incomplete=True).served_rounds().height == 3
         writer.finish()
     assert Trace.open(tmp_path / "t").served_rounds()["request_id"].to_list() == ["r0", "r0", "r1"]
+
+
+def test_parents_of_a_servers_trees(tmp_path: Path) -> None:
+    """A tree of six drafted tokens, the fifth without its parent; beside it a chain, and a file of no such column."""
+    kept = tree([0, 0, 1, 3, -1, 2], [5, 6, 7, 7, 3, 1])
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer:
+        writer.add_rounds(rounds(("r1", 0, 3, [8], 1)))
+        writer.add_rounds(kept)
+        writer.add(make_requests(2))
+        writer.finish()
+    assert Trace.open(tmp_path / "t").served_rounds().drop("batch").filter(request_id="r0").equals(kept)
+    assert Trace.open(tmp_path / "t").served_rounds()["parents"].to_list() == [None, [0, 0, 1, 3, -1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([0], r"1 parents of 2 drafted tokens"),
+        ([0, 2], r"the parent of drafted token 2 is 2, must be a number from -1 below its own"),
+        ([-2, 0], r"the parent of drafted token 1 is -2"),
+        ([0, None], r"the parent of drafted token 2 is None"),
+    ],
+)
+def test_parents_that_cannot_be(tmp_path: Path, parents: list[int | None], message: str) -> None:
+    tree(parents, [5, 6]).write_parquet(tmp_path / "rounds.parquet")
+    with pytest.raises(TraceCorruptError, match=message):
+        read_served(tmp_path / "rounds.parquet")
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer, pytest.raises(CaptureError, match=message):
+        writer.add_rounds(tree(parents, [5, 6]))
+
+
+def test_requests_that_were_verified_together(tmp_path: Path) -> None:
+    def together(batch: int) -> pl.DataFrame:
+        return rounds(("r0", 0, 2, [5, 6], 1)).with_columns(batch=pl.lit(batch, pl.Int32))
+
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer:
+        with pytest.raises(CaptureError, match=r"the column batch holds 0, must be 1 or more"):
+            writer.add_rounds(together(0))
+        writer.add_rounds(together(3))
+        writer.add(make_requests(1))
+        writer.finish()
+    assert Trace.open(tmp_path / "t").served_rounds()["batch"].to_list() == [3]
+
+
+def test_parents_of_another_kind(tmp_path: Path) -> None:
+    rounds(("r0", 0, 2, [5, 6], 1)).with_columns(parents=pl.lit("0,1")).write_parquet(tmp_path / "rounds.parquet")
+    with pytest.raises(TraceCorruptError, match=r"the column parents is String, must be List"):
+        read_served(tmp_path / "rounds.parquet")
 
 
 def test_rounds_that_were_changed(tmp_path: Path) -> None:

@@ -75,18 +75,26 @@ def lock_folder(folder: Path) -> int:
     Raises OutputError where another process writes there.
     """
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return take_lock(folder / LOCK)
+    except BlockingIOError as error:
+        raise OutputError(f"another process is writing to {folder}: wait for it or choose another folder") from error
     except OSError as error:
-        raise OutputError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
+        raise OutputError(
+            f"cannot write to {folder} or lock it: {error.strerror}; choose another folder, on a local disk"
+        ) from error
+
+
+def take_lock(path: Path) -> int:
+    """The exclusive ``flock`` of the file ``path``, made where it is not there: held until the descriptor is closed.
+
+    Raises BlockingIOError where another holds it, other OSErrors where it cannot be made or locked.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except OSError:
         os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise OutputError(
-                f"another process is writing to {folder}: wait for it or choose another folder"
-            ) from error
-        raise OutputError(f"cannot lock {folder}: {error.strerror}; choose a folder on a local disk") from error
+        raise
     return descriptor
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 32
 
 
+# Columns that version 1 did not have at first: null where a file lacks them.
+_LATER = ("parents", "batch")
+
+
 def served_schema() -> "pl.Schema":
     """Columns of ``rounds.parquet``."""
     import polars as pl
@@ -25,6 +29,8 @@ def served_schema() -> "pl.Schema":
             "anchor": pl.Int32(),
             "drafted": pl.List(pl.Int32),
             "accepted": pl.Int32(),
+            "parents": pl.List(pl.Int32),
+            "batch": pl.Int32(),
         }
     )
 
@@ -37,6 +43,7 @@ def read_served(path: Path, data: bytes | None = None) -> "pl.DataFrame":
         frame = pl.read_parquet(io.BytesIO(read_small(path, MAX_BYTES) if data is None else data))
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         raise TraceCorruptError(f"{path} is no readable parquet file: {str(error).splitlines()[0]}") from error
+    frame = _with_later_columns(frame)
     problem = _problem(frame)
     if problem:
         raise TraceCorruptError(f"{path}: {problem}")
@@ -50,6 +57,7 @@ def merge_rounds(earlier: "pl.DataFrame | None", later: "pl.DataFrame") -> "pl.D
     """
     import polars as pl
 
+    later = _with_later_columns(later)
     problem = _problem(later)
     if problem:
         raise CaptureError(f"the server's rounds: {problem}")
@@ -64,6 +72,14 @@ def rounds_of(rounds: "pl.DataFrame", request_ids: Collection[str]) -> "pl.DataF
     return rounds.filter(rounds["request_id"].is_in(list(request_ids)))
 
 
+def _with_later_columns(frame: "pl.DataFrame") -> "pl.DataFrame":
+    """``frame`` with columns of nulls where it was written before there were these."""
+    import polars as pl
+
+    lacking = [name for name in _LATER if name not in frame.columns]
+    return frame.with_columns(pl.lit(None, served_schema()[name]).alias(name) for name in lacking)
+
+
 def _problem(frame: "pl.DataFrame") -> str | None:
     """What is wrong with a table of rounds, in half a sentence."""
     for name, kind in served_schema().items():
@@ -71,14 +87,23 @@ def _problem(frame: "pl.DataFrame") -> str | None:
             return f"the column {name} is missing"
         if frame.schema[name] != kind:
             return f"the column {name} is {frame.schema[name]}, must be {kind}"
-        if frame[name].null_count():
+        if name not in _LATER and frame[name].null_count():
             return f"the column {name} holds {frame[name].null_count()} nulls"
     for name in ("round", "anchor", "accepted"):
         negative = [value for value in frame[name].to_list() if value < 0]
         if negative:
             return f"the column {name} holds {negative[0]}, must be 0 or more"
+    alone = [value for value in frame["batch"].drop_nulls().to_list() if value < 1]
+    if alone:
+        return f"the column batch holds {alone[0]}, must be 1 or more"
     beyond = frame.filter(frame["accepted"] > frame["drafted"].list.len())
     if len(beyond):
         accepted, drafted = int(beyond["accepted"][0]), len(beyond["drafted"].to_list()[0])
         return f"{accepted} of {drafted} drafted tokens accepted"
+    for drafted, parents in frame.filter(frame["parents"].is_not_null()).select("drafted", "parents").iter_rows():
+        if len(parents) != len(drafted):
+            return f"{len(parents)} parents of {len(drafted)} drafted tokens"
+        wrong = [(i, parent) for i, parent in enumerate(parents, start=1) if parent is None or not -1 <= parent < i]
+        if wrong:
+            return f"the parent of drafted token {wrong[0][0]} is {wrong[0][1]}, must be a number from -1 below its own"
     return None

@@ -162,6 +162,12 @@ class TraceWriter:
         self._records += placed(bare, path.name, size, digest.hexdigest())
         self._shards += 1
 
+    def set_missing(self, missing: Sequence[str]) -> None:
+        """Say anew what is not in the trace, a sentence each. Raises OutputError."""
+        self._check_open()
+        with self._saying():
+            self._write_header(replace(self.header, missing=tuple(missing)))
+
     def write_target_weights(self, embed: "torch.Tensor", lm_head: "torch.Tensor | None") -> None:
         """Keep the target's embedding rows [V, H] and, unless tied, its output rows [V, H] beside the trace.
 
@@ -187,7 +193,8 @@ class TraceWriter:
             self._write_header(replace(self.header, weights=info))
 
     def add_rounds(self, rounds: "pl.DataFrame") -> None:
-        """Keep the server's own rounds: columns request_id, round, anchor, drafted, accepted (SPEC.md, section 6).
+        """Keep the server's own rounds: columns request_id, round, anchor, drafted, accepted, and where known
+        parents and batch (SPEC.md, section 6).
 
         Rounds of a request that came before are replaced. Call it before ``add`` of the same requests, so that a
         finished request never lacks its rounds; rounds of requests that never finish are dropped by ``finish``.

@@ -232,7 +232,8 @@ def build_tree_kernel_efficient_cpu(
 
     Node 0 is the last committed token; node i is the candidate ``selected_index[b, i-1]``, rising. Candidates come in
     groups of ``topk`` with one parent each: group 0 hangs on node 0, the parent of group g > 0 is the candidate
-    ``parent_list[b, g]``. Filled: ``tree_mask`` (B matrices [D, D]: whom a node sees, itself and its ancestors),
+    ``parent_list[b, g]``; where that one was not kept, the node is left out of the lists and sees itself and node 0.
+    Filled: ``tree_mask`` (B matrices [D, D]: whom a node sees, itself and its ancestors),
     ``positions`` (committed length + depth), ``retrieve_index`` (row of the node among all requests' rows),
     ``retrieve_next_token`` (first child) and ``retrieve_next_sibling``, both -1 where there is none.
     Restates ``sgl_build_tree_kernel_efficient_triton`` of kernels/ops/speculative/spec_tree.py in mode QLEN_ONLY.
@@ -250,6 +251,9 @@ def build_tree_kernel_efficient_cpu(
         sees = torch.eye(nodes, dtype=torch.bool)
         for node in range(1, nodes):
             parent = parents[node]
+            sees[node, 0] = True
+            if parent == -1:
+                continue  # in no list of children
             sees[node] |= sees[parent]  # a parent stands before its children
             if last_child[parent] == -1:
                 first_child[parent] = node
@@ -263,12 +267,10 @@ def build_tree_kernel_efficient_cpu(
 
 
 def _parents(selected: list[int], parent_list: list[int], topk: int) -> list[int]:
-    """The parent node of each node of a tree; node 0 is its own."""
-    parents = [0]
-    for candidate in selected:
-        group = candidate // topk
-        parents.append(0 if group == 0 else 1 + selected.index(parent_list[group]))
-    return parents
+    """The parent node of each node of a tree, -1 where it was not kept; node 0 is its own."""
+    node_of = {candidate: node for node, candidate in enumerate(selected, start=1)}
+    groups = [candidate // topk for candidate in selected]
+    return [0, *(0 if group == 0 else node_of.get(parent_list[group], -1) for group in groups)]
 
 
 def verify_tree_greedy_cpu(

@@ -1,0 +1,49 @@
+"""In products of how many rows a server made each row of its draft KV.
+
+Kernels choose their order of summation by the number of rows (bf16 on a CPU with AMX, torch 2.13: up to 32 rows, up to
+some hundreds, more), whatever the other rows hold and wherever a row stands. So equality to the last bit with a server
+asks for products as large as its own. SGLang 0.5.23 runs a draft extend over batch x verified rows
+(speculative/eagle_worker_v2.py ``_draft_extend_for_decode``), a draft prefill over the prompts that came together.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import polars as pl
+
+# first row, rows, and rows of the product that made them
+Span = tuple[int, int, int]
+
+
+def served_spans(rounds: "pl.DataFrame") -> dict[str, list[Span]]:
+    """By request, the rows that each of a server's rounds made where it told how many requests it verified together."""
+    spans: dict[str, list[Span]] = {}
+    told = rounds.filter(rounds["batch"].is_not_null())
+    for request_id, anchor, drafted, accepted, batch in told.select(
+        "request_id", "anchor", "drafted", "accepted", "batch"
+    ).iter_rows():
+        spans.setdefault(request_id, []).append((anchor, accepted + 1, batch * (len(drafted) + 1)))
+    return spans
+
+
+def prefill_sizes(prompt_tokens: int, prefill_rows: int | None) -> list[int]:
+    """The chunks of at most ``prefill_rows`` (SGLang's ``chunked_prefill_size``, None: any) of a prompt by itself."""
+    whole, rest = divmod(prompt_tokens, prefill_rows or max(1, prompt_tokens))
+    return [*[prefill_rows or prompt_tokens] * whole, *[rest] * (rest > 0)]
+
+
+def products_of_rows(
+    rows: int, prompt_tokens: int, spans: Sequence[Span], *, product_rows: int, prefill_rows: int | None
+) -> Tensor:
+    """The size of each row's product, of a request's first ``rows``; ``product_rows`` stands for all sizes up to it."""
+    chunks = prefill_sizes(prompt_tokens, prefill_rows)
+    prompt = torch.tensor(chunks, dtype=torch.long).repeat_interleave(torch.tensor(chunks))
+    sizes_R = torch.full((max(rows, prompt_tokens),), product_rows)
+    sizes_R[:prompt_tokens] = prompt
+    for first, count, size in spans:
+        sizes_R[first : first + count] = size
+    return sizes_R[:rows].clamp_min(product_rows)
