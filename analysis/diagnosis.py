@@ -15,6 +15,8 @@ HEALTHY_NAME = "healthy"
 DECISIVE = 5.0
 # Share of differing rounds up to which a hypothesis fits: another rounding order flips 2 to 3 % of drafted tokens.
 FITS: Mapping[str, float] = {"drafted": 0.10, "histogram": 0.15, "length": 0.10}
+# So many rounds may differ where the accept length at the same anchors is that of the server, to this relative error.
+FLIPS, LEVEL = 0.25, 0.02
 # A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.
 WEAK_FIRST = 0.6
 # Another variant must accept so much more at the same anchors before the head is said to be made for it.
@@ -42,8 +44,16 @@ class Scored:
 
     @property
     def fits(self) -> bool:
-        """Whether few enough rounds differ for it to be the whole story."""
-        return self.evidence.misfit <= FITS[self.evidence.kind]
+        """Whether few enough rounds differ for it to be the whole story.
+
+        Other kernels than the replay's flip drafted tokens on near ties, up to one round in four, and flips cancel in
+        what is accepted.
+        """
+        evidence = self.evidence
+        if evidence.misfit <= FITS[evidence.kind]:
+            return True
+        level = abs(evidence.accept_length / evidence.served - 1) <= LEVEL if evidence.served else False
+        return evidence.kind != "length" and evidence.misfit <= FLIPS and level
 
 
 @dataclass(frozen=True, slots=True)

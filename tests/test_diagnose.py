@@ -146,6 +146,14 @@ def test_faults_that_explain_equally_well_are_all_said() -> None:
     assert (found.verdict, found.named, found.undecided) == ("fault", "kv.rollback=stale", ("kv.none=alone",))
 
 
+@pytest.mark.parametrize(
+    ("agreeing", "length", "verdict"), [(80, 1.91, "head"), (80, 2.0, "engine"), (60, 1.9, "engine")]
+)
+def test_near_ties_that_fall_otherwise_are_no_engine_fault(agreeing: int, length: float, verdict: str) -> None:
+    evidence = Evidence("drafted", 100, agreeing, -60.0, length, 1.9)
+    assert judge([Scored("healthy", "healthy", "", -0.7, evidence)], first_rate=0.4).verdict == verdict
+
+
 def test_a_fault_that_explains_little_is_none() -> None:
     found = judge([scored("healthy", 30, -200.0), scored("kv.rollback=stale", 50, -150.0)])
     assert (found.verdict, found.named) == ("engine", None)
