@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from replay.accept import Round, continuations, count_accepted, count_accepted_in_tree, served_walk
 from replay.binding import Group, draft_input, group_variants, resolve, sampled_after_chunks
+from replay.described import describe_head, describe_trace, describe_wirings, request_info, variant_info
 from replay.errors import UsageError
 from replay.estimate import Estimator
 from replay.expected import chain_parents
@@ -20,15 +21,15 @@ from replay.packs import read_packs
 from replay.passes import Drafts, FirstPass, draft_every_anchor, first_pass
 from replay.rows import DraftInput
 from replay.served_products import Span, served_spans
+from replay.tallies import Lead, RoundsTable, Tally, leads_of
 from replay.traces.reader import RequestRows, Trace
-from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
+from replay.traces.rounds import Rounds
 from replay.traces.taps import FINAL
 from replay.tree import Trees, draft_every_tree
 from replay.variant import Variant, name_variants
 from replay.verify import parse_rule
 from replay.walk import walk
 from replay.weights import Checkpoint
-from replay.wiring import engine_ids
 
 if TYPE_CHECKING:
     import polars as pl
@@ -42,17 +43,6 @@ class Progress:
 
     done: int
     total: int
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Running sums of one variant."""
-
-    seconds: float = 0.0
-    anchors: int = 0
-    anchors_accepted: int = 0
-    ties: int = 0
-    estimator: Estimator | None = None
 
 
 def simulate(
@@ -90,17 +80,17 @@ def simulate(
     if follow is not None and any(group.sampled for group in groups):
         raise UsageError("rounds of a sampled draft are drawn, and follow no other run's; type --verify target-only")
     stems = [list(alike) for _, alike in groupby(groups, key=lambda group: group.stem)]
-    tallies = [_Tally(estimator=_estimator(variant, checkpoints[variant.draft], trace)) for variant in resolved]
-    table = _RoundsTable(names)
+    tallies = [Tally(estimator=_estimator(variant, checkpoints[variant.draft], trace)) for variant in resolved]
+    table = RoundsTable(names)
     total = len(trace.requests)
-    led = None if follow is None else _leads(follow)
+    led = None if follow is None else leads_of(follow)
     exact = any(group.head.product_rows is not None for group in groups)
     spans = served_spans(trace.served_rounds()) if exact else {}
     with torch.inference_mode():
         done = 0
         for pack in read_packs(trace, _taps(groups)):
             played = [rows for rows in pack if led is None or rows.request_id in led]
-            leads = [_Lead() if led is None else led[rows.request_id] for rows in played]
+            leads = [Lead() if led is None else led[rows.request_id] for rows in played]
             for stem in stems if played else []:
                 _replay_pack(stem, played, leads, trace, spans, tallies, table)
             done += len(pack)
@@ -108,12 +98,12 @@ def simulate(
     return Rounds(
         table=table.frame(),
         variants=tuple(
-            _variant_info(name, variant, tally, trace)
+            variant_info(name, variant, tally, trace)
             for name, variant, tally in zip(names, resolved, tallies, strict=True)
         ),
-        requests=tuple(_request_info(row) for row in trace.requests.iter_rows(named=True)),
-        trace={**describe_trace(trace), "wirings": _describe_wirings(resolved, trace)},
-        drafts={name: _describe_head(name, checkpoint, resolved, groups) for name, checkpoint in checkpoints.items()},
+        requests=tuple(request_info(row) for row in trace.requests.iter_rows(named=True)),
+        trace={**describe_trace(trace), "wirings": describe_wirings(resolved, trace)},
+        drafts={name: describe_head(name, checkpoint, resolved, groups) for name, checkpoint in checkpoints.items()},
     )
 
 
@@ -135,11 +125,11 @@ def _taps(groups: Sequence[Group]) -> tuple[str, ...]:
 def _replay_pack(
     stem: Sequence[Group],
     pack: Sequence[RequestRows],
-    leads: Sequence["_Lead"],
+    leads: Sequence["Lead"],
     trace: Trace,
     spans: Mapping[str, Sequence[Span]],
-    tallies: Sequence[_Tally],
-    table: "_RoundsTable",
+    tallies: Sequence[Tally],
+    table: "RoundsTable",
 ) -> None:
     """Groups of one stem: inputs and first pass are made once."""
     start = perf_counter()
@@ -178,8 +168,8 @@ def _replay_anchors(
     pack: Sequence[RequestRows],
     inputs: list[DraftInput],
     first: FirstPass | None,
-    tallies: Sequence[_Tally],
-    table: "_RoundsTable",
+    tallies: Sequence[Tally],
+    table: "RoundsTable",
 ) -> None:
     start = perf_counter()
     drafts = _draft(group, inputs, first)
@@ -195,8 +185,8 @@ def _replay_sampled(
     pack: Sequence[RequestRows],
     inputs: list[DraftInput],
     first: FirstPass | None,
-    tallies: Sequence[_Tally],
-    table: "_RoundsTable",
+    tallies: Sequence[Tally],
+    table: "RoundsTable",
 ) -> None:
     """Rounds of a head that samples its drafts: one draw of the coins, given the recorded text."""
     start = perf_counter()
@@ -223,9 +213,9 @@ def _walk_in_order(
     group: Group,
     pack: Sequence[RequestRows],
     inputs: list[DraftInput],
-    leads: Sequence["_Lead"],
-    tallies: Sequence[_Tally],
-    table: "_RoundsTable",
+    leads: Sequence["Lead"],
+    tallies: Sequence[Tally],
+    table: "RoundsTable",
 ) -> None:
     """Rounds whose draft KV depends on those before: each number of steps walks by itself, past the other anchors."""
     tails = [rows.tail_ids for rows in pack]
@@ -260,8 +250,8 @@ def _walk(
     item: DraftInput,
     drafts: Drafts | Trees,
     steps: int,
-    tally: _Tally,
-    table: "_RoundsTable",
+    tally: Tally,
+    table: "RoundsTable",
     member: int,
 ) -> None:
     drafted, tied = (
@@ -289,7 +279,7 @@ def _walk(
     _expect(tally, rows, anchors_A[visited], drafted.numpy()[visited], parents)
 
 
-def _expect(tally: _Tally, rows: RequestRows, anchors_A: _Ints, drafted_AN: _Ints, parents_AN: _Ints | None) -> None:
+def _expect(tally: Tally, rows: RequestRows, anchors_A: _Ints, drafted_AN: _Ints, parents_AN: _Ints | None) -> None:
     """Adds the expectation at the anchors of a walk; without parents the drafts are chains."""
     if tally.estimator is None:
         return
@@ -297,145 +287,3 @@ def _expect(tally: _Tally, rows: RequestRows, anchors_A: _Ints, drafted_AN: _Int
         parents_AN = chain_parents(*drafted_AN.shape)
     chosen_AK = continuations(rows.tokens.numpy(), rows.tail_ids.numpy(), anchors_A, tally.estimator.steps)
     tally.estimator.add_walk(rows.request_id, anchors_A - rows.prompt_tokens, drafted_AN, parents_AN, chosen_AK)
-
-
-@dataclass(frozen=True, slots=True)
-class _Lead:
-    """The rounds of one request in the run that is followed: their anchors and accepted tokens (None: follow none)."""
-
-    anchors: tuple[int, ...] | None = None
-    accepted: tuple[int, ...] | None = None
-
-    def anchors_before(self, last: int) -> torch.Tensor | None:
-        """The anchors from which something is left to draft."""
-        return None if self.anchors is None else torch.tensor([a for a in self.anchors if a < last], dtype=torch.long)
-
-
-def _leads(follow: "pl.DataFrame") -> dict[str, _Lead]:
-    grouped = follow.sort("round").group_by("request_id", maintain_order=True).agg("anchor", "accepted")
-    return {name: _Lead(tuple(anchors), tuple(accepted)) for name, anchors, accepted in grouped.iter_rows()}
-
-
-class _RoundsTable:
-    """Collects rounds as compact frames, one per variant and request: a few bytes for each number."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._frames: list[list[pl.DataFrame]] = [[] for _ in names]
-
-    def add(self, member: int, request_id: str, walk: Sequence[Round], drafted_RN: "np.ndarray[Any, Any]") -> None:
-        """One request's rounds under one variant, with the tokens drafted in each."""
-        import polars as pl
-
-        from replay.traces.rounds import table_schema
-
-        frame = {
-            "variant": [self._names[member]] * len(walk),
-            "request_id": [request_id] * len(walk),
-            "round": range(len(walk)),
-            "anchor": [played.anchor for played in walk],
-            "drafted": drafted_RN.tolist(),
-            "accepted": [played.accepted for played in walk],
-            "cut": [played.cut for played in walk],
-        }
-        self._frames[member].append(pl.DataFrame(frame, schema=table_schema()))
-
-    def frame(self) -> "pl.DataFrame":
-        """The table: variants in their order, requests in trace order."""
-        import polars as pl
-
-        from replay.traces.rounds import table_schema
-
-        frames = [frame for member in self._frames for frame in member]
-        return pl.concat(frames) if frames else pl.DataFrame(schema=table_schema())
-
-
-def _variant_info(name: str, variant: Variant, tally: _Tally, trace: Trace) -> VariantInfo:
-    assert variant.wiring is not None and variant.precision is not None and variant.numerics is not None
-    assert variant.num_draft_tokens is not None and variant.kv is not None
-    return VariantInfo(
-        name=name,
-        draft=variant.draft,
-        wiring=variant.wiring.taps,
-        steps=variant.steps,
-        topk=variant.topk,
-        num_draft_tokens=variant.num_draft_tokens,
-        precision=variant.precision,
-        numerics=variant.numerics,
-        kv=variant.kv,
-        verify=variant.verify,
-        temperature=trace.header.capture.temperature,
-        engine=variant.engine,
-        faults=tuple(map(str, variant.faults)),
-        seconds=round(tally.seconds, 3),
-        anchors=tally.anchors,
-        anchors_accepted=tally.anchors_accepted,
-        ties=tally.ties,
-        expected=None if tally.estimator is None else tally.estimator.expected(),
-    )
-
-
-def _request_info(row: Mapping[str, Any]) -> RequestInfo:
-    histogram = row["server_histogram"]
-    return RequestInfo(
-        request_id=row["request_id"],
-        category=row["category"],
-        prompt_tokens=row["prompt_tokens"],
-        output_tokens=row["output_tokens"],
-        observed_rounds=row["server_verify_rounds"],
-        observed_histogram=None if histogram is None else tuple(histogram),
-        source=row["source"],
-        temperature=row["temperature"],
-    )
-
-
-def describe_trace(trace: Trace) -> dict[str, Any]:
-    """What a report and ``simulate --json`` say of the trace."""
-    header = trace.header
-    return {
-        "path": str(trace.path),
-        "target": header.target.name,
-        "model_type": header.target.model_type,
-        "layers": header.target.layers,
-        "hidden_size": header.target.hidden_size,
-        "engine": header.engine.name,
-        "engine_version": header.engine.version,
-        "taps": list(trace.taps),
-        "dtype": header.target.dtype,
-        "missing": list(header.missing),
-        "requests": len(trace.requests),
-    }
-
-
-def _describe_wirings(variants: Sequence[Variant], trace: Trace) -> dict[str, list[dict[str, Any]]]:
-    """For each wiring, the layer ids to write so that each engine feeds it."""
-    target = trace.header.target
-    wirings = dict.fromkeys(variant.wiring for variant in variants if variant.wiring is not None)
-    return {
-        str(wiring): [
-            {"engine": said.engine, "ids": None if said.ids is None else list(said.ids), "note": said.note}
-            for said in engine_ids(wiring, model_type=target.model_type, layers=target.layers)
-        ]
-        for wiring in wirings
-    }
-
-
-def _describe_head(
-    name: str, checkpoint: Checkpoint, variants: Sequence[Variant], groups: Sequence[Group]
-) -> dict[str, Any]:
-    config = checkpoint.config
-    notes = [
-        note
-        for group in groups
-        if variants[group.members[0]].draft == name
-        for note in [*group.head.notes, *group.head.emulation.notes()]
-    ]
-    return {
-        "taps": config.num_taps,
-        "layers": config.num_layers,
-        "draft_vocab_size": config.draft_vocab_size,
-        "vocab_size": config.vocab_size,
-        "layer_ids": None if config.layer_ids is None else list(config.layer_ids),
-        "dtype": config.dtype,
-        "notes": list(dict.fromkeys([*checkpoint.notes, *notes])),
-    }
