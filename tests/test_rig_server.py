@@ -28,7 +28,7 @@ NEW_TOKENS = 24
 # apart, and each engine rounds the stream 60 times on its way to them: two such steps. Seen: one.
 NEAR = 0.25
 # topk, steps, verified rows
-DRAFTING = {"chain": (1, 3, 4), "tree": (4, 3, 8)}
+DRAFTING = {"tree": (4, 3, 8)}  # chains: test_predict_server.py, test_sglang_plugin.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def draft_dir() -> Path:
 def served(
     target_dir: Path, draft_dir: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """What a server answered: without a draft ("alone") or with one ("chain", "tree"); each runs once, by itself."""
+    """What a server answered: without a draft ("alone") or with one ("tree"); each runs once, by itself."""
     cache: dict[str, Served] = {}
 
     def of(kind: str) -> Served:
