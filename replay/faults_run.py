@@ -11,13 +11,18 @@ from replay.weights import Rope
 
 
 def offset(value: str) -> Change:
-    possible = "a number of positions for drafted rows (1), all:N for every row, or stuck"
+    possible = (
+        "a number of positions for drafted rows (1), all:N for every row, or stuck[:N], drafted rows all N (default 0) "
+        "behind their anchor row"
+    )
     if value == "stuck":
         return conducting(advance=0)
     scope, _, number = value.rpartition(":")
-    if scope not in ("", "all"):
+    if scope not in ("", "all", "stuck"):
         raise refuse("position.offset", value, possible)
     by = number_of("position.offset", number, possible)
+    if scope == "stuck":
+        return conducting(advance=0, drafted_offset=by)
     return conducting(offset=by) if scope else conducting(drafted_offset=by)
 
 

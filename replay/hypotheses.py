@@ -168,7 +168,8 @@ def _values(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) ->
             for norm in ("input_norm", "fc_norm", "hidden_norm", "input_layernorm", "post_attention_layernorm", "norm"):
                 yield f"skip:{norm}"
         case "position.offset":
-            yield from ("1", "-1", "2", "stuck")
+            # Where the step is not added, SGLang's rows all stand where its first one does, vLLM's at the anchor row.
+            yield from ("1", "-1", "2", "stuck:1", "stuck")
         case "position.rope-params":
             yield from (f"theta:{theta}" for theta in (10000, 500000, 1000000) if theta != config.rope.theta)
             if config.rope.type != "default":

@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "position.offset=1": {},
     "position.offset=-1": {},
     "position.offset=stuck": {},
+    "position.offset=stuck:1": {},
     "position.rope-params=theta:50": {},
     "position.rope-params=scaling:none": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
     "position.rope-geometry=interleaved": {},
