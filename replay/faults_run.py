@@ -73,6 +73,8 @@ def max_len(value: str) -> Change:
 
 
 def window(value: str) -> Change:
+    """A row sees so many rows, itself included: SGLang's ``--speculative-draft-window-size N`` is N + 1 of them (0.5.23
+    layers/attention/intel_amx_backend.py ``forward_extend``: sliding_window_size + 1)."""
     return conducting(window=number_of("attn.window", value, "a number of rows", least=1))
 
 
