@@ -146,12 +146,14 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
     return FirstPass(attention, output, index_A)
 
 
-def served_products(inputs: Sequence[DraftInput], product_rows: int) -> list[int]:
-    """Sizes of the products over all rows: every prompt by itself and whole, as a server without load prefills it."""
+def served_products(inputs: Sequence[DraftInput], product_rows: int, most: int | None = None) -> list[int]:
+    """Sizes of the products over all rows, or the first ``most`` of each: every prompt by itself and whole, as a server
+    without load prefills it."""
     sizes: list[int] = []
     for item in inputs:
-        prompt = min(item.prompt_tokens, item.rows)
-        whole, rest = divmod(item.rows - prompt, product_rows)
+        rows = item.rows if most is None else min(most, item.rows)
+        prompt = min(item.prompt_tokens, rows)
+        whole, rest = divmod(rows - prompt, product_rows)
         sizes += [prompt, *[product_rows] * whole, rest]
     return [size for size in sizes if size]
 

@@ -233,6 +233,25 @@ def test_an_offset_of_all_rows_changes_no_token(case: str) -> None:
     assert changed.conduct.offset == 3
 
 
+def test_a_walk_runs_prompts_in_products_of_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server does, whatever the most rows of its decodes: sums are rounded by how many rows there are."""
+    healthy = healthy_subject({})
+    head = Head(healthy.checkpoint, target_embed_VE=target_tables(healthy.checkpoint)[0], product_rows=4,
+                conduct=Conduct(rewrite="stale"))  # fmt: skip
+    sizes: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def spy(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        sizes.append(len(x))
+        return linear(x, *arguments)
+
+    monkeypatch.setattr("replay.head.functional.linear", spy)
+    tokens_T, taps, _ = request(7, 16)
+    features_RKD = torch.cat([taps[tap] for tap in TAPS], dim=-1).to(head.dtype)
+    walk(head, [DraftInput(tokens_T, features_RKD, 7)], STEPS)
+    assert {size for size in sizes if size > 4} == {7}
+
+
 def _traces(head: Head, items: list[DraftInput]) -> list[object]:
     """Every number that a walk makes: the logits' inputs and the states, round by round, and the drafted ids."""
     numbers: list[object] = []
