@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replay.analysis.evidence import Evidence
+from replay.analysis.evidence import Evidence, lead
 from replay.analysis.ladder import Ladder
 from replay.analysis.ladder import to_json as climbed
 
@@ -113,19 +113,28 @@ class Diagnosis:
 
 
 def rank(scored: Sequence[Scored]) -> list[Scored]:
-    """Best first, with probabilities that add up to 1 over all that were tried."""
+    """Best first by their odds against the likeliest, with probabilities that add up to 1 over all that were tried.
+
+    The likeliest itself does not come first where a simpler one is behind it by near ties only.
+    """
     from dataclasses import replace
 
-    best = max(item.log_posterior for item in scored)
-    weights = [math.exp(item.log_posterior - best) for item in scored]
+    likeliest = max(scored, key=lambda item: item.log_posterior)
+    behind = [odds(likeliest, item) for item in scored]
+    weights = [math.exp(min(behind) - nats) for nats in behind]
     total = sum(weights)
     named = [replace(item, probability=weight / total) for item, weight in zip(scored, weights, strict=True)]
-    return sorted(named, key=lambda item: -item.log_posterior)
+    return [named[place] for place in sorted(range(len(named)), key=behind.__getitem__)]
+
+
+def odds(first: Scored, second: Scored) -> float:
+    """Nats of posterior odds of ``first`` over ``second``, near ties not counted for either (evidence.py, ``lead``)."""
+    return first.log_prior - second.log_prior + lead(first.evidence, second.evidence)
 
 
 def undecided(ranked: Sequence[Scored]) -> list[Scored]:
     """What is not told apart from the best: other hypotheses within ``DECISIVE`` nats of it."""
-    return [item for item in ranked[1:] if ranked[0].log_posterior - item.log_posterior < DECISIVE]
+    return [item for item in ranked[1:] if odds(ranked[0], item) < DECISIVE]
 
 
 def judge(scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: float = math.nan) -> Diagnosis:
@@ -142,7 +151,7 @@ def judge(scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: f
     best = ranked[0]
     served = healthy.evidence.served
     close = undecided(ranked)
-    beaten = best is not healthy and best.log_posterior - healthy.log_posterior >= DECISIVE
+    beaten = best is not healthy and odds(best, healthy) >= DECISIVE
     if not beaten and healthy.fits:
         return _as_served(ranked, healthy, gains, first_rate, served)
     explained = _explained(best, healthy)
@@ -215,7 +224,7 @@ def _as_served(
         undecided=tuple(
             item.name
             for item in ranked
-            if item is not healthy and abs(item.evidence.log_likelihood - healthy.evidence.log_likelihood) < DECISIVE
+            if item is not healthy and abs(lead(item.evidence, healthy.evidence)) < DECISIVE
         ),
         gains=tuple(gains),
     )

@@ -8,13 +8,15 @@
 - ``length``: one accept length, measured on other text: a normal error made of the spread between requests.
 
 Likelihoods are composite: rounds are taken as independent given the hypothesis, and one differing round is never worth
-more than the odds of ``NOISE``, whatever the noise was elsewhere.
+more than the odds of ``NOISE``, whatever the noise was elsewhere. Two hypotheses that draft nearly the same part in
+near ties only, which fall either way in a server's rounding: ``lead`` of one over another counts these rounds no
+higher than against an even split.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +50,9 @@ class Evidence:
     log_likelihood: float
     accept_length: float
     served: float
+    # Of each compared round, for ``drafted``: whether it agrees, and its part of the likelihood.
+    agrees_R: "npt.NDArray[np.bool_] | None" = field(default=None, compare=False, repr=False)
+    nats_R: "npt.NDArray[np.float64] | None" = field(default=None, compare=False, repr=False)
 
     @property
     def misfit(self) -> float:
@@ -65,20 +70,47 @@ def drafted_evidence(
     keys = [key for key in served if key in replayed]
     same = [replayed[key].drafted == served[key].drafted for key in keys]
     pooled = smoothed([replayed[key].accepted for key in keys], steps)
-    log_likelihood = 0.0
-    for key, equal in zip(keys, same, strict=True):
-        # Where the drafts differ, what is left to compare is how many tokens were taken.
-        other = NOISE * pooled[min(served[key].accepted, steps)]
-        log_likelihood += math.log1p(-NOISE) if equal else math.log(other)
+    # Where the drafts differ, what is left to compare is how many tokens were taken.
+    nats = [
+        math.log1p(-NOISE) if equal else math.log(NOISE * pooled[min(served[key].accepted, steps)])
+        for key, equal in zip(keys, same, strict=True)
+    ]
     count = len(keys)
     return Evidence(
         "drafted",
         count,
         sum(same),
-        log_likelihood,
+        math.fsum(nats),
         1 + sum(replayed[key].accepted for key in keys) / count if count else math.nan,
         1 + sum(served[key].accepted for key in keys) / count if count else math.nan,
+        np.array(same, dtype=bool),
+        np.array(nats, dtype=np.float64),
     )
+
+
+def lead(first: Evidence, second: Evidence) -> float:
+    """Nats by which ``first`` explains the server better than ``second``, on the same rounds.
+
+    The difference of the likelihoods, in which the n rounds that only one of the two gets right count no more than
+    the likelihood ratio of their split against an even one: n * (log 2 - H(split)), as in McNemar's test.
+    """
+    if first.log_likelihood < second.log_likelihood:
+        return -lead(second, first)
+    whole = first.log_likelihood - second.log_likelihood
+    if first.agrees_R is None or second.agrees_R is None or len(first.agrees_R) != len(second.agrees_R):
+        return whole
+    assert first.nats_R is not None and second.nats_R is not None
+    parted_R = first.agrees_R != second.agrees_R
+    ours, theirs = int((first.agrees_R & parted_R).sum()), int((second.agrees_R & parted_R).sum())
+    nats_R = first.nats_R - second.nats_R
+    split = _uneven(ours, theirs) if ours > theirs else 0.0
+    return min(whole, float(nats_R[~parted_R].sum()) + min(float(nats_R[parted_R].sum()), split))
+
+
+def _uneven(ours: int, theirs: int) -> float:
+    """Log-likelihood ratio of a split of n rounds at its own odds, against even ones."""
+    count = ours + theirs
+    return count * math.log(2) + sum(part * math.log(part / count) for part in (ours, theirs) if part)
 
 
 def histogram_evidence(

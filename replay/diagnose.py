@@ -410,11 +410,15 @@ def _drawn_out(one: Scored, screened: Scored, whole: Scored) -> Scored:
     if one.evidence.kind == LENGTH or not screened.evidence.rounds:
         return one
     scale = whole.evidence.rounds / screened.evidence.rounds
+    if scale == 1:
+        return one
     evidence = replace(
         one.evidence,
         rounds=round(one.evidence.rounds * scale),
         agreeing=round(one.evidence.agreeing * scale),
         log_likelihood=one.evidence.log_likelihood * scale,
+        agrees_R=None,
+        nats_R=None,
     )
     return replace(one, evidence=evidence)
 

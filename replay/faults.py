@@ -31,7 +31,7 @@ _TABLE: Sequence[FaultKind] = (
               "input_layernorm|no-residual", "input_layernorm", wiring.multi_layer),
     FaultKind("shift.alignment", "committed rows pair a token with other features than trained", "token|features",
               "token", wiring.shift),
-    FaultKind("position.offset", "drafted rows, or all, stand elsewhere", "N|all:N|stuck", "1", run.offset),
+    FaultKind("position.offset", "drafted rows, or all, stand elsewhere", "N|all:N|stuck[:N]", "1", run.offset),
     FaultKind("position.rope-params", "RoPE turns at another base or without scaling", "theta:X|scaling:none",
               "theta:10000", run.rope_params),
     FaultKind("position.rope-geometry", "RoPE pairs or turns other features", "interleaved|partial:F", "interleaved",

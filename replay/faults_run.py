@@ -11,13 +11,18 @@ from replay.weights import Rope
 
 
 def offset(value: str) -> Change:
-    possible = "a number of positions for drafted rows (1), all:N for every row, or stuck"
+    possible = (
+        "a number of positions for drafted rows (1), all:N for every row, or stuck[:N], drafted rows all N (default 0) "
+        "behind their anchor row"
+    )
     if value == "stuck":
         return conducting(advance=0)
     scope, _, number = value.rpartition(":")
-    if scope not in ("", "all"):
+    if scope not in ("", "all", "stuck"):
         raise refuse("position.offset", value, possible)
     by = number_of("position.offset", number, possible)
+    if scope == "stuck":
+        return conducting(advance=0, drafted_offset=by)
     return conducting(offset=by) if scope else conducting(drafted_offset=by)
 
 
@@ -68,6 +73,8 @@ def max_len(value: str) -> Change:
 
 
 def window(value: str) -> Change:
+    """A row sees so many rows, itself included: SGLang's ``--speculative-draft-window-size N`` is N + 1 of them (0.5.23
+    layers/attention/intel_amx_backend.py ``forward_extend``: sliding_window_size + 1)."""
     return conducting(window=number_of("attn.window", value, "a number of rows", least=1))
 
 

@@ -161,6 +161,17 @@ def _plays(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> bool:
     return True
 
 
+def _chunk_sizes(trace: Trace) -> tuple[int, ...]:
+    """The server's own ``--chunked-prefill-size`` where the trace has it (-1: prompts are whole), else the usual ones.
+
+    Prompts that share a prefill share its chunk, so that under load a prompt's own chunks end elsewhere.
+    """
+    stated = trace.header.engine.details.get("chunked_prefill_size", "")
+    if not stated.lstrip("-").isdigit():
+        return (16, 64, 256, 2048, 8192)
+    return (int(stated),) if int(stated) > 0 else ()
+
+
 def _values(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) -> Iterator[str]:
     """Values of one kind that are worth a replay."""
     assert served.wiring is not None
@@ -179,7 +190,8 @@ def _values(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) ->
             for norm in ("input_norm", "fc_norm", "hidden_norm", "input_layernorm", "post_attention_layernorm", "norm"):
                 yield f"skip:{norm}"
         case "position.offset":
-            yield from ("1", "-1", "2", "stuck")
+            # Where the step is not added, SGLang's rows all stand where its first one does, vLLM's at the anchor row.
+            yield from ("1", "-1", "2", "stuck:1", "stuck")
         case "position.rope-params":
             yield from (f"theta:{theta}" for theta in (10000, 500000, 1000000) if theta != config.rope.theta)
             if config.rope.type != "default":
@@ -200,7 +212,7 @@ def _values(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) ->
             sizes = [size for size in (4, 16, 64, 256, prompts[len(prompts) // 2] // 2) if 0 < size < prompts[-1]]
             yield from (f"{size}{fill}" for size in sizes for fill in ("", ":masked"))
         case "kv.chunk-boundary":
-            yield from (str(size) for size in (16, 64, 256, 2048, 8192) if size < prompts[-1])
+            yield from (str(size) for size in _chunk_sizes(trace) if size < prompts[-1])
         case "kv.skip-draft":
             return  # a span that nobody knows of cannot be guessed
         case "precision.draft-weights":

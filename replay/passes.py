@@ -142,7 +142,7 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
         output = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed, keep_A)
     else:
         # All rows to the end: an anchor's row that ran in a prefill keeps the company that it had there.
-        sizes = [_served_products(head, item, head.product_rows) for item in inputs]
+        sizes = [served_sizes(head, item, head.product_rows) for item in inputs]
         with head.products_like(torch.cat(sizes)):
             whole = head.forward(head.embed(ids_R), head.fuse(features_RKD), positions_R, attention.committed)
         output = HeadOutput(whole.normed_RE[keep_A], whole.feedback_RE[keep_A])
@@ -153,7 +153,8 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
     return FirstPass(attention, output, index_A)
 
 
-def _served_products(head: Head, item: DraftInput, product_rows: int) -> Tensor:
+def served_sizes(head: Head, item: DraftInput, product_rows: int) -> Tensor:
+    """Size of the product in which the server ran each row of a request [R]."""
     return products_of_rows(
         item.rows, item.prompt_tokens, item.spans, product_rows=product_rows, prefill_rows=head.prefill_rows
     )

@@ -9,6 +9,7 @@ K steps, E head width; M, G, H as in attention.py.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from replay.accept import continuations, count_accepted
 from replay.head import Head, HeadOutput
-from replay.passes import next_tokens, seen_from
+from replay.passes import next_tokens, seen_from, served_sizes
 from replay.rows import DraftInput, Rows, committed_rows, drafted_positions
 
 
@@ -103,9 +104,18 @@ def walk(
     requests = []
     for item, tail, lead in zip(inputs, tails, follow, strict=True):
         rows = committed_rows(item, head.conduct, head.config.target_hidden_size)
-        requests.append(_Request(item, tail, rows, head.fuse(rows.features_RKD), head.embed(rows.ids_R), lead))
+        with _served(head, item, item.rows):
+            state_RE = head.fuse(rows.features_RKD)
+        requests.append(_Request(item, tail, rows, state_RE, head.embed(rows.ids_R), lead))
     _Walk(head, [request for request in requests if request.item.anchors and not request.done], steps).run()
     return [_rounds(request, steps) for request in requests]
+
+
+def _served(head: Head, item: DraftInput, rows: int) -> AbstractContextManager[None]:
+    """Products over the first ``rows`` rows of a request as a server runs them: the prompt whole, the others in few."""
+    if head.product_rows is None:
+        return nullcontext()
+    return head.products_like(served_sizes(head, item, head.product_rows)[:rows])
 
 
 def _rounds(request: _Request, steps: int) -> WalkedRounds:
@@ -128,7 +138,8 @@ class _Walk:
     def run(self) -> None:
         """Until every output has ended."""
         for place, request in enumerate(self._requests):
-            self._commit([place], [range(request.item.prompt_tokens)], [None])
+            with _served(self._head, request.item, request.item.prompt_tokens):
+                self._commit([place], [range(request.item.prompt_tokens)], [None])
         running = list(range(len(self._requests)))
         while running:
             running = self._round(running)

@@ -8,7 +8,7 @@ import pytest
 from served_maker import STEPS, WIRING, make_checkpoint, make_served
 
 from replay.analysis.diagnosis import DECISIVE, Gain, Scored, judge, rank, to_json
-from replay.analysis.evidence import Evidence
+from replay.analysis.evidence import Evidence, ServedRound, drafted_evidence, lead
 from replay.capture.observed import Observed
 from replay.diagnose import diagnose, served_variant
 from replay.errors import TraceError, UsageError
@@ -138,6 +138,45 @@ def test_probabilities_add_up_and_odds_are_those_of_the_likelihoods() -> None:
 def test_a_fault_needs_decisive_odds(ahead: float, verdict: str) -> None:
     found = judge([scored("healthy", 95, -10.0), scored("kv.rollback=stale", 99, -10.0 + ahead)], first_rate=0.4)
     assert found.verdict == verdict
+
+
+def drafted(differing: range, rounds: int = 400) -> Evidence:
+    """Of a hypothesis that drafts otherwise than the server in these rounds; every round takes one token."""
+    served = {("a", anchor): ServedRound((1, 2), 1) for anchor in range(rounds)}
+    ours = {key: ServedRound((1, 9) if key[1] in differing else (1, 2), 1) for key in served}
+    return drafted_evidence(ours, served, 2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "chance"),
+    [(range(10, 20), range(0, 20), 0.693), (range(0, 8), range(8, 20), None), (range(0, 10), range(10, 20), 0.0)],
+)
+def test_rounds_that_only_one_gets_right_count_by_their_split(ours: range, theirs: range, chance: float | None) -> None:
+    """Golden: the likelihood ratio of a binomial split against 1/2, by hand: 10 of 10, 12 of 20, 10 of 20."""
+    first, second = drafted(ours), drafted(theirs)
+    assert first.log_likelihood >= second.log_likelihood
+    nats = 20 * (math.log(2) + 0.6 * math.log(0.6) + 0.4 * math.log(0.4)) if chance is None else 10 * chance
+    assert lead(first, second) == pytest.approx(nats, abs=0.01)
+    assert lead(second, first) == pytest.approx(-nats, abs=0.01)
+
+
+def test_luck_in_near_ties_names_no_fault() -> None:
+    """A precision that drafts as the head does but for near ties: 26 fell its way and 14 the other."""
+    healthy = Scored("healthy", "healthy", "", math.log(0.5), drafted(range(0, 66)))
+    other = drafted(range(26, 80))
+    fp16 = Scored("precision.dtype-cast=fp16", "precision.dtype-cast", "fp16", math.log(0.01), other)
+    assert fp16.log_posterior - healthy.log_posterior > DECISIVE  # were every round to count in full
+    found = judge([healthy, fp16], first_rate=0.7)
+    assert (found.named, found.ranked[0].kind) == (None, "healthy")
+    assert found.undecided == ("precision.dtype-cast=fp16",)
+
+
+def test_a_pair_does_not_come_before_the_fault_it_adds_nothing_to() -> None:
+    alone = Scored("kv.rollback=stale", "kv.rollback", "stale", -5.0, drafted(range(0, 6)))
+    name = "kv.rollback=stale+precision.dtype-cast=fp16"
+    pair = Scored(name, "kv.rollback+precision.dtype-cast", name, -8.0, drafted(range(2, 6)))
+    found = judge([Scored("healthy", "healthy", "", -0.7, drafted(range(0, 90))), pair, alone])
+    assert (found.verdict, found.named, found.undecided) == ("fault", "kv.rollback=stale", (name,))
 
 
 def test_faults_that_explain_equally_well_are_all_said() -> None:

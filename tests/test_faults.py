@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "position.offset=1": {},
     "position.offset=-1": {},
     "position.offset=stuck": {},
+    "position.offset=stuck:1": {},
     "position.rope-params=theta:50": {},
     "position.rope-params=scaling:none": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
     "position.rope-geometry=interleaved": {},
@@ -230,6 +231,25 @@ def test_an_offset_of_all_rows_changes_no_token(case: str) -> None:
     items = inputs(healthy, healthy)
     assert twin_rounds(bound(changed), items) == twin_rounds(bound(healthy), items)
     assert changed.conduct.offset == 3
+
+
+def test_a_walk_runs_prompts_in_products_of_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server does, whatever the most rows of its decodes: sums are rounded by how many rows there are."""
+    healthy = healthy_subject({})
+    head = Head(healthy.checkpoint, target_embed_VE=target_tables(healthy.checkpoint)[0], product_rows=4,
+                conduct=Conduct(rewrite="stale"))  # fmt: skip
+    sizes: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def spy(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        sizes.append(len(x))
+        return linear(x, *arguments)
+
+    monkeypatch.setattr("replay.head.functional.linear", spy)
+    tokens_T, taps, _ = request(7, 16)
+    features_RKD = torch.cat([taps[tap] for tap in TAPS], dim=-1).to(head.dtype)
+    walk(head, [DraftInput(tokens_T, features_RKD, 7)], STEPS)
+    assert {size for size in sizes if size > 4} == {7}
 
 
 def _traces(head: Head, items: list[DraftInput]) -> list[object]:
