@@ -134,8 +134,10 @@ def histogram_evidence(
         agreeing += int(matched.sum())
         log_likelihood += float(matched.sum() * math.log1p(-NOISE) + left @ np.log(NOISE * pooled))
     accepted = totals @ np.arange(steps + 1)
-    means = [1 + part / total if total else math.nan for part, total in zip(accepted, totals.sum(1), strict=True)]
-    return Evidence("histogram", rounds, agreeing, log_likelihood, *means)
+    ours_mean, theirs_mean = (
+        1 + part / total if total else math.nan for part, total in zip(accepted, totals.sum(1), strict=True)
+    )
+    return Evidence("histogram", rounds, agreeing, log_likelihood, ours_mean, theirs_mean)
 
 
 def length_evidence(counts: Counts, served: float, served_rounds: int | None, *, seed: int = 0) -> Evidence:
