@@ -145,6 +145,7 @@ def length_evidence(counts: Counts, served: float, served_rounds: int | None, *,
 
     ``served_rounds`` weighs the server's own sampling error in (None: as large as ours).
     """
+    counts = counts[counts[:, ROUNDS] > 0]
     totals = counts.sum(axis=0)
     rounds = int(totals[ROUNDS])
     own = float(lengths(totals[None].astype(np.float64))[0])

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # Served rounds on which every hypothesis is tried, and the best of them.
 SCREENING_ROUNDS = 400
 FINAL_ROUNDS = 2000
+SCREENING_TOKENS = 2500  # output tokens, where no rounds were recorded
 FINALISTS = 6
 # Of these single faults every two are tried as a pair.
 _PAIRED = 5
@@ -132,6 +133,7 @@ class _Case:
         self._kind = self._find_observed()
         self._screen = self._first_rounds(SCREENING_ROUNDS)
         self._rounds = self._first_rounds(FINAL_ROUNDS)
+        self._some = self._first_requests(SCREENING_TOKENS)
 
     def close(self) -> Diagnosis:
         """Try every hypothesis, the best ones again on everything, and judge."""
@@ -218,6 +220,17 @@ class _Case:
                 kept.append(record.request_id)
         return self._rounds.filter(self._rounds["request_id"].is_in(kept))
 
+    def _first_requests(self, most: int) -> set[str]:
+        """Requests in trace order up to about ``most`` output tokens, and at least two."""
+        kept: set[str] = set()
+        total = 0
+        for record in self._trace.records:
+            if total >= most and len(kept) > 1:
+                break
+            kept.add(record.request_id)
+            total += record.output_tokens
+        return kept
+
     # ---- replays ----
 
     def _try(self, stage: str, hypotheses: Sequence[Hypothesis], *, whole: bool = False) -> list[_Tried]:
@@ -231,6 +244,7 @@ class _Case:
                 {self._served.draft: self._checkpoint},
                 variants,
                 follow=rounds,
+                only=None if whole or self._kind == DRAFTED else self._some,
                 served_products=whole,
             )
             counts = per_request(replayed)

@@ -1,6 +1,6 @@
 """A trace, heads and variants become rounds: what a server would have done, request by request."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from time import perf_counter
@@ -52,6 +52,7 @@ def simulate(
     *,
     device: str = "cpu",
     follow: "pl.DataFrame | None" = None,
+    only: Collection[str] | None = None,
     served_products: bool = True,
     on_event: Callable[[Progress], None] = lambda _: None,
 ) -> Rounds:
@@ -59,8 +60,8 @@ def simulate(
 
     ``follow`` is a table of rounds (``Trace.served_rounds``): every variant then drafts at the anchors of these rounds
     instead of its own, request by request, so that it can be held against them round for round; requests without
-    rounds there are left out. ``served_products`` false runs matrix products as large as they fit instead of as large
-    as a CPU server's: several times as fast, and near ties may fall otherwise.
+    rounds there are left out. ``only`` names the requests to replay. ``served_products`` false runs matrix products as
+    large as they fit instead of as large as a CPU server's: several times as fast, and near ties may fall otherwise.
 
     ``checkpoints`` maps the variants' ``draft`` to heads. All checks stand before the first tensor is read.
     Raises WiringError, CheckpointError, UsageError or TraceError.
@@ -89,7 +90,11 @@ def simulate(
     with torch.inference_mode():
         done = 0
         for pack in read_packs(trace, _taps(groups)):
-            played = [rows for rows in pack if led is None or rows.request_id in led]
+            played = [
+                rows
+                for rows in pack
+                if (led is None or rows.request_id in led) and (only is None or rows.request_id in only)
+            ]
             leads = [Lead() if led is None else led[rows.request_id] for rows in played]
             for stem in stems if played else []:
                 _replay_pack(stem, played, leads, trace, spans, tallies, table)
