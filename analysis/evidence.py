@@ -25,6 +25,8 @@ from replay.analysis.bootstrap import resampled_sums
 from replay.analysis.counts import ROUNDS, Counts, lengths, stacked_sums
 
 NOISE = 0.05  # a round of a true hypothesis differs this often
+# What a round is worth to a hypothesis that cannot say what is drafted: less than one that says it and is right.
+_UNSAID = 0.5
 _LENGTH_ERROR = 0.02  # relative: what a log or gauge of another workload is off beside sampling
 _SMOOTH = 1.0  # rounds of every count that a predicted histogram is given beside its own
 
@@ -85,6 +87,28 @@ def drafted_evidence(
         1 + sum(served[key].accepted for key in keys) / count if count else math.nan,
         np.array(same, dtype=bool),
         np.array(nats, dtype=np.float64),
+    )
+
+
+def accepted_evidence(
+    replayed: Mapping[RoundKey, ServedRound], served: Mapping[RoundKey, ServedRound], steps: int
+) -> Evidence:
+    """Compare how many tokens were taken, for a hypothesis whose drafts nobody can know, such as those of noise.
+
+    Rounds agree as far as the two histograms of accepted tokens do.
+    """
+    keys = [key for key in served if key in replayed]
+    ours = Counter(min(replayed[key].accepted, steps) for key in keys)
+    theirs = Counter(min(served[key].accepted, steps) for key in keys)
+    pooled = smoothed([replayed[key].accepted for key in keys], steps)
+    count = len(keys)
+    return Evidence(
+        "drafted",
+        count,
+        (ours & theirs).total(),
+        math.fsum(number * math.log(_UNSAID * pooled[accepted]) for accepted, number in theirs.items()),
+        1 + sum(replayed[key].accepted for key in keys) / count if count else math.nan,
+        1 + sum(served[key].accepted for key in keys) / count if count else math.nan,
     )
 
 

@@ -17,7 +17,7 @@ from replay.analysis.limits import limits, strata
 from replay.binding import bind, resolve
 from replay.climb import climb
 from replay.errors import TraceError, UsageError
-from replay.hypotheses import HEALTHY_NAME, Hypothesis, other_wirings, pairs, singles
+from replay.hypotheses import HEALTHY_NAME, Hypothesis, drafts_noise, other_wirings, pairs, singles
 from replay.remedies import remedy
 from replay.simulation import Progress, simulate
 from replay.traces.reader import Trace
@@ -252,17 +252,22 @@ class _Case:
                 self._variants[item.name] = item.variant
                 table = replayed.table.filter(replayed.table["variant"] == info.name)
                 scored = Scored(
-                    item.name, item.kind, item.value, item.log_prior, self._evidence(table, counts[info.name], rounds)
-                )
+                    item.name, item.kind, item.value, item.log_prior,
+                    self._evidence(table, counts[info.name], rounds, noise=drafts_noise(item, self._checkpoint)),
+                )  # fmt: skip
                 kept = by_anchor(table) if whole and self._kind == DRAFTED else {}
                 found[item.name] = _Tried(item, scored, kept, counts[info.name])
             self._tell(Trying(stage, len(found), len(hypotheses)))
         return [found[item.name] for item in hypotheses]
 
-    def _evidence(self, table: "pl.DataFrame", counts: Counts, rounds: "pl.DataFrame | None") -> ev.Evidence:
+    def _evidence(
+        self, table: "pl.DataFrame", counts: Counts, rounds: "pl.DataFrame | None", *, noise: bool
+    ) -> ev.Evidence:
         steps = self._served.steps
         if self._observed is not None:
             return ev.length_evidence(counts, self._observed.accept_length, self._observed.rounds)
+        if rounds is not None and noise:
+            return ev.accepted_evidence(by_anchor(table), by_anchor(rounds), steps)
         if rounds is not None:
             return ev.drafted_evidence(by_anchor(table), by_anchor(rounds), steps)
         return ev.histogram_evidence(_histograms(table, steps), self._histograms, steps)

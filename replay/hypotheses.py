@@ -104,6 +104,12 @@ def pairs(likely: Sequence[Hypothesis], checkpoint: Checkpoint, trace: Trace) ->
     return found
 
 
+def drafts_noise(hypothesis: Hypothesis, checkpoint: Checkpoint) -> bool:
+    """Whether nobody can know its drafts: a matrix that was never loaded holds whatever was in memory."""
+    tensor = checkpoint.tensors.get(f"{hypothesis.value}.weight")
+    return hypothesis.kind == "weights.missing" and tensor is not None and tensor.ndim > 1
+
+
 def other_wirings(served: Variant, checkpoint: Checkpoint, trace: Trace) -> list[Hypothesis]:
     """Other taps for the head, as layer-id hypotheses.
 

@@ -8,7 +8,7 @@ import pytest
 from served_maker import STEPS, WIRING, make_checkpoint, make_served
 
 from replay.analysis.diagnosis import DECISIVE, Gain, Scored, judge, rank, to_json
-from replay.analysis.evidence import Evidence, ServedRound, drafted_evidence, lead
+from replay.analysis.evidence import Evidence, ServedRound, accepted_evidence, drafted_evidence, lead
 from replay.capture.observed import Observed
 from replay.diagnose import diagnose, served_variant
 from replay.errors import TraceError, UsageError
@@ -177,6 +177,23 @@ def test_a_pair_does_not_come_before_the_fault_it_adds_nothing_to() -> None:
     pair = Scored(name, "kv.rollback+precision.dtype-cast", name, -8.0, drafted(range(2, 6)))
     found = judge([Scored("healthy", "healthy", "", -0.7, drafted(range(0, 90))), pair, alone])
     assert (found.verdict, found.named, found.undecided) == ("fault", "kv.rollback=stale", (name,))
+
+
+def test_noise_is_told_by_what_is_accepted() -> None:
+    """A tensor that was never loaded: nobody knows its drafts, only that none is taken; another fault knows them."""
+    nothing = {("a", anchor): ServedRound((8, 9), 0) for anchor in range(100)}
+    served = {("a", anchor): ServedRound((4, 5), 0) for anchor in range(100)}
+    some = {("a", anchor): ServedRound((1, 2), anchor % 3) for anchor in range(100)}
+    noise = Scored("weights.missing=fc", "weights.missing", "fc", -5.0, accepted_evidence(nothing, served, 2))
+    wrong = Scored("vocab.d2t=identity", "vocab.d2t", "identity", -5.0, drafted_evidence(nothing, served, 2))
+    right = Scored("vocab.d2t=absolute", "vocab.d2t", "absolute", -5.0, drafted_evidence(served, served, 2))
+    healthy = Scored("healthy", "healthy", "", -0.7, drafted_evidence(some, served, 2))
+    assert (judge([healthy, wrong, noise]).named, noise.evidence.agreeing) == ("weights.missing=fc", 100)
+    assert judge([healthy, wrong, noise, right]).named == "vocab.d2t=absolute"
+    fed = Scored("weights.missing=fc", "weights.missing", "fc", -5.0, accepted_evidence(nothing, some, 2))
+    assert fed.evidence.agreeing == 34
+    as_is = Scored("healthy", "healthy", "", -0.7, drafted_evidence(some, some, 2))
+    assert judge([as_is, fed], first_rate=0.7).verdict == "healthy"
 
 
 def test_faults_that_explain_equally_well_are_all_said() -> None:
