@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum
+from replay.analysis.layout import bullet
 from replay.analysis.ladder_report import render_ladder
 
 _STYLES = {"healthy": "bold green", "head": "bold yellow", "fault": "bold red", "engine": "bold magenta"}
@@ -29,7 +31,7 @@ def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
     parts: list[RenderableType] = [verdict, Text(f"{diagnosis.why[:1].upper()}{diagnosis.why[1:]}.")]
     parts.append(Text(_numbers(diagnosis)))
     if diagnosis.fix:
-        parts += [Text(), Text("Fix", style="bold"), Text(f"  {diagnosis.fix}")]
+        parts += [Text(), Text("Fix", style="bold"), Padding(Text(diagnosis.fix), (0, 0, 0, 2))]
     if diagnosis.gains and diagnosis.verdict == "fault":
         parts += [Text(), Text("The head accepts more, at the same anchors, as", style="bold"), _gains(diagnosis.gains)]
     parts += [Text(), Text("Hypotheses, best first", style="bold"), _ranking(diagnosis.ranked[:_SHOWN])]
@@ -47,12 +49,19 @@ def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
         ("What the head lacks", diagnosis.limits),
     ):
         if lines:
-            parts += [Text(), Text(heading, style="bold"), *(Text(f"  - {line}") for line in lines)]
+            parts += [Text(), Text(heading, style="bold"), *(bullet(line) for line in _some(lines))]
     if diagnosis.strata:
         parts += [Text(), Text("Where the server parts from the replay", style="bold"), _strata(diagnosis.strata)]
     if diagnosis.ladder is not None:
         parts += [Text(), render_ladder(diagnosis.ladder)]
     return Group(*parts)
+
+
+def _some(lines: Sequence[str]) -> Sequence[str]:
+    """As many as a screen holds, and how many are left."""
+    if len(lines) <= _SHOWN + 1:
+        return lines
+    return [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more, which --json lists"]
 
 
 def _numbers(diagnosis: Diagnosis) -> str:

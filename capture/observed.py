@@ -149,6 +149,8 @@ def read_observed(source: str) -> Observed:
         if not math.isfinite(number) or number < 1:
             raise CaptureError(f"{source} is no accept length: it counts the bonus token, so it is 1 or more")
         return Observed(number, "given")
+    if not source.strip():
+        raise CaptureError(f"nothing was given: give {possible}")
     path = Path(source)
     try:
         if path.stat().st_size > _MOST:

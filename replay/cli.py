@@ -1,5 +1,6 @@
 """The command line: parse, call, print. No numbers are made here, and heavy imports wait inside the commands."""
 
+import errno
 import io
 import json
 import os
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # Short and long names of one thing; both are taken everywhere.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# What a write to a full or failing disk ends in.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class _Refusal(click.ClickException):
@@ -63,7 +66,14 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
-    cli()
+    try:
+        cli()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered would fail again at exit
+        _say(f"replay: the output cannot be written ({error.strerror}); make room, or send stdout elsewhere")
+        sys.exit(1)
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
@@ -350,12 +360,9 @@ def faults(as_json: bool) -> None:
     if as_json:
         _print_json([{k: v for k, v in asdict(kind).items() if k != "change"} for kind in FAULTS.values()])
         return
-    from rich.table import Table
-
-    table = Table("fault", "what it does", "values", "without a value")
-    for kind in FAULTS.values():
-        table.add_row(kind.name, kind.what, kind.values, kind.default or "needs one")
-    _print(table)
+    for kind in FAULTS.values():  # a paragraph each: in a table 80 columns would cut the names
+        default = "one is needed" if kind.default is None else f"{kind.default} unless given"
+        click.echo(f"{kind.name}={kind.values}\n    {kind.what}; {default}")
 
 
 @cli.command()
@@ -698,6 +705,8 @@ def _refuse_existing(path: Path, force: bool) -> None:
     """Before the work, so that nothing is lost after it."""
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file")
+    if path.exists() and not path.is_file():  # --force would put a file in the place of a device
+        raise OutputError(f"{path} is a device or a pipe and would be replaced; name a file")
     if path.exists() and not force:
         raise OutputError(f"{path} exists already; type another name, or --force to replace it")
     if not path.parent.is_dir():

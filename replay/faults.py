@@ -7,6 +7,7 @@ and the twin plays every one of them as well. To add a kind: a function from val
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from replay import faults_precision as precision
 from replay import faults_run as run
@@ -88,7 +89,9 @@ class Fault:
 def fault_kind(name: str) -> FaultKind:
     """The line of the table. Raises UsageError for a name that is not there."""
     if name not in FAULTS:
-        raise UsageError(f"fault {name!r} is not known; possible are {', '.join(FAULTS)}, or none")
+        near = get_close_matches(name, FAULTS, n=3, cutoff=0.5)
+        possible = f"nearest are {', '.join(near)}" if near else f"possible are {', '.join(FAULTS)}, or none"
+        raise UsageError(f"fault {name!r} is not known, {possible}; type replay faults for the list")
     return FAULTS[name]
 
 
@@ -133,9 +136,9 @@ KV_POLICIES = (
 
 def parse_policy(text: str) -> Fault:
     """A draft KV policy such as ``stale`` or ``hole:16`` as the fault it is. Raises UsageError."""
-    name, _, value = text.partition(":")
+    name, colon, value = text.partition(":")
     spelled = _POLICIES.get(name)
-    if spelled is None or bool(value) == ("=" in spelled):
+    if spelled is None or bool(colon) == ("=" in spelled) or bool(value) != bool(colon):
         raise UsageError(f"kv {text!r} was asked for, possible are refresh, {KV_POLICIES}, and in trees slot, path")
     return _parse(spelled if "=" in spelled else f"{spelled}={value}")
 

@@ -80,7 +80,7 @@ def parse_rule(text: str) -> Rule:
         key, _, number = part.partition("=")
         if key not in _PARAMETERS[name] or key in values:
             possible = " and ".join(_PARAMETERS[name]) or "no thresholds"
-            raise UsageError(f"rule {name} takes {possible}, each once, not {part!r}; possible rules are {_GRAMMAR}")
+            raise UsageError(f"rule {name} takes {possible}, not {part!r}; possible rules are {_GRAMMAR}")
         values[key] = _threshold(name, key, number)
     return Rule(name, **values)
 

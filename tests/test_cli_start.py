@@ -53,3 +53,15 @@ def test_help_costs_under_half_a_second_more_than_python() -> None:
     help_seconds = median(_cpu_seconds(console_script, "--help") for _ in range(5))
     bare_seconds = median(_cpu_seconds("-c", "pass") for _ in range(5))
     assert help_seconds - bare_seconds < 0.5
+
+
+def test_a_full_stdout_is_refused_in_a_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        for arguments in (["--help"], ["faults"], ["faults", "--json"]):
+            ran = subprocess.run(
+                [sys.executable, "-c", "from replay.cli import main; main()", *arguments],
+                stdout=full, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert ran.returncode == 1
+            assert ran.stderr.startswith("replay: the output cannot be written (No space left on device)")
+            assert ran.stderr.count("\n") == 1

@@ -132,6 +132,8 @@ def write_rounds(rounds: Rounds, path: Path, *, force: bool = False) -> None:
     table is not one that ``read_rounds`` would read back.
     """
     _check(rounds, path)
+    if path.exists() and not path.is_file():
+        raise OutputError(f"{path} is no regular file and would be replaced: name another after -o")
     if path.exists() and not force:
         raise OutputError(f"{path} exists already: type --force to replace it, or another path after -o")
     head: JsonObject = {
