@@ -11,8 +11,8 @@ from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum
-from replay.analysis.layout import bullet
 from replay.analysis.ladder_report import render_ladder
+from replay.analysis.layout import bullet
 
 _STYLES = {"healthy": "bold green", "head": "bold yellow", "fault": "bold red", "engine": "bold magenta"}
 _SHOWN = 8
