@@ -361,8 +361,8 @@ def faults(as_json: bool) -> None:
         _print_json([{k: v for k, v in asdict(kind).items() if k != "change"} for kind in FAULTS.values()])
         return
     for kind in FAULTS.values():  # a paragraph each: in a table 80 columns would cut the names
-        default = "one is needed" if kind.default is None else f"{kind.default} unless given"
-        click.echo(f"{kind.name}={kind.values}\n    {kind.what}; {default}")
+        default = "" if kind.default is None else f"  [default: {kind.default}]"
+        click.echo(f"{kind.name}={kind.values}{default}\n    {kind.what}")
 
 
 @cli.command()

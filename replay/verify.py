@@ -79,7 +79,7 @@ def parse_rule(text: str) -> Rule:
     for part in rest.split(",") if colon else []:
         key, _, number = part.partition("=")
         if key not in _PARAMETERS[name] or key in values:
-            possible = " and ".join(_PARAMETERS[name]) or "no thresholds"
+            possible = f"{' and '.join(_PARAMETERS[name])}, each once" if _PARAMETERS[name] else "no thresholds"
             raise UsageError(f"rule {name} takes {possible}, not {part!r}; possible rules are {_GRAMMAR}")
         values[key] = _threshold(name, key, number)
     return Rule(name, **values)

@@ -1,6 +1,7 @@
 """What a user can get wrong on the command line and in Python: one sentence, exit code 1, nothing lost."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from replay.binding import check_fit, resolve
 from replay.cli import cli
 from replay.demo import demo_options
 from replay.errors import CheckpointError, OutputError, UsageError
+from replay.faults import FAULTS
 from replay.traces.schema import TapInfo
 from replay.weights import parse_config
 from replay.wiring import Wiring
@@ -144,3 +146,24 @@ def test_the_demo_leaves_other_traces_alone(trace: Path) -> None:
     with pytest.raises(OutputError, match="not the demo's trace"):
         demo_options(trace.parent, 200, force=False, tell=print)
     assert replay.Trace.open(trace).header.requests == 3
+
+
+def test_a_device_or_pipe_is_not_replaced_even_by_force(trace: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    draft = tmp_path / "head-unread"
+    done = CliRunner().invoke(cli, ["simulate", str(trace), "--draft", str(draft), "-o", str(pipe), "--force"])
+    assert done.exit_code == 1
+    assert f"{pipe} is a device or a pipe" in done.stderr
+    assert pipe.is_fifo()
+
+
+def test_an_unknown_fault_names_its_nearest() -> None:
+    with pytest.raises(UsageError, match=r"'wiring.multilayer' is not known, nearest are wiring.multi-layer"):
+        replay.parse_faults("wiring.multilayer")
+
+
+def test_the_list_of_faults_fits_80_columns_with_whole_names() -> None:
+    done = CliRunner().invoke(cli, ["faults"])
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert {line.partition("=")[0] for line in done.stdout.splitlines()[::2]} == set(FAULTS)
