@@ -170,8 +170,12 @@ def judge(scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: f
             undecided=tuple(alike),
         )
     nearest = f"; nearest is {best.name}" if beaten else ""
-    alike = sum(item.fits and item.kind != HEALTHY_NAME for item in (best, *close)) if not beaten else 0
-    table = "no fault of the table explains it" if not alike else f"which of {alike} faults explains it cannot be told"
+    explaining = sum(item.fits and item.kind != HEALTHY_NAME for item in (best, *close)) if not beaten else 0
+    table = (
+        "no fault of the table explains it"
+        if not explaining
+        else f"which of {explaining} faults explains it cannot be told"
+    )
     direction = "less" if healthy.evidence.accept_length > served else "no less"
     return Diagnosis(
         verdict="engine",
