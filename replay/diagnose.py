@@ -40,6 +40,8 @@ FINALISTS = 6
 _PAIRED = 5
 # Kinds that change the head's tensors: each needs weights of its own, so they run one after the other.
 _OWN_TENSORS = ("weights.", "vocab.", "precision.")
+# Relative half width of the replay's interval beyond which an observed accept length says nothing.
+_WIDEST = 0.2
 DRAFTED, HISTOGRAM, LENGTH = "drafted", "histogram", "length"
 
 
@@ -187,6 +189,12 @@ class _Case:
 
     def _find_observed(self) -> str:
         if self._observed is not None:
+            most, seen = self._served.steps + 1, self._observed.accept_length
+            if seen > most:
+                raise UsageError(
+                    f"an accept length of {seen:g} was observed, {self._served.steps} steps give at most {most}; "
+                    "type the server's --steps"
+                )
             steps = self._observed.num_steps
             if steps is not None and steps != self._served.steps:
                 raise UsageError(
@@ -290,6 +298,8 @@ class _Case:
         }
         walks = self._own_walks([one.hypothesis for one in final if one.hypothesis.name in wanted])
         summary, rounds = walks[HEALTHY_NAME]
+        if self._kind == LENGTH:
+            self._check_width(summary)
         lengths = {name: walk.accept_length for name, (walk, _) in walks.items()}
         rates = summary.position_conditional
         diagnosis = judge(scored, gains=gains, first_rate=rates[0] if rates else float("nan"))
@@ -316,6 +326,15 @@ class _Case:
             else (),
             strata=tuple(self._strata(healthy, rounds)) if diagnosis.verdict == "engine" else (),
         )
+
+    def _check_width(self, summary: VariantSummary) -> None:
+        """Refuse to hold one number against a replay that leaves its own open. Raises TraceError."""
+        low, high = summary.accept_length_ci95
+        if not high - low <= 2 * _WIDEST * summary.accept_length:
+            raise TraceError(
+                f"{summary.rounds} rounds of {summary.played_requests} requests leave the replay's accept length open "
+                f"between {low:.2f} and {high:.2f}, too wide to hold an observed one against; capture more prompts"
+            )
 
     def _gains(self, final: Sequence[_Tried], healthy: _Tried) -> list[Gain]:
         """Finalists that accept more than what was served, at the same anchors where these are known, best first."""

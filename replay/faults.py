@@ -103,7 +103,10 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     """
     if text.strip() == NONE:
         return ()
-    return tuple(_parse(part.strip()) for part in text.split("+"))
+    faults = tuple(_parse(part.strip()) for part in text.split("+"))
+    if len(set(faults)) < len(faults):
+        raise UsageError(f"faults {text!r} name one twice; type it once")
+    return faults
 
 
 def _parse(text: str) -> Fault:

@@ -106,8 +106,16 @@ def test_a_trace_without_a_server_needs_an_observation(tmp_path: Path) -> None:
     make_served(tmp_path, HEADS["one"])
     with pytest.raises(TraceError, match="give --observed"):
         run(Trace.open(tmp_path / "plain"))
+    with pytest.raises(UsageError, match="3 steps give at most 4"):
+        run(Trace.open(tmp_path / "plain"), observed=Observed(4.5, "given"))
     with pytest.raises(UsageError, match="type --steps 5"):
         run(Trace.open(tmp_path / "plain"), observed=Observed(1.5, "a log", num_steps=5))
+
+
+def test_too_few_requests_are_no_ground_for_a_number(tmp_path: Path) -> None:
+    trace = make_served(tmp_path, HEADS["one"], requests=1)
+    with pytest.raises(TraceError, match=r"1 requests leave .* open.* capture more prompts"):
+        run(trace, observed=Observed(1.5, "given"))
 
 
 def test_the_served_variant_is_that_of_the_header(tmp_path: Path) -> None:

@@ -287,6 +287,11 @@ def test_faults_join() -> None:
     assert conduct == replace(HEALTHY, rewrite="stale", drafted_offset=1)
 
 
+def test_a_fault_named_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="name one twice"):
+        parse_faults("kv.rollback+kv.rollback=stale")
+
+
 def test_a_name_without_value_takes_the_usual_one() -> None:
     assert parse_faults("position.offset") == (Fault("position.offset", "1"),)
     with pytest.raises(UsageError, match=r"kv\.prefix-reuse needs a value"):
