@@ -142,7 +142,9 @@ class _Case:
         tried = self._try("single faults", singles(self._served, self._checkpoint, self._trace))
         best = max(tried, key=_posterior)
         if best.hypothesis.kind != HEALTHY_NAME or not best.scored.fits:
-            likely = [one.hypothesis for one in sorted(tried, key=_posterior, reverse=True)[:_PAIRED]]
+            # Noise explains every round a little, and leaves no room for a second cause.
+            told = [one for one in tried if not drafts_noise(one.hypothesis, self._checkpoint)]
+            likely = [one.hypothesis for one in sorted(told, key=_posterior, reverse=True)[:_PAIRED]]
             tried += self._try("pairs of faults", pairs(likely, self._checkpoint, self._trace))
         if self._trained is None:
             wirings = other_wirings(self._served, self._checkpoint, self._trace)

@@ -63,7 +63,7 @@ def test_the_ladder_ends_at_what_was_served(tmp_path: Path) -> None:
 
 
 def test_two_faults_at_once_are_found_as_a_pair(tmp_path: Path) -> None:
-    found = run(make_served(tmp_path, HEADS["one"], "position.offset=1+kv.prefix-reuse=4"))
+    found = run(make_served(tmp_path, HEADS["one"], "position.offset=1+kv.prefix-reuse=4", requests=16, output=24))
     assert found.verdict == "fault"
     assert set(found.ranked[0].kind.split("+")) == {"position.offset", "kv.prefix-reuse"}
 
