@@ -12,7 +12,7 @@ from replay.capture.record import CaptureOptions, capture_local
 from replay.demo import sample_head, sample_prompts
 
 PROMPTS = 24
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")

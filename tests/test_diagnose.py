@@ -36,8 +36,6 @@ def test_a_healthy_server_is_not_accused(tmp_path: Path, head: str) -> None:
     [
         "wiring.aux-layer-id=1",
         "wiring.recycle-norm=other",
-        "shift.alignment=token",
-        "vocab.d2t=identity",
         "kv.rollback=stale",
         "kv.prefix-reuse=4",
         "state.hidden-row=first",
