@@ -60,7 +60,7 @@ def test_a_write_that_fails_leaves_nothing_behind(rounds: Rounds, tmp_path: Path
     folder = tmp_path / "rounds.parquet"
     (folder / "inside").mkdir(parents=True)
     for path in (folder, tmp_path / "absent" / "rounds.parquet"):
-        with pytest.raises(OutputError, match="cannot be written"):
+        with pytest.raises(OutputError, match=r"cannot be written|is no regular file"):
             write_rounds(rounds, path, force=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["rounds.parquet"]
 
