@@ -270,7 +270,10 @@ def test_rounds_are_those_the_server_counted(captured: Callable[[str], Captured]
         tokens = [*trace.read(index, []).tokens.tolist(), *record.tail_ids]
         anchor = record.prompt_tokens
         for one in rounds:
-            assert one["anchor"] == anchor and len(one["drafted"]) == nodes - 1
+            # A request that a crowded server put back is prefilled again, which gives it a token without a round.
+            assert one["anchor"] - anchor in ((0, 1) if kind == "tree" else (0,))
+            anchor = one["anchor"]
+            assert len(one["drafted"]) == nodes - 1
             taken = tokens[anchor + 1 : anchor + 1 + one["accepted"]]
             if topk == 1:
                 assert one["drafted"][: one["accepted"]] == taken
@@ -278,7 +281,7 @@ def test_rounds_are_those_the_server_counted(captured: Callable[[str], Captured]
                 assert one["accepted"] == steps or one["drafted"][one["accepted"]] != after
             assert set(taken) <= set(one["drafted"])
             anchor += one["accepted"] + 1
-        assert anchor >= record.prompt_tokens + record.output_tokens - 1
+        assert anchor >= record.prompt_tokens + record.output_tokens - (2 if kind == "tree" else 1)
 
 
 def test_recording_changes_nothing(captured: Callable[[str], Captured], plain: list[Generated]) -> None:
