@@ -4,6 +4,7 @@ apart. Pure functions; ``replay diagnose`` makes the replays."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 from replay.analysis.evidence import Evidence, lead
@@ -19,6 +20,7 @@ FITS: Mapping[str, float] = {"drafted": 0.10, "histogram": 0.15, "length": 0.10}
 FLIPS, LEVEL = 0.25, 0.02
 # A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.
 WEAK_FIRST = 0.6
+_NORMAL = NormalDist()
 # Another variant must accept so much more at the same anchors before the head is said to be made for it.
 BETTER_BY = 0.03
 
@@ -92,7 +94,9 @@ class Stratum:
 class Diagnosis:
     """``verdict`` is one of healthy, head, fault, engine; ``why`` one sentence.
 
-    ``ranked`` best first; ``undecided`` names what cannot be told from the best, ``separate`` how to tell it.
+    ``certainty`` is the probability of the named kind among all that were tried (nan where it was named by what it
+    would accept instead). ``ranked`` best first; ``undecided`` names what cannot be told from the best, ``separate``
+    how to tell it.
     """
 
     verdict: str
@@ -192,15 +196,21 @@ def judge(scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: f
 
 def _explained(best: Scored, healthy: Scored) -> float:
     """Share of the rounds on which the healthy replay differs that the other one gets right."""
-    missed = healthy.evidence.rounds - healthy.evidence.agreeing
-    return (best.evidence.agreeing - healthy.evidence.agreeing) / missed if missed else 0.0
+    missed = healthy.evidence.misfit
+    return (missed - best.evidence.misfit) / missed if missed else 0.0
+
+
+def _stands_out(gain: Gain, tried: int) -> bool:
+    """Whether a gain is more than the luck of the best of ``tried`` variants: Bonferroni, on the interval's width."""
+    error = (gain.ci95[1] - gain.ci95[0]) / (2 * _NORMAL.inv_cdf(0.975))
+    return gain.ci95[0] > 0 and gain.gain > _NORMAL.inv_cdf(1 - 0.025 / tried) * error
 
 
 def _as_served(
     ranked: Sequence[Scored], healthy: Scored, gains: Sequence[Gain], first_rate: float, served: float
 ) -> Diagnosis:
     """The replay of what was served agrees with the server: is that what the head was made for?"""
-    clear = [gain for gain in gains if gain.ci95[0] > 0 and gain.gain >= BETTER_BY * served]
+    clear = [gain for gain in gains if gain.gain >= BETTER_BY * served and _stands_out(gain, len(ranked))]
     if clear:
         leading = [gain for gain in clear if gain is clear[0] or gain.tied]
         best = max(leading, key=lambda gain: gain.log_prior)
@@ -210,7 +220,7 @@ def _as_served(
             why=f"the server runs the head as configured, and the head was made for something else: as {best.label} it "
             f"accepts {best.gain:+.2f} tokens a round at the same anchors",
             named=best.label,
-            certainty=1.0 if not alike else 1 / (1 + len(alike)),
+            certainty=math.nan,
             served=served,
             healthy=healthy,
             ranked=tuple(ranked),

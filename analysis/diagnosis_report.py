@@ -38,7 +38,8 @@ def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
     evidence = diagnosis.healthy.evidence
     parts.append(
         Text(
-            f"same: {_MEASURES[evidence.kind]}, of {wording.count(evidence.rounds)}; "
+            f"same: {_MEASURES[evidence.kind]}, of {wording.count(evidence.rounds)}, or of the first of these where a "
+            "hypothesis was soon left behind; "
             f"{len(diagnosis.ranked)} hypotheses were tried",
             style="dim",
         )

@@ -90,10 +90,6 @@ class Conduct:
         """Whether it says something of drafted rows or of what a row sees, which trees do in their own way."""
         return self._differs(_DRAFTED + _AFTER_VERIFY)
 
-    def of_head(self) -> "Conduct":
-        """The fields that the head itself reads; the others as in a healthy server."""
-        return Conduct(**{name: getattr(self, name) for name in _HEAD})
-
     def of_first_pass(self) -> "Conduct":
         """The fields on which the committed rows of a round depend; drafted rows and what follows as if healthy."""
         return Conduct(**{name: getattr(self, name) for name in _ALL if name not in _LATER})
@@ -102,16 +98,6 @@ class Conduct:
         return any(getattr(self, field.name) != field.default for field in fields(self) if field.name in names)
 
 
-_HEAD = (
-    "feedback",
-    "skip_norms",
-    "residual_normed",
-    "features_first",
-    "later_norm",
-    "later_residual",
-    "interleaved",
-    "target_lm_head",
-)
 _AFTER_VERIFY = ("rewrite", "blank_accepted", "next_row")
 _DRAFTED = (
     "drafted_offset",

@@ -150,9 +150,11 @@ class _Case:
             wirings = other_wirings(self._served, self._checkpoint, self._trace)
         else:
             variant = replace(self._served, wiring=self._trained)
-            wirings = [Hypothesis("wiring.aux-layer-id", str(self._trained), variant, tried[1].scored.log_prior)]
+            wirings = [Hypothesis("wiring.aux-layer-id", str(self._trained), variant, tried[0].scored.log_prior)]
         tried += self._try("other wirings", wirings)
-        final = self._try("the likeliest on more rounds", _finalists(tried), whole=True)
+        named = wirings if self._trained is not None else []
+        chosen = {item.name: item for item in [*_finalists(tried), *named]}
+        final = self._try("the likeliest on more rounds", list(chosen.values()), whole=True)
         return self._verdict(tried, final)
 
     def climb(self, found: Diagnosis) -> Ladder:
@@ -446,7 +448,10 @@ def _finalists(tried: Sequence[_Tried]) -> list[Hypothesis]:
 
 
 def _drawn_out(one: Scored, screened: Scored, whole: Scored) -> Scored:
-    """A hypothesis that was only screened, its evidence drawn out to as many rounds as the finalists had."""
+    """A hypothesis that was only screened, its likelihood drawn out to as many rounds as the finalists had.
+
+    The rounds and how many agree stay those that were compared.
+    """
     if one.evidence.kind == LENGTH or not screened.evidence.rounds:
         return one
     scale = whole.evidence.rounds / screened.evidence.rounds
@@ -454,8 +459,6 @@ def _drawn_out(one: Scored, screened: Scored, whole: Scored) -> Scored:
         return one
     evidence = replace(
         one.evidence,
-        rounds=round(one.evidence.rounds * scale),
-        agreeing=round(one.evidence.agreeing * scale),
         log_likelihood=one.evidence.log_likelihood * scale,
         agrees_R=None,
         nats_R=None,

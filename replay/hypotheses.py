@@ -29,7 +29,6 @@ REPORTS: Mapping[str, int] = {
     "wiring.aux-layer-id": 13,
     "weights.missing": 9,
     "vocab.d2t": 8,
-    "config.steps": 5,
     "wiring.aux-missing": 5,
     "wiring.norm": 7,
     "wiring.recycle-norm": 7,

@@ -14,6 +14,7 @@ import click
 import replay
 from replay.faults import parse_faults
 from replay.variant import sweep
+from replay.weights import Checkpoint
 
 FAULTS = ("none", "position.offset=1", "kv.slot-write=overwrite", "wiring.recycle-norm=other")
 
@@ -42,9 +43,9 @@ def main(trace: Path, draft: Path, wirings: tuple[str, ...]) -> None:
           f"{once / single:.2f} of them")  # fmt: skip
 
 
-def _seconds(trace: replay.Trace, heads: dict[str, object], variants: list[replay.Variant]) -> float:
+def _seconds(trace: replay.Trace, heads: dict[str, Checkpoint], variants: list[replay.Variant]) -> float:
     start = perf_counter()
-    replay.simulate(trace, heads, variants)  # type: ignore[arg-type]
+    replay.simulate(trace, heads, variants)
     return perf_counter() - start
 
 

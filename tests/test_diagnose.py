@@ -227,6 +227,15 @@ def test_a_better_variant_counts_where_its_interval_says_so(low: float, verdict:
     assert judge([scored("healthy", 99, -5.0)], gains=[gain], first_rate=0.7).verdict == verdict
 
 
+def test_the_best_of_many_is_no_fault_by_luck() -> None:
+    """2.5 standard errors are clear for one variant that was tried, and nothing for the best of two hundred."""
+    gain = Gain("attn.window=4", "attn.window", "4", 0.25, (0.054, 0.446))
+    healthy = scored("healthy", 99, -5.0)
+    many = [scored(f"kv.prefix-reuse={size}", 10, -90.0) for size in range(1, 200)]
+    assert judge([healthy], gains=[gain], first_rate=0.7).verdict == "fault"
+    assert judge([healthy, *many], gains=[gain], first_rate=0.7).verdict == "healthy"
+
+
 def test_json_has_no_nan(tmp_path: Path) -> None:
     import json
 
