@@ -73,7 +73,8 @@ def test_branches_are_the_servers(captured: Capture, size: tuple[int, int, int])
     """Where the same tokens are drafted, each continues the same one, as the server linked them for its verify."""
     trace, checkpoint = captured(*size), replay.load_head(sample_head())
     topk, steps, num_draft_tokens = size
-    variant = resolve(replay.Variant("demo", steps=steps, topk=topk), checkpoint, trace)
+    served = replay.Variant("demo", steps=steps, topk=topk, num_draft_tokens=num_draft_tokens)
+    variant = resolve(served, checkpoint, trace)
     assert variant.wiring is not None
     head, compared = build_head(checkpoint, variant, trace), 0
     with torch.inference_mode():
