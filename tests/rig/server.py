@@ -112,6 +112,7 @@ def start_server(
         *("--device", "cpu", "--attention-backend", "intel_amx", "--host", "127.0.0.1", "--port", str(port)),
         *("--mem-fraction-static", "0.2", "--max-total-tokens", "16384", "--max-running-requests", "8"),
         *("--disable-radix-cache", "--skip-server-warmup"),
+        "--sleep-on-idle",  # a scheduler that waits would take a whole core from the one that works
     ]
     if draft_dir is not None:
         command += [
