@@ -13,8 +13,11 @@ sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 os.environ.update(
     COLUMNS="80", LINES="24", TERM="dumb", NO_COLOR="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
 )
-# Workers of pytest-xdist share the cores: two that each spin on all of them are slower than one alone.
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+# Workers of pytest-xdist share the cores: two that each spin on all of them are slower than one alone. They inherit
+# what the process that starts them has set below.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
 
