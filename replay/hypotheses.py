@@ -177,6 +177,12 @@ def _chunk_sizes(trace: Trace) -> tuple[int, ...]:
     return (int(stated),) if int(stated) > 0 else ()
 
 
+def _stated_windows(trace: Trace) -> tuple[int, ...]:
+    """The rows that the server's ``--speculative-draft-window-size`` lets a row see, itself included (attn.window)."""
+    stated = trace.header.engine.details.get("speculative_draft_window_size", "")
+    return (int(stated) + 1,) if stated.isdigit() else ()
+
+
 def _values(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) -> Iterator[str]:
     """Values of one kind that are worth a replay."""
     assert served.wiring is not None
@@ -207,7 +213,8 @@ def _values(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) ->
             limits = sorted({limit for limit in (config.max_position_embeddings, 2048) if limit < longest})
             yield from (f"{limit}{beyond}" for limit in limits for beyond in ("", ":dummy"))
         case "attn.window":
-            yield from (str(window) for window in (16, 32, 64, 128, 512, 2048) if window < longest)
+            windows = (*_stated_windows(trace), 16, 32, 64, 128, 512, 2048)
+            yield from (str(window) for window in windows if window < longest)
         case "vocab.d2t":
             yield from ("absolute", "identity", "offset:1", "offset:-1")
         case "weights.missing":

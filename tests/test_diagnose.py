@@ -50,6 +50,15 @@ def test_the_fault_that_a_server_has_comes_first(tmp_path: Path, fault: str) -> 
     assert found.fix
 
 
+def test_a_window_that_the_server_was_given_is_tried(tmp_path: Path) -> None:
+    """The flag counts the rows before the own one; without it, no window of this size is among the usual ones."""
+    found = run(make_served(tmp_path / "told", HEADS["one"], "attn.window=6", speculative_draft_window_size="5"))
+    assert found.named == "attn.window=6"
+    assert "--speculative-draft-window-size" in found.fix
+    untold = run(make_served(tmp_path / "untold", HEADS["one"], "attn.window=6"))
+    assert untold.named != "attn.window=6"
+
+
 def test_the_ladder_ends_at_what_was_served(tmp_path: Path) -> None:
     found = run(make_served(tmp_path, HEADS["one"], "wiring.recycle-norm=other"), ladder=True)
     assert found.ladder is not None
