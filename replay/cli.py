@@ -270,8 +270,8 @@ def capture(
     multiple=True,
     metavar="P",
     help="Draft KV: refresh, rewritten from target features after each verify, or a policy: stale, accumulate, "
-    "last-hole, none, overwrite, unseen, hole:P, chunk:N, window:N, row:WHICH. In trees slot (SGLang: a node sees what "
-    "stood in its column) or path (EAGLE: its ancestors).  [default: refresh; in trees the engine's]",
+    "last-hole, full-hole, none, overwrite, unseen, hole:P, chunk:N, window:N, row:WHICH. In trees slot (SGLang: a "
+    "node sees what stood in its column) or path (EAGLE: its ancestors).  [default: refresh; in trees the engine's]",
 )
 @click.option(
     "--fault",

@@ -18,9 +18,13 @@ CHAINS = ("grow", "overwrite", "unseen")
 # What becomes of the draft KV after verify: rows of true features replace the drafted ones; accepted drafted rows stay
 # and only what is missing is made from true features; every drafted row stays and the true ones come behind them.
 REWRITES = ("refresh", "stale", "accumulate")
+# After which rounds the row of the last accepted drafted token leaves no KV: after none; after each that took one; or
+# after those that took every drafted token, whose last one no drafting step ever ran.
+HOLES = ("never", "accepted", "full")
 # The row from which the next round drafts: the last accepted token's; the first or the one before the last of the rows
-# that verify rewrote; or the last drafted one, accepted or not.
-NEXT_ROWS = ("accepted", "first", "previous", "drafted")
+# that verify rewrote; the last drafted one, accepted or not; or two of them, the last accepted token's for the first
+# drafted token and the first that verify rewrote for the state that the first drafting step is fed.
+NEXT_ROWS = ("accepted", "first", "previous", "drafted", "hidden-only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Conduct:
     out of sight, ``blank_prefix`` so many prompt rows (never the last one) left no KV, ``blank_output`` rows of output
     tokens [start, stop) left none, ``blank_fill`` whether what was left is ``zero`` slots or ``masked`` ones.
 
-    After verify: ``rewrite``, ``blank_accepted`` the row of the last accepted drafted token leaves no KV, ``next_row``.
+    After verify: ``rewrite``, ``hole`` where the last accepted drafted token's row leaves no KV, ``next_row``.
     """
 
     feedback: str | None = None
@@ -77,7 +81,7 @@ class Conduct:
     chain: str = "grow"
 
     rewrite: str = "refresh"
-    blank_accepted: bool = False
+    hole: str = "never"
     next_row: str = "accepted"
 
     @property
@@ -98,7 +102,7 @@ class Conduct:
         return any(getattr(self, field.name) != field.default for field in fields(self) if field.name in names)
 
 
-_AFTER_VERIFY = ("rewrite", "blank_accepted", "next_row")
+_AFTER_VERIFY = ("rewrite", "hole", "next_row")
 _DRAFTED = (
     "drafted_offset",
     "advance",

@@ -47,7 +47,7 @@ _TABLE: Sequence[FaultKind] = (
     FaultKind("weights.layout", "query, key and value rows are stacked in another order", "qkv-interleaved",
               "qkv-interleaved", weights.layout),
     FaultKind("kv.rollback", "drafted rows stay in the draft KV after verify, or leave a hole",
-              "stale|accumulate|hole", "stale", run.rollback),
+              "stale|accumulate|hole|full-hole", "stale", run.rollback),
     FaultKind("kv.prefix-reuse", "the first tokens of the prompt left no draft KV", "P[:masked]", None, run.prefix),
     FaultKind("kv.slot-write", "drafted rows overwrite each other or are not seen", "overwrite|unseen", "overwrite",
               run.slot_write),
@@ -57,7 +57,7 @@ _TABLE: Sequence[FaultKind] = (
               "empty", run.handoff),
     FaultKind("kv.none", "a draft sees nothing but its own rows", "alone", "alone", run.no_kv),
     FaultKind("state.hidden-row", "the next round goes on from another row than the last accepted one",
-              "drafted|first|previous", "drafted", run.hidden_row),
+              "drafted|first|previous|hidden-only", "drafted", run.hidden_row),
     FaultKind("precision.draft-weights", "the head's weights are quantised", "SCHEME", "fp8", precision.draft_weights),
     FaultKind("precision.draft-kv", "the draft KV is stored in another format", "FORMAT[:scale=S]", "fp8_e4m3",
               precision.draft_kv),
@@ -124,6 +124,7 @@ _POLICIES = {
     "stale": "kv.rollback=stale",
     "accumulate": "kv.rollback=accumulate",
     "last-hole": "kv.rollback=hole",
+    "full-hole": "kv.rollback=full-hole",
     "none": "kv.none=alone",
     "overwrite": "kv.slot-write=overwrite",
     "unseen": "kv.slot-write=unseen",
@@ -133,7 +134,8 @@ _POLICIES = {
     "row": "state.hidden-row",
 }
 KV_POLICIES = (
-    "stale, accumulate, last-hole, none, overwrite, unseen, hole:P, chunk:N, window:N, row:first|previous|drafted"
+    "stale, accumulate, last-hole, full-hole, none, overwrite, unseen, hole:P, chunk:N, window:N, "
+    "row:first|previous|drafted|hidden-only"
 )
 
 

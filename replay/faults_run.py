@@ -85,7 +85,8 @@ def rollback(value: str) -> Change:
     changes = {
         "stale": conducting(rewrite="stale"),
         "accumulate": conducting(rewrite="accumulate"),
-        "hole": conducting(blank_accepted=True),
+        "hole": conducting(hole="accepted"),
+        "full-hole": conducting(hole="full"),
     }
     return choice("kv.rollback", value, changes)
 
@@ -121,7 +122,7 @@ def handoff(value: str) -> Change:
 
 
 def hidden_row(value: str) -> Change:
-    rows = ("drafted", "first", "previous")
+    rows = ("drafted", "first", "previous", "hidden-only")
     return choice("state.hidden-row", value, {row: conducting(next_row=row) for row in rows})
 
 

@@ -228,7 +228,7 @@ def _values(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) ->
         case "kv.skip-draft":
             return  # a span that nobody knows of cannot be guessed
         case "precision.draft-weights":
-            yield from ("fp8", "int8", "w8a8", "w4a16:g128", "nvfp4")
+            yield from ("fp8", "int8", "w8a8", "w4a16:g128", "w4a16:g128:sym7", "nvfp4")
         case "precision.draft-kv":
             yield from ("fp8_e4m3", "fp8_e5m2")
         case "precision.dtype-cast":

@@ -30,6 +30,8 @@ _FAMILIES = {
 _ALIASES = {"fp8": "fp8_e4m3", **_LONG_DTYPES}
 _GROUPS = ("g32", "g64", "g128")
 _FIXED = "scale=S"
+# How integers may be fitted to weights other than by default, by grid (quantise.py).
+_FITS = {"int8": ("asym",), "int4": ("asym", "sym7")}
 
 # By role and family the ways to choose scales; the first is the default. A grid with scales of its own has one way.
 # Inputs have no scale per tensor: a server makes it from whatever else is in the batch. ``scale=S`` gives a static one.
@@ -67,12 +69,13 @@ class Format:
     ``scaling``: ``""`` (a dtype: none), ``tensor`` (one scale), ``channel`` (a weight's output row), ``token`` (a row
     of inputs or of one tap's features), ``g32`` and so on (so many inputs of an output row), ``scale=auto`` (each row
     and key-value head its own), ``scale=S`` with ``fixed``, ``block`` (mxfp4 as its standard has it).
+    ``fit`` of integers to weights: ``""`` symmetric, ``sym7`` symmetric with the largest at 7, ``asym`` with a zero.
     """
 
     grid: str
     scaling: str = ""
     fixed: float | None = None
-    asymmetric: bool = False
+    fit: str = ""
 
     @property
     def is_dtype(self) -> bool:
@@ -233,13 +236,19 @@ def parse_format(text: str, role: str) -> Format:
         if suffixes:
             raise UsageError(f"precision {text!r} of {_nouns(role)}: a dtype takes no scale; type {grid}")
         return Format(grid)
-    asymmetric = role == "weight" and grid.startswith("int") and "asym" in suffixes
-    scalings = [suffix for suffix in suffixes if not (asymmetric and suffix == "asym")]
-    scaling, fixed = _parse_scaling(text, scalings, ways[_FAMILIES[grid]], role)
-    return Format(grid, scaling, fixed, asymmetric)
+    fits = _FITS.get(grid, ()) if role == "weight" else ()
+    fit = next((suffix for suffix in suffixes if suffix in fits), "")
+    scalings = list(suffixes)
+    if fit:
+        scalings.remove(fit)
+    scaling, fixed = _parse_scaling(text, scalings, ways[_FAMILIES[grid]], role, () if fit else fits)
+    return Format(grid, scaling, fixed, fit)
 
 
-def _parse_scaling(text: str, typed: list[str], possible: tuple[str, ...], role: str) -> tuple[str, float | None]:
+def _parse_scaling(
+    text: str, typed: list[str], possible: tuple[str, ...], role: str, beside: tuple[str, ...] = ()
+) -> tuple[str, float | None]:
+    """Scaling and fixed scale as ``typed``; ``beside`` is what could have stood there too."""
     if not typed:
         return (possible[0], 1.0) if possible[0] == _FIXED else (possible[0], None)
     if len(typed) == 1 and typed[0] in possible and typed[0] != _FIXED:
@@ -251,7 +260,7 @@ def _parse_scaling(text: str, typed: list[str], possible: tuple[str, ...], role:
     said = ":" + ":".join(typed)
     raise UsageError(
         f"precision {text!r} of {_nouns(role)}: {said} cannot be, possible are "
-        f"{', '.join(':' + way for way in possible)}{' (S a number above 0)' if _FIXED in possible else ''}"
+        f"{', '.join(':' + way for way in (*possible, *beside))}{' (S a number above 0)' if _FIXED in possible else ''}"
     )
 
 
@@ -300,4 +309,4 @@ def _spell_format(form: Format, role: str) -> str:
     scaling = f"scale={form.fixed:g}" if form.fixed is not None else form.scaling
     # Groups and fixed scales are always said: nobody should have to know the default.
     said = form.scaling != default or form.fixed is not None or scaling in _GROUPS
-    return ":".join([form.grid, *([scaling] if said else []), *(["asym"] if form.asymmetric else [])])
+    return ":".join([form.grid, *([scaling] if said else []), *([form.fit] if form.fit else [])])

@@ -6,7 +6,9 @@ Grids and scales, with where they come from:
   lies beyond the largest is clipped to it, as torch 2.13's own cast does with e4m3 and quantising kernels do with both.
   scale = largest / the grid's largest.
 - int8, int4 symmetric: round(x / scale), int8 with scale = largest / 127 (SGLang 0.5.23 per_token_quant_int8), int4
-  with scale = largest / 7.5 clipped to -8..7 (GPTQ; compressed-tensors W4A16 with symmetric groups).
+  with scale = largest / 7.5 clipped to -8..7 (GPTQ; compressed-tensors W4A16 with symmetric groups), under ``sym7``
+  with scale = largest / 7 (AutoAWQ awq/quantize/quantizer.py ``pseudo_quantize_tensor`` without zero point; slime's
+  int4 fake quantisation in training, which writes compressed-tensors checkpoints of that scale).
 - int8, int4 asymmetric: scale = (max - min) / 255 or 15 and an integer zero within the range (AWQ).
 - nvfp4: e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6) in blocks of 16, an e4m3 scale for each, and one fp32 scale over them that
   makes the largest block scale 448.
@@ -47,11 +49,11 @@ def quantise(x: Tensor, form: Format, largest: Tensor | None = None) -> Tensor:
         return round_to_grid(x / form.fixed, form.grid) * form.fixed
     if form.scaling.startswith("g"):
         blocks = _blocks(x, int(form.scaling[1:]))
-        return _unblock(_affine(blocks, form.grid) if form.asymmetric else _symmetric(blocks, form.grid), x)
-    if form.asymmetric:
+        return _unblock(_affine(blocks, form.grid) if form.fit == "asym" else _symmetric(blocks, form), x)
+    if form.fit == "asym":
         whole = form.scaling == "tensor"
         return (_affine(x.flatten(), form.grid) if whole else _affine(x, form.grid)).view_as(x)
-    return _symmetric(x, form.grid, _span(x, largest, whole=form.scaling == "tensor"))
+    return _symmetric(x, form, _span(x, largest, whole=form.scaling == "tensor"))
 
 
 def quantise_weight(weight_OI: Tensor, form: Format, dtype: torch.dtype, largest: Tensor | None = None) -> Tensor:
@@ -61,7 +63,7 @@ def quantise_weight(weight_OI: Tensor, form: Format, dtype: torch.dtype, largest
     """
     if weight_OI.dim() == 1:
         return quantise(weight_OI[None], form)[0].to(dtype)
-    if form.asymmetric and form.scaling == "tensor":
+    if form.fit == "asym" and form.scaling == "tensor":
         return quantise(weight_OI, form).to(dtype)
     rows = max(1, _BLOCK // weight_OI.shape[1])
     if largest is None and form.scaling == "tensor":
@@ -101,9 +103,10 @@ def _span(x: Tensor, largest: Tensor | None, *, whole: bool) -> Tensor:
     return x.abs().amax(dim=-1, keepdim=True)
 
 
-def _symmetric(x: Tensor, grid: str, largest: Tensor | None = None) -> Tensor:
-    scale = _nonzero((_span(x, None, whole=False) if largest is None else largest) / LARGEST[grid])
-    return round_to_grid(x / scale, grid) * scale
+def _symmetric(x: Tensor, form: Format, largest: Tensor | None = None) -> Tensor:
+    top = 7.0 if form.fit == "sym7" else LARGEST[form.grid]
+    scale = _nonzero((_span(x, None, whole=False) if largest is None else largest) / top)
+    return round_to_grid(x / scale, form.grid) * scale
 
 
 def _affine(x: Tensor, grid: str) -> Tensor:

@@ -72,7 +72,7 @@ class Twin:
         self._sampled = sampled_T
         self.rows: list[TwinRow] = []
         self.anchor = prompt_tokens
-        self._next_row = prompt_tokens - 1
+        self._next_row = self._next_state = prompt_tokens - 1
         self._continued: HeadOutput | None = None
         for index in range(prompt_tokens):
             self.rows.append(self._true_row(index))
@@ -155,16 +155,16 @@ class Twin:
         """Target ids drafted from the anchor; drafted rows stay until ``commit``."""
         head, drafted = self._head, list[int]()
         if self._continued is None:
-            output, place = self._run(), self._next_row
+            output, place, state = self._run(), self._next_row, self._next_state
         else:
-            output, place = self._continued, -1
+            output, place, state = self._continued, -1, -1
         continues = self._conduct.next_row == "drafted"
         for step in range(1, steps + 1):
             logits_W = head.logits(output.normed_RE[place][None])[0]
             drafted.append(int(head.target_ids_W[int(logits_W.argmax())]))
             if step < steps or continues:
-                self.rows.append(self._drafted_row(step, drafted[-1], output.feedback_RE[place]))
-                output, place = self._run(), -1
+                self.rows.append(self._drafted_row(step, drafted[-1], output.feedback_RE[state]))
+                output, place, state = self._run(), -1, -1
         self._continued = output if continues else None
         if self._conduct.dummy_from is not None and self.anchor - 1 >= self._conduct.dummy_from:
             return [0] * steps
@@ -176,7 +176,8 @@ class Twin:
         base = len(self.rows) - (steps - 1) - (conduct.next_row == "drafted")
         kept = {"refresh": 0, "stale": min(accepted, steps - 1), "accumulate": steps - 1}[conduct.rewrite]
         self.rows = self.rows[: base + kept]
-        hole = anchor + accepted - 1 if conduct.blank_accepted and accepted else None
+        holed = {"never": False, "accepted": accepted > 0, "full": accepted == steps}[conduct.hole]
+        hole = anchor + accepted - 1 if holed else None
         if conduct.rewrite == "stale":
             self.rows = [
                 replace(row, blank=True) if place >= base and row.index == hole else row
@@ -188,6 +189,7 @@ class Twin:
             self.rows.append(self._true_row(index, blank=index == hole))
         last = len(self.rows) - 1
         self._next_row = {"first": written, "previous": max(written, last - 1)}.get(conduct.next_row, last)
+        self._next_state = written if conduct.next_row == "hidden-only" else self._next_row
         if accepted == steps:
             self._continued = None
         self.anchor += accepted + 1

@@ -162,7 +162,7 @@ class _Walk:
             request.used += kept
             going.append(place)
             ranges.append(range(anchor + first, anchor + accepted + 1))
-            holes.append(anchor + accepted - 1 if self._conduct.blank_accepted and accepted else None)
+            holes.append(anchor + accepted - 1 if self._leaves_hole(accepted) else None)
         if going:
             self._commit(going, ranges, holes)
         return going
@@ -173,6 +173,11 @@ class _Walk:
             kept = min(accepted, self._steps - 1)
             return kept, kept
         return (self._steps - 1 if self._conduct.rewrite == "accumulate" else 0), 0
+
+    def _leaves_hole(self, accepted: int) -> bool:
+        """Whether the row of the last accepted drafted token is left blank."""
+        least = {"never": self._steps + 1, "accepted": 1, "full": self._steps}[self._conduct.hole]
+        return accepted >= least
 
     def _draft(self, running: list[int]) -> tuple[Tensor, Tensor]:
         """Drafted ids and ties [N, K] on the CPU; the drafted rows lie behind the slots in use."""
@@ -218,10 +223,15 @@ class _Walk:
             first_round = not request.accepted
             if self._conduct.next_row == "drafted" and not first_round and request.taken < self._steps:
                 continue  # the next round goes on from the last drafted row, which is there already
-            chosen = {"first": 0, "previous": max(0, count - 2)}.get(self._conduct.next_row, count - 1)
-            chosen = row * most + (count - 1 if first_round else chosen)
-            self._out_NE[place] = output.normed_RE[chosen]
-            self._feedback_NE[place] = output.feedback_RE[chosen]
+            token_row, state_row = (row * most + chosen for chosen in self._next_rows(count, first_round))
+            self._out_NE[place] = output.normed_RE[token_row]
+            self._feedback_NE[place] = output.feedback_RE[state_row]
+
+    def _next_rows(self, count: int, first_round: bool) -> tuple[int, int]:
+        """Which of ``count`` rows of true features give the next round's first token, and the state fed on."""
+        last, kind = count - 1, "accepted" if first_round else self._conduct.next_row
+        token_row = {"first": 0, "previous": max(0, last - 1)}.get(kind, last)
+        return token_row, 0 if kind == "hidden-only" else token_row
 
     def _mark_holes(
         self, places: list[int], ranges: Sequence[range], holes: Sequence[int | None], index_NQ: Tensor

@@ -42,12 +42,14 @@ def nearest(x: float, grid: str) -> float:
     return -top if x < 0 else top
 
 
-def symmetric(x: Iterable[float], grid: str, largest: float | None = None, fixed: float | None = None) -> list[float]:
-    """Numbers under one scale."""
+def symmetric(
+    x: Iterable[float], grid: str, largest: float | None = None, fixed: float | None = None, top: float | None = None
+) -> list[float]:
+    """Numbers under one scale, their largest at ``top`` (None: where the grid has it)."""
     numbers = [F(value) for value in x]
     tops = {"int4": 7.5, "int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
-    top = F(max(abs(value) for value in numbers) if largest is None else largest)
-    scale = F(fixed) if fixed is not None else top / F(tops[grid]) or F(1)
+    span = F(max(abs(value) for value in numbers) if largest is None else largest)
+    scale = F(fixed) if fixed is not None else span / F(top or tops[grid]) or F(1)
     return [float(F(nearest(value / scale, grid)) * scale) for value in numbers]
 
 

@@ -44,6 +44,8 @@ from replay.weights import Checkpoint
         ("int4", "w4a16:g128"),
         ("w4a8", "w4a8:g128"),
         ("w4a16:g32:asym", "w4a16:g32:asym"),
+        ("int4:sym7", "w4a16:g128:sym7"),
+        ("fc.weight=int4:sym7:channel", "fc.weight=int4:channel:sym7"),
         ("fp8_e5m2:channel", "fp8_e5m2:channel"),
         ("bf16 + nvfp4 + fc = bf16", "bf16+nvfp4+fc=bf16"),
         ("kv=fp8", "kv=fp8_e4m3:scale=1"),
@@ -66,13 +68,16 @@ def test_every_precision_has_one_spelling(typed: str, spelled: str) -> None:
         ("fp8+bf16", "names the dtype bf16 behind its first part"),
         ("fp8+int8", "names two schemes"),
         ("kv=fp8+kv=fp8", "names kv twice"),
-        ("w4a16:g48", ":g48 cannot be, possible are :g128, :g64, :g32, :channel"),
+        ("w4a16:g48", ":g48 cannot be, possible are :g128, :g64, :g32, :channel, :asym, :sym7"),
         ("w16a8:g32", "drop :g32"),
         ("nvfp4:g32", ":g32 cannot be, possible are :tensor"),
         ("bf16:g32", "a dtype takes no scale; type bf16"),
         ("kv=fp8:scale=0", "possible are :scale=S, :scale=auto"),
         ("kv=fp8:scale=inf", "possible are :scale=S"),
         ("features=int8:asym", "of features: :asym cannot be"),
+        ("w8a16:sym7", ":sym7 cannot be"),
+        ("int4:sym7:asym", ":asym cannot be, possible are :g128, :g64, :g32, :channel"),
+        ("int4:sym7:sym7", ":sym7 cannot be"),
         ("activations=fp8:tensor", "of inputs: :tensor cannot be, possible are :token, :scale=S"),
         ("logits=int8", "'int8' of logits is not known, possible are fp32, bf16, fp16"),
         ("=int8", "names no tensor"),
@@ -205,7 +210,17 @@ def test_a_format_that_is_the_heads_own_dtype_changes_no_bit() -> None:
     assert torch.equal(first_logits(plain), first_logits(same))
 
 
-WEIGHT_FORMATS = ["fp8_e4m3", "fp8_e5m2:channel", "int8", "int4:g32", "int4:g32:asym", "nvfp4", "mxfp4", "fp16"]
+WEIGHT_FORMATS = [
+    "fp8_e4m3",
+    "fp8_e5m2:channel",
+    "int8",
+    "int4:g32",
+    "int4:g32:asym",
+    "int4:g32:sym7",
+    "nvfp4",
+    "mxfp4",
+    "fp16",
+]
 
 
 @pytest.mark.parametrize("text", WEIGHT_FORMATS)

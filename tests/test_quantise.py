@@ -89,6 +89,8 @@ TWINS = {
     ("int4:g64", "weight"): by_group(64, lambda row: grids.symmetric(row, "int4")),
     ("int4:g128", "weight"): by_group(128, lambda row: grids.symmetric(row, "int4")),
     ("int4:channel", "weight"): by_row(lambda row: grids.symmetric(row, "int4")),
+    ("int4:g32:sym7", "weight"): by_group(32, lambda row: grids.symmetric(row, "int4", top=7)),
+    ("int4:channel:sym7", "weight"): by_row(lambda row: grids.symmetric(row, "int4", top=7)),
     ("int4:g32:asym", "weight"): by_group(32, lambda row: grids.affine(row, 4)),
     ("nvfp4", "weight"): whole(grids.nvfp4),
     ("mxfp4", "weight"): by_row(grids.mxfp4),
@@ -114,6 +116,15 @@ def test_a_weight_made_in_parts_is_the_same(text: str, role: str, monkeypatch: p
     monkeypatch.setattr("replay.quantise._BLOCK", 2 * x.shape[1])
     assert torch.equal(quantise_weight(x, form, torch.float32), quantise(x, form))
     assert torch.equal(quantise_weight(x, form, torch.bfloat16), quantise(x, form).bfloat16())
+
+
+def test_seven_is_the_largest_number_by_hand() -> None:
+    """Under sym7 3.5 and -3.5 are 7 and -7, and nothing is clipped; else they are 7.5, which rounds to 8, and -7.5."""
+    x = torch.tensor([[3.5, -3.5, 0.75, -1.25, 0.2]])
+    assert quantise(x, parse_format("int4:channel:sym7", "weight")).tolist() == [[3.5, -3.5, 1.0, -1.0, 0.0]]
+    scale = torch.tensor(3.5) / 7.5
+    whole = torch.tensor([7, -8, 2, -3, 0])
+    assert torch.equal(quantise(x, parse_format("int4:channel", "weight"))[0], whole * scale)
 
 
 def test_a_vector_is_one_row() -> None:
