@@ -39,6 +39,7 @@ def test_a_healthy_server_is_not_accused(tmp_path: Path, head: str) -> None:
         "kv.rollback=stale",
         "kv.prefix-reuse=4",
         "state.hidden-row=first",
+        "state.hidden-row=hidden-only",
     ],
 )
 def test_the_fault_that_a_server_has_comes_first(tmp_path: Path, fault: str) -> None:
@@ -73,6 +74,17 @@ def test_two_faults_at_once_are_found_as_a_pair(tmp_path: Path) -> None:
     found = run(make_served(tmp_path, HEADS["one"], "position.offset=1+kv.prefix-reuse=4", requests=16, output=24))
     assert found.verdict == "fault"
     assert set(found.ranked[0].kind.split("+")) == {"position.offset", "kv.prefix-reuse"}
+
+
+def test_a_fault_of_few_rounds_takes_more_of_them_to_be_named(tmp_path: Path) -> None:
+    """Only after rounds that took every drafted token is there a hole, and a few rounds might be near ties."""
+    few = run(make_served(tmp_path / "few", HEADS["one"], "kv.rollback=full-hole"))
+    assert few.named is None
+    assert few.undecided[0] == "kv.rollback=full-hole"
+    assert 0 < few.healthy.evidence.rounds - few.healthy.evidence.agreeing < 10
+    many = run(make_served(tmp_path / "many", HEADS["one"], "kv.rollback=full-hole", requests=12, output=24))
+    assert many.named == "kv.rollback=full-hole"
+    assert many.ranked[0].evidence.agreeing == many.ranked[0].evidence.rounds > many.healthy.evidence.agreeing + 20
 
 
 def test_a_server_that_does_something_else_is_an_engine_case(tmp_path: Path) -> None:
