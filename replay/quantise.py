@@ -7,8 +7,8 @@ Grids and scales, with where they come from:
   scale = largest / the grid's largest.
 - int8, int4 symmetric: round(x / scale), int8 with scale = largest / 127 (SGLang 0.5.23 per_token_quant_int8), int4
   with scale = largest / 7.5 clipped to -8..7 (GPTQ; compressed-tensors W4A16 with symmetric groups), under ``sym7``
-  with scale = largest / 7 (AutoAWQ awq/quantize/quantizer.py ``pseudo_quantize_tensor`` without zero point; slime's
-  int4 fake quantisation in training, which writes compressed-tensors checkpoints of that scale).
+  with scale = largest / 7 (AutoAWQ awq/quantize/quantizer.py ``pseudo_quantize_tensor`` without zero point; slime
+  backends/megatron_utils/kernels/int4_qat, training for int4).
 - int8, int4 asymmetric: scale = (max - min) / 255 or 15 and an integer zero within the range (AWQ).
 - nvfp4: e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6) in blocks of 16, an e4m3 scale for each, and one fp32 scale over them that
   makes the largest block scale 448.
