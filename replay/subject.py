@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from replay.conduct import Conduct
 from replay.errors import UsageError
-from replay.weights import Checkpoint, HeadConfig
+from replay.head_config import HeadConfig
+from replay.weights import Checkpoint
 from replay.wiring import Wiring
 
 if TYPE_CHECKING:

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replay.weights import Checkpoint, HeadConfig, check_checkpoint, expected_tensors, parse_config
+from replay.head_config import HeadConfig, parse_config
+from replay.head_tensors import expected_tensors
+from replay.weights import Checkpoint, check_checkpoint
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

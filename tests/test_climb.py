@@ -17,11 +17,12 @@ from replay.climb import COMMON, FIELDS, climb, ideal_variant, list_factors, mix
 from replay.errors import UsageError, WiringError
 from replay.faults import parse_faults
 from replay.head import Head
+from replay.head_config import parse_config
 from replay.rungs import score_anchors
 from replay.traces.reader import Trace
 from replay.twin import draft_one_round, plain_causal_attention
 from replay.variant import Variant
-from replay.weights import Checkpoint, check_checkpoint, parse_config
+from replay.weights import Checkpoint, check_checkpoint
 from replay.wiring import Wiring
 
 TRAINED = Wiring(("2", "final"))

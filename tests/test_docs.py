@@ -29,8 +29,8 @@ from trace_maker import H, V, changed, make_header, make_request, write_trace
 
 import replay
 from replay.cli import cli
+from replay.head_config import parse_config
 from replay.traces.schema import TapInfo
-from replay.weights import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -18,8 +18,8 @@ from replay.cli import cli
 from replay.demo import demo_options
 from replay.errors import CheckpointError, OutputError, UsageError
 from replay.faults import FAULTS
+from replay.head_config import parse_config
 from replay.traces.schema import TapInfo
-from replay.weights import parse_config
 from replay.wiring import Wiring
 
 CONFIG = tiny_config(hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]})

@@ -17,13 +17,14 @@ from replay.analysis.report import assess
 from replay.binding import build_head, draft_input, resolve
 from replay.cli import cli
 from replay.errors import UsageError
+from replay.head_config import parse_config
 from replay.simulation import simulate
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds, VariantInfo
 from replay.tree_twin import replay_request_with_trees
 from replay.twin import replay_request
 from replay.variant import Variant, name_variants, sweep
-from replay.weights import Checkpoint, check_checkpoint, parse_config
+from replay.weights import Checkpoint, check_checkpoint
 
 CONFIG = tiny_config(
     hidden_size=16,

@@ -20,6 +20,7 @@ from replay.binding import build_head, draft_input, resolve
 from replay.cli import cli
 from replay.errors import TraceCorruptError, UsageError
 from replay.forced_twin import force_one_anchor
+from replay.head_config import parse_config
 from replay.simulation import simulate
 from replay.traces.captured import CapturedRequest
 from replay.traces.reader import Trace
@@ -27,7 +28,7 @@ from replay.traces.rounds import METADATA_KEY, Rounds, VariantInfo, read_rounds,
 from replay.traces.taps import FINAL
 from replay.tree_twin import draft_one_tree
 from replay.variant import Variant, sweep
-from replay.weights import Checkpoint, check_checkpoint, parse_config
+from replay.weights import Checkpoint, check_checkpoint
 
 CONFIG = tiny_config(
     hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=64, draft_vocab_size=48,

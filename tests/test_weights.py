@@ -18,8 +18,9 @@ import replay
 from replay.engines import ENGINES
 from replay.errors import CheckpointError
 from replay.head import Head
+from replay.head_config import HeadConfig, parse_config, read_config
 from replay.twin import plain_causal_attention
-from replay.weights import HeadConfig, check_checkpoint, parse_config, read_checkpoint, read_config
+from replay.weights import check_checkpoint, read_checkpoint
 
 Tensors = dict[str, Tensor]
 RICH = {
@@ -328,7 +329,7 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     write_head(tmp_path, {})
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json .*; copy or export the head again"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json .*; copy or export the checkpoint again"):
         read_checkpoint(tmp_path)
 
 
