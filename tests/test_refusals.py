@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from heads import random_tensors, tiny_checkpoint, tiny_config
-from safetensors.torch import save_file
+from heads import tiny_checkpoint, tiny_config, write_head
 from trace_maker import H, V, changed, make_header, make_request, write_trace
 
 import replay
@@ -18,7 +17,6 @@ from replay.cli import cli
 from replay.demo import demo_options
 from replay.errors import CheckpointError, OutputError, UsageError
 from replay.faults import FAULTS
-from replay.head_config import parse_config
 from replay.traces.schema import TapInfo
 from replay.wiring import Wiring
 
@@ -39,11 +37,7 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def draft(tmp_path: Path) -> Path:
-    folder = tmp_path / "draft"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file(random_tensors(parse_config(CONFIG)), folder / "model.safetensors")
-    return folder
+    return write_head(tmp_path / "draft", CONFIG)
 
 
 def refused(*arguments: object) -> str:
