@@ -1,7 +1,6 @@
 """The commands that read what lies on disk: report, compare and inspect."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -65,7 +64,7 @@ def inspect(path: Path, check: bool, as_json: bool) -> None:
     """Say what lies in a trace or a draft head's folder."""
     from dataclasses import asdict
 
-    from replay.inspection import draft_facts, kind_of, render_facts, trace_facts
+    from replay.inspection import draft_facts, kind_of, render_facts, render_findings, trace_facts
     from replay.traces.reader import Trace
 
     if kind_of(path) == "draft":
@@ -73,18 +72,13 @@ def inspect(path: Path, check: bool, as_json: bool) -> None:
         return print_json(asdict(draft)) if as_json else print_rich(render_facts(draft))
     trace = Trace.open(path, allow_incomplete=not check)
     facts = trace_facts(trace)
-    findings = [asdict(finding) for finding in trace.check()] if check else None
+    findings = list(trace.check()) if check else []
     if as_json:
-        print_json({**asdict(facts), **({} if findings is None else {"findings": findings})})
+        print_json({**asdict(facts), **({"findings": [asdict(finding) for finding in findings]} if check else {})})
     else:
         print_rich(render_facts(facts))
-        for finding in findings or []:
-            click.echo(_spell_finding(finding))
-    errors = sum(finding["severity"] == "error" for finding in findings or [])
+        if findings:
+            print_rich(render_findings(findings))
+    errors = sum(finding.severity == "error" for finding in findings)
     if errors:
         raise ReplayError(f"{path} fails its self-check with {errors} errors; capture it again before judging a head")
-
-
-def _spell_finding(finding: dict[str, Any]) -> str:
-    request = f" {finding['request_id']}:" if finding.get("request_id") else ""
-    return f"{finding['severity']}:{request} {finding['what']}"

@@ -74,9 +74,10 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     metavar="NAME[=VALUE]",
     help="A known fault, or several joined by +, to replay; none is a healthy server. `replay faults` lists them.",
 )
-@click.option(
+@_repeated(
     "--verify",
-    default="greedy",
+    "rules",
+    default=("greedy",),
     show_default=True,
     metavar="RULE",
     help="Acceptance rule: greedy, or on sampled traces target-only[:single=S,acc=A], rejection or "
@@ -91,8 +92,9 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 def simulate(
     trace: Path, drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...], topk: tuple[int, ...],
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
-    rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...], verify: str,
-    temperature: float | None, engine: str, device: str, output: Path | None, force: bool, as_json: bool,
+    rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
+    rules: tuple[str, ...], temperature: float | None, engine: str, device: str, output: Path | None, force: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -123,7 +125,7 @@ def simulate(
         precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
         numerics=list(numerics) or [None],
         kv=list(kvs) or [None],
-        verify=[verify],
+        verify=list(rules),
         engine=[engine],
         faults=[parse_faults(text) for text in faults] or [()],
     )

@@ -192,6 +192,16 @@ def test_which_factors_differ(trace: Trace, checkpoint: Checkpoint) -> None:
     }
 
 
+def test_a_fault_of_trees_waits_for_the_tree(trace: Trace, checkpoint: Checkpoint) -> None:
+    served = resolve(replace(SERVED["tree"], faults=parse_faults("tree.parent-kv=path")), checkpoint, trace)
+    start = resolve(ideal_variant(served, TRAINED, STEPS), checkpoint, trace)
+    assert mix(start, served, frozenset({"fault"})).faults == ()
+    assert mix(start, served, frozenset({"fault", "configuration"})).faults == served.faults
+    ladder = climb(trace, checkpoint, served, TRAINED, trained_steps=STEPS, resamples=10)
+    assert ladder.rung("fault").verdict == "equal"
+    assert ladder.rungs[-3].accept_length > 1
+
+
 def test_a_tree_without_the_layout_of_its_engine_sees_its_ancestors(trace: Trace, checkpoint: Checkpoint) -> None:
     served = resolve(SERVED["tree"], checkpoint, trace)
     start = ideal_variant(served, TRAINED, STEPS)

@@ -90,6 +90,16 @@ def test_more_columns_than_tokens_to_draft_are_refused(trace: Trace, checkpoint:
         simulate(trace, {"h": checkpoint}, [Variant("h", topk=49, num_draft_tokens=8)])
 
 
+def test_a_fault_of_trees_says_nothing_of_chains(trace: Trace, checkpoint: Checkpoint) -> None:
+    faults = replay.parse_faults("tree.parent-kv=path")
+    with pytest.raises(UsageError, match=r"tree.parent-kv is played in trees, topk 1 drafts chains; type --topk N"):
+        simulate(trace, {"h": checkpoint}, [Variant("h", faults=faults)])
+    tree = Variant("h", topk=2, steps=2, num_draft_tokens=4, kv="slot", faults=faults)
+    (info,) = simulate(trace, {"h": checkpoint}, [tree]).variants
+    (path,) = simulate(trace, {"h": checkpoint}, [dataclasses.replace(tree, kv="path", faults=())]).variants
+    assert info.anchors_accepted == path.anchors_accepted
+
+
 # ---- the rounds ----
 
 

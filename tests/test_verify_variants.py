@@ -316,6 +316,13 @@ def test_the_json_holds_the_expectation(sampled: Trace, draft: Path) -> None:
     assert "importance" in expected["note"]
 
 
+def test_rules_make_a_sweep(sampled: Trace, draft: Path) -> None:
+    asked = simulated(sampled, draft, "--verify", "target-only", "--verify", "rejection", "--json")
+    rows = json.loads(asked)["variants"]
+    assert [row["verify"] for row in rows] == [row["name"].removeprefix("verify=") for row in rows]
+    assert {row["verify"] for row in rows} == {"target-only", "rejection"}
+
+
 def test_a_report_says_what_is_expected(sampled: Trace, draft: Path) -> None:
     text = " ".join(simulated(sampled, draft, "--verify", "target-only").split())
     assert "Expected under target-only, averaged over its coins: accept length 1." in text
