@@ -39,7 +39,7 @@ class Subject:
     def conducted(self, **changes: object) -> "Subject":
         """With some fields of the conduct replaced."""
         conduct = replace(self.conduct, **changes)  # type: ignore[arg-type]
-        return replace(self, conduct=conduct, said=self.said | changes.keys())
+        return replace(self, conduct=conduct, said=self.said.union(changes))
 
     def configured(self, **changes: object) -> "Subject":
         """With some fields of the head's config replaced."""

@@ -304,7 +304,7 @@ def test_a_fault_named_twice_is_refused() -> None:
         ("kv.prefix-reuse=4+kv.handoff=empty", "kv.prefix-reuse=4 and kv.handoff=empty both set blank_prefix"),
         ("kv.prefix-reuse=4+kv.skip-draft=2:6:masked", "both set blank_fill"),  # the first one set what it was
         ("wiring.aux-missing=0+wiring.aux-missing=1", "both set zero_slots"),
-        ("wiring.aux-layer-id=1+wiring.aux-layer-id=default", "both set wiring"),
+        ("wiring.aux-layer-id=2+wiring.aux-layer-id=default", "both set wiring"),
         ("position.rope-params=theta:5+position.rope-params=theta:6", "both set rope.theta"),
         ("precision.dtype-cast=fp16+precision.dtype-cast=fp32", "both set precision"),
         ("weights.missing=fc+weights.missing=fc.weight", "both set fc.weight"),
