@@ -24,7 +24,7 @@ from replay.analysis.counts import (
     stacked_sums,
 )
 from replay.analysis.expected import ExpectedSummary, summarise_expected
-from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
+from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
 
 JsonObject = dict[str, Any]
 
@@ -44,8 +44,8 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class VariantSummary:
-    """One variant's counts and ratios; the fields down to ``expected`` are the JSON of ``replay simulate --json``.
+class VariantSummary(VariantSettings):
+    """One variant, its counts and ratios; the fields down to ``expected`` are the JSON of ``replay simulate --json``.
 
     ``position_joint[j-1]`` = rounds with at least j accepted / rounds; ``position_conditional[j-1]`` = the same
     over the rounds with at least j-1. ``accept_length_server`` = completion tokens / verify rounds as SGLang's
@@ -53,19 +53,6 @@ class VariantSummary:
     counts, tokens past the end do not).
     """
 
-    name: str
-    draft: str
-    wiring: tuple[str, ...]
-    steps: int
-    topk: int
-    num_draft_tokens: int
-    precision: str
-    numerics: str
-    kv: str
-    verify: str
-    temperature: float
-    engine: str
-    faults: tuple[str, ...]
     requests: int
     rounds: int
     drafted: int
@@ -151,19 +138,7 @@ def _summary(
     played = [request for request, row in zip(requests, counts, strict=True) if row[ROUNDS] > 0]
     joint, conditional = position_rates(histogram)
     return VariantSummary(
-        name=variant.name,
-        draft=variant.draft,
-        wiring=variant.wiring,
-        steps=variant.steps,
-        topk=variant.topk,
-        num_draft_tokens=variant.num_draft_tokens,
-        precision=variant.precision,
-        numerics=variant.numerics,
-        kv=variant.kv,
-        verify=variant.verify,
-        temperature=variant.temperature,
-        engine=variant.engine,
-        faults=variant.faults,
+        **{field.name: getattr(variant, field.name) for field in fields(VariantSettings)},
         requests=len(requests),
         rounds=rounds,
         drafted=drafted,

@@ -31,7 +31,7 @@ _HOLM = ", with Holm's adjustment of the p values for {count} comparisons"
 
 def render_comparison(comparison: Comparison, joined: Joined) -> RenderableType:
     """The report of ``compare(joined)``, which adapts to the console's width; details where there is one pair."""
-    parts: list[RenderableType] = [Text(answer(comparison), style="bold"), Text(), _pair_table(comparison)]
+    parts: list[RenderableType] = [Text(answer(comparison), style="bold"), Text(), _pair_table(comparison, joined)]
     rule = _RULE + (_HOLM.format(count=len(comparison.pairs)) if len(comparison.pairs) > 1 else "")
     parts += [Text(), Text(rule, style="dim")]
     if len(comparison.pairs) == 1:
@@ -45,10 +45,11 @@ def answer(comparison: Comparison) -> str:
     """The first line: what may be said of B against A, or of how many B against one A."""
     if len(comparison.pairs) == 1:
         pair = comparison.pairs[0]
+        a, b = _sides(pair)
         if math.isnan(pair.difference):
-            return f"{pair.b.variant} against {pair.a.variant}: no request has rounds under both."
+            return f"{b} against {a}: no request has rounds under both."
         return (
-            f"{pair.b.variant} {_WORDS[pair.verdict]} {pair.a.variant}{_near(pair)}: accept length "
+            f"{b} {_WORDS[pair.verdict]} {a}{_near(pair)}: accept length "
             f"{wording.decimal(pair.b.accept_length)} against {wording.decimal(pair.a.accept_length)}, difference "
             f"{_signed(pair.difference)}{_within(pair.ci95)}, {wording.counted(pair.requests, 'request')}."
         )
@@ -80,14 +81,20 @@ def _doubts(comparison: Comparison) -> Iterator[str]:
     if apart:
         pair = min(apart, key=lambda pair: pair.anchors.share_b)
         yield (
-            f"The walks rarely meet: {wording.counted(pair.anchors.rounds, 'round')} of {pair.a.variant} and "
-            f"{pair.b.variant} start at the same anchor, less than {wording.percent(FEW_COMMON, 0)} of one's."
+            f"The walks rarely meet: {wording.counted(pair.anchors.rounds, 'round')} of {' and '.join(_sides(pair))} "
+            f"start at the same anchor, less than {wording.percent(FEW_COMMON, 0)} of one's."
         )
     if len(comparison.pairs) == 1 and (count := len(comparison.pairs[0].categories)) > 1:
         chance = wording.decimal(count * LEVEL, 1)
         yield f"Of {count} intervals of categories {chance} exclude 0 by chance even where nothing differs."
     if any(pair.anchors.drafts is None for pair in comparison.pairs):
         yield "Trees are compared by how many tokens were accepted only, not token by token."
+
+
+def _sides(pair: Pair) -> tuple[str, str]:
+    """What A and B are called: their own names, with the letter where these are the same."""
+    a, b = pair.a.variant, pair.b.variant
+    return (a, b) if a != b else (f"A ({a})", f"B ({b})")
 
 
 def _near(pair: Pair) -> str:
@@ -110,11 +117,12 @@ def _column(title: str, cells: Sequence[str], *, left: bool = False) -> Column:
     return Column(title, tuple(map(Text, cells)), "left" if left else "right")
 
 
-def _pair_table(comparison: Comparison) -> Fitted:
+def _pair_table(comparison: Comparison, joined: Joined) -> Fitted:
     """A's row, then one for each B."""
     found, first = comparison.pairs, comparison.pairs[0]
     sides = [first.a, *(pair.b for pair in found)]
-    labels = ["A  " + first.a.variant, *("B  " + pair.b.variant for pair in found)]
+    letters = [variant.name for variant in joined.rounds.variants]
+    labels = [f"{letter:<{len(letters[-1])}}  {side.variant}" for letter, side in zip(letters, sides, strict=True)]
     near = [{True: "yes", False: "no", None: wording.NOTHING}[pair.within_1_percent] for pair in found]
     columns = [
         _column("accept\nlength", [wording.decimal(side.accept_length) for side in sides]),
@@ -222,7 +230,8 @@ def _provenance(comparison: Comparison, joined: Joined) -> Iterator[tuple[str, s
         facts += [variant.numerics, f"kv {variant.kv}", *(f"fault {fault}" for fault in variant.faults)]
         if variant.topk > 1:
             facts.insert(3, f"topk {variant.topk}, {variant.num_draft_tokens} draft tokens")
-        yield variant.name, " · ".join([joined.shown[variant.name], *facts])
+        file = ["first file" if variant.name == "A" else "second file"] if joined.files > 1 else []
+        yield variant.name, " · ".join([joined.shown[variant.name], *file, *facts])
     yield "requests", f"{wording.count(comparison.requests)} in both"
     yield (
         "intervals",

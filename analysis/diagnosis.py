@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-from replay.analysis.evidence import Evidence, lead
+from replay.analysis.evidence import DRAFTED, HISTOGRAM, LENGTH, Evidence, lead
 from replay.analysis.ladder import Ladder
 from replay.analysis.ladder import to_json as climbed
+from replay.traces.words import HEALTHY_NAME
 
-HEALTHY_NAME = "healthy"
 # Nats of posterior odds: what lies closer than this to the best is not told apart from it (odds of about 150 to 1).
 DECISIVE = 5.0
 # Share of differing rounds up to which a hypothesis fits: another rounding order flips 2 to 3 % of drafted tokens.
-FITS: Mapping[str, float] = {"drafted": 0.10, "histogram": 0.15, "length": 0.10}
+FITS: Mapping[str, float] = {DRAFTED: 0.10, HISTOGRAM: 0.15, LENGTH: 0.10}
 # So many rounds may differ where the accept length at the same anchors is that of the server, to this relative error.
 FLIPS, LEVEL = 0.25, 0.02
 # A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.
@@ -55,7 +55,7 @@ class Scored:
         if evidence.misfit <= FITS[evidence.kind]:
             return True
         level = abs(evidence.accept_length / evidence.served - 1) <= LEVEL if evidence.served else False
-        return evidence.kind != "length" and evidence.misfit <= FLIPS and level
+        return evidence.kind != LENGTH and evidence.misfit <= FLIPS and level
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,16 @@ from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum
+from replay.analysis.evidence import DRAFTED, HISTOGRAM, LENGTH
 from replay.analysis.ladder_report import render_ladder
 from replay.analysis.layout import bullet
 
 _STYLES = {"healthy": "bold green", "head": "bold yellow", "fault": "bold red", "engine": "bold magenta"}
 _SHOWN = 8
 _MEASURES = {
-    "drafted": "rounds in which the server drafted the same tokens",
-    "histogram": "rounds that the server's histograms have too, request by request",
-    "length": "closeness of the accept length, as a share of rounds",
+    DRAFTED: "rounds in which the server drafted the same tokens",
+    HISTOGRAM: "rounds that the server's histograms have too, request by request",
+    LENGTH: "closeness of the accept length, as a share of rounds",
 }
 
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from replay.analysis.bootstrap import resampled_sums
 from replay.analysis.counts import ROUNDS, Counts, lengths, stacked_sums
 
+DRAFTED, HISTOGRAM, LENGTH = "drafted", "histogram", "length"  # the kinds above
 NOISE = 0.05  # a round of a true hypothesis differs this often
 # What a round is worth to a hypothesis that cannot say what is drafted: less than one that says it and is right.
 _UNSAID = 0.5
@@ -79,7 +80,7 @@ def drafted_evidence(
     ]
     count = len(keys)
     return Evidence(
-        "drafted",
+        DRAFTED,
         count,
         sum(same),
         math.fsum(nats),
@@ -103,7 +104,7 @@ def accepted_evidence(
     pooled = smoothed([replayed[key].accepted for key in keys], steps)
     count = len(keys)
     return Evidence(
-        "drafted",
+        DRAFTED,
         count,
         (ours & theirs).total(),
         math.fsum(number * math.log(_UNSAID * pooled[accepted]) for accepted, number in theirs.items()),
@@ -161,7 +162,7 @@ def histogram_evidence(
     ours_mean, theirs_mean = (
         1 + part / total if total else math.nan for part, total in zip(accepted, totals.sum(1), strict=True)
     )
-    return Evidence("histogram", rounds, agreeing, log_likelihood, ours_mean, theirs_mean)
+    return Evidence(HISTOGRAM, rounds, agreeing, log_likelihood, ours_mean, theirs_mean)
 
 
 def length_evidence(counts: Counts, served: float, served_rounds: int | None, *, seed: int = 0) -> Evidence:
@@ -181,7 +182,7 @@ def length_evidence(counts: Counts, served: float, served_rounds: int | None, *,
     log_likelihood = -0.5 * off**2 - math.log(error * math.sqrt(2 * math.pi))
     # As a share of rounds, so that the three kinds read alike: 2 standard errors are the 10 % that still pass.
     agreeing = max(0.0, 1 - abs(off) / 20)
-    return Evidence("length", rounds, round(agreeing * rounds), log_likelihood, own, served)
+    return Evidence(LENGTH, rounds, round(agreeing * rounds), log_likelihood, own, served)
 
 
 def smoothed(accepted: Sequence[int], steps: int) -> npt.NDArray[np.float64]:

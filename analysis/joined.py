@@ -17,7 +17,8 @@ _REQUEST_FACTS = ("prompt_tokens", "output_tokens", "source", "temperature")
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The requests that both have, under A and every B. ``shown`` has the variants' own names, by those in ``rounds``.
+    """The requests that both have, under A and every B. ``shown`` has the variants' own names, by those in ``rounds``:
+    ``A`` and ``B``, or ``B1``, ``B2`` and on. ``files``: how many rounds files they came from.
 
     ``only_a`` and ``only_b`` name the requests that were left out because one of the two does not have them.
     """
@@ -28,6 +29,7 @@ class Joined:
     shown: dict[str, str]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
+    files: int = 1
 
 
 def join(
@@ -51,7 +53,8 @@ def join(
     if second is not None:
         _check_requests(first, second)
         _check_tokens(first, a, second, others[0])
-    renamed = [replace(a, name="A"), *(replace(b, name=f"B{place}") for place, b in enumerate(others, start=1))]
+    letters = ["B"] if len(others) == 1 else [f"B{place}" for place in range(1, len(others) + 1)]
+    renamed = [replace(a, name="A"), *(replace(b, name=name) for b, name in zip(others, letters, strict=True))]
     chosen = [_part(first, a.name, "A", common)]
     chosen += [_part(source, b.name, new.name, common) for b, new in zip(others, renamed[1:], strict=True)]
     rounds = Rounds(
@@ -63,7 +66,7 @@ def join(
     )
     shown = {new.name: old.name for new, old in zip(renamed, [a, *others], strict=True)}
     only = [tuple(name for name in names if name not in common) for names in (ids_a, ids_b)]
-    return Joined(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1])
+    return Joined(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1], 1 if second is None else 2)
 
 
 def _choose_a(rounds: Rounds, wanted: str | None, *, alone: bool) -> VariantInfo:

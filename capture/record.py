@@ -7,13 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import replay
+from replay.capture.asked import check_numbers, check_place, settings_of
 from replay.capture.encode import EncodedRequest, encode_prompts
 from replay.capture.events import CaptureOptions, CaptureResult, Event, Finished, Loading, Noted, Planned, Progress
 from replay.capture.fingerprint import fingerprint_target
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.sample import Sampling
-from replay.errors import CaptureError, OutputError, UsageError
-from replay.traces.schema import CaptureSettings, EngineInfo, TapInfo, TargetInfo, TraceHeader
+from replay.errors import CaptureError
+from replay.traces.schema import EngineInfo, TapInfo, TargetInfo, TraceHeader
 from replay.traces.taps import EMBED, FINAL, default_taps, parse_taps, sort_taps
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     Each finished batch is safe on disk; after an interruption the same call with ``resume`` does only what is missing.
     Raises UsageError, PromptError, CaptureError, OutputError and TraceError, the first two before weights are read.
     """
-    _check_options(options)
+    check_numbers(options, ("--topk", options.topk, options.topk >= 1, "1 or more"))
     prompts = read_prompts(options.prompts)
-    _check_place(options)
+    check_place(options)
     from replay.capture.local_target import check_target, load_target, open_target
     from replay.traces.writer import TraceWriter
 
@@ -69,30 +70,6 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     begin = TraceWriter.resume if options.resume else partial(TraceWriter.create, force=options.force)
     with begin(options.out, header) as writer:
         return _Recorder(options, target, writer, taps, on_event).run(requests, header.embed)
-
-
-def _check_options(options: CaptureOptions) -> None:
-    checks = (
-        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "1 or more"),
-        ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 (greedy) or more"),
-        ("--top-p", options.top_p, 0 < options.top_p <= 1, "above 0 and at most 1"),
-        ("--concurrency", options.concurrency, options.concurrency >= 1, "1 or more"),
-        ("--topk", options.topk, options.topk >= 1, "1 or more"),
-    )
-    for name, value, good, possible in checks:
-        if not good:
-            raise UsageError(f"{name} {value} cannot be: type a number that is {possible}")
-    if options.resume and options.force:
-        raise UsageError("--resume goes on with a trace and --force replaces it: type one of them")
-
-
-def _check_place(options: CaptureOptions) -> None:
-    """Refuse a taken folder before the target is loaded; the writer looks again."""
-    taken = options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir()))
-    if taken and not (options.resume or options.force):
-        raise OutputError(
-            f"{options.out} exists already: type --resume to go on with it, --force to replace it, or another -o"
-        )
 
 
 def _notes(requests: Sequence[EncodedRequest], options: CaptureOptions) -> Iterator[str]:
@@ -145,15 +122,7 @@ def _header(
         ),
         taps={tap: TapInfo(dtype, hidden_size) for tap in taps},
         topk=min(options.topk, vocab_size),
-        capture=CaptureSettings(
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            seed=options.seed,
-            raw=options.raw,
-            prompts_sha256=prompts.sha256,
-        ),
+        capture=settings_of(options, prompts),
         embed="lookup" if lookup else "stored",
         missing=("the target's choice after the last output token of each request", "verify rounds of a server"),
     )

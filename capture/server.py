@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import replay
+from replay.capture.asked import check_numbers, check_place, settings_of
 from replay.capture.encode import EncodedRequest, Limits, encode_prompts
 from replay.capture.events import CaptureResult, Event, Loading, Noted
 from replay.capture.join import Joined
@@ -21,11 +22,11 @@ from replay.capture.server_api import ServerApi, open_api
 from replay.capture.server_ask import ServerOptions
 from replay.capture.server_client import PROBE_TOKENS, ServerClient
 from replay.capture.server_facts import ServerFacts, check_same_server, read_facts
-from replay.capture.spool import RID_PREFIX
+from replay.capture.spool import RID_PREFIX, SPOOL
 from replay.capture.spool_reader import SpoolReader
 from replay.errors import OutputError, PromptError, TraceError, UsageError
 from replay.traces.files import HEADER
-from replay.traces.schema import CaptureSettings, TapInfo, TraceHeader
+from replay.traces.schema import TapInfo, TraceHeader
 from replay.traces.taps import EMBED, FINAL, parse_taps, sort_taps
 
 if TYPE_CHECKING:
@@ -38,9 +39,13 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
     Raises UsageError, PromptError, CaptureError, OutputError and TraceError; what can be refused is refused before the
     first prompt is sent.
     """
-    check_options(options)
+    check_numbers(
+        options,
+        ("--timeout", options.timeout, options.timeout > 0, "above 0"),
+        ("--retries", options.retries, options.retries >= 0, "0 or more"),
+    )
     prompts = read_prompts(options.prompts)
-    check_place(options)
+    check_place(options, beside=(SPOOL,))
     api = open_api(options.server, options.api_key, timeout=options.timeout, retries=options.retries)
     facts = read_facts(api, options.recording)
     if not facts.recording and (options.out / HEADER).exists():
@@ -54,36 +59,6 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
 
         return capture_stock(options, api, facts, requests, on_event)
     return _capture_recorded(options, prompts, api, facts, requests, on_event)
-
-
-def check_options(options: ServerOptions) -> None:
-    """Raises UsageError."""
-    checks = (
-        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "1 or more"),
-        ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 (greedy) or more"),
-        ("--top-p", options.top_p, 0 < options.top_p <= 1, "above 0 and at most 1"),
-        ("--concurrency", options.concurrency, options.concurrency >= 1, "1 or more"),
-        ("--timeout", options.timeout, options.timeout > 0, "above 0"),
-        ("--retries", options.retries, options.retries >= 0, "0 or more"),
-    )
-    for name, value, good, possible in checks:
-        if not good:
-            raise UsageError(f"{name} {value} cannot be: type a number that is {possible}")
-    if options.resume and options.force:
-        raise UsageError("--resume goes on with a trace and --force replaces it: type one of them")
-
-
-def check_place(options: ServerOptions) -> None:
-    """Refuse a taken place before the server is asked. Raises OutputError."""
-    from replay.capture.spool import SPOOL
-
-    taken = options.out.exists() and (
-        not options.out.is_dir() or any(path.name != SPOOL for path in options.out.iterdir())
-    )
-    if taken and not (options.resume or options.force):
-        raise OutputError(
-            f"{options.out} exists already: type --resume to go on with it, --force to replace it, or another -o"
-        )
 
 
 def encode(prompts: PromptFile, facts: ServerFacts, options: ServerOptions) -> list[EncodedRequest]:
@@ -166,15 +141,7 @@ def _header(options: ServerOptions, prompts: PromptFile, facts: ServerFacts, tap
         engine=facts.engine(),
         taps={tap: TapInfo(target.dtype, target.hidden_size) for tap in taps},
         topk=min(facts.manifests[0].topk, target.vocab_size),
-        capture=CaptureSettings(
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            seed=options.seed,
-            raw=options.raw,
-            prompts_sha256=prompts.sha256,
-        ),
+        capture=settings_of(options, prompts),
         missing=tuple(missing),
     )
 

@@ -10,7 +10,7 @@ from replay.emulation import check_precision
 from replay.engines import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
 from replay.errors import CheckpointError, UsageError
 from replay.estimate import check_rule, samples_drafts
-from replay.faults import apply_faults
+from replay.faults import TREE_FAULT, apply_faults
 from replay.head import Head
 from replay.precision import PLAIN, parse_precision
 from replay.rows import DraftInput, chunk_ends
@@ -110,6 +110,10 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
     if variant.topk > 1 and subject.conduct.chains_only:
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(f"fault {faults} is played on chains, topk {variant.topk} drafts trees; type --topk 1")
+    if variant.topk == 1 and subject.tree_kv is not None:
+        raise UsageError(
+            f"fault {TREE_FAULT} is played in trees, topk 1 drafts chains; type --topk N and --num-draft-tokens M"
+        )
     if subject.conduct.chunk is not None and FINAL not in trace.taps:
         raise UsageError(
             f"chunks of {subject.conduct.chunk} embed what the target would say after them, and the trace holds no "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.errors import ReplayError
+from replay.faults import TREE_FAULT
 
 if TYPE_CHECKING:
     from replay.analysis.ladder import Factor, Ladder
@@ -89,6 +90,8 @@ def ideal_variant(served: "Variant", trained_wiring: "Wiring", trained_steps: in
 def mix(ideal: "Variant", served: "Variant", chosen: frozenset[str]) -> "Variant":
     """``ideal`` with the fields of the ``chosen`` factors as they are served."""
     fields = {field: getattr(served, field) for factor in chosen for field in FIELDS[factor]}
+    if fields.get("topk", ideal.topk) == 1:
+        fields["faults"] = tuple(fault for fault in fields.get("faults", ideal.faults) if fault.kind != TREE_FAULT)
     if KV not in chosen:
         # Trees as training would have them: a node sees its own ancestors, whatever the engine's layout is.
         fields["kv"] = "path" if fields.get("topk", ideal.topk) > 1 else ideal.kv

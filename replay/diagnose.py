@@ -12,15 +12,17 @@ from replay.analysis import evidence as ev
 from replay.analysis.acceptance import VariantSummary, summarise
 from replay.analysis.counts import Counts, per_request
 from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum, judge
+from replay.analysis.evidence import DRAFTED, HISTOGRAM, LENGTH
 from replay.analysis.ladder import Ladder
 from replay.analysis.limits import limits, strata
 from replay.binding import bind, resolve
 from replay.climb import climb
 from replay.errors import TraceError, UsageError
-from replay.hypotheses import HEALTHY_NAME, Hypothesis, drafts_noise, other_wirings, pairs, singles
+from replay.hypotheses import Hypothesis, drafts_noise, other_wirings, pairs, singles
 from replay.remedies import remedy
 from replay.simulation import Progress, simulate
 from replay.traces.reader import Trace
+from replay.traces.words import HEALTHY_NAME
 from replay.variant import Variant
 from replay.weights import Checkpoint
 from replay.wiring import Wiring, parse_wiring
@@ -42,7 +44,6 @@ _PAIRED = 5
 _OWN_TENSORS = ("weights.", "vocab.", "precision.")
 # Relative half width of the replay's interval beyond which an observed accept length says nothing.
 _WIDEST = 0.2
-DRAFTED, HISTOGRAM, LENGTH = "drafted", "histogram", "length"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from replay.engines import PRECISIONS, EngineProfile
 from replay.errors import UsageError
+from replay.head_config import HeadConfig
+from replay.head_tensors import expected_tensors
 from replay.precision import Format, Precision, Scheme, fused_name
 from replay.quantise import LARGEST, largest_magnitude, quantise, quantise_weight
-from replay.weights import HeadConfig, expected_tensors
 
 _NOT_FINITE = "rows of logits are not finite (there argmax drafts the first NaN, as in a server)"
 _NOT_LINEAR = ("d2t", "t2d", "embed_tokens")

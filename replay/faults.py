@@ -6,7 +6,7 @@ and the twin plays every one of them as well. To add a kind: a function from val
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from replay import faults_precision as precision
@@ -14,9 +14,10 @@ from replay import faults_run as run
 from replay import faults_weights as weights
 from replay import faults_wiring as wiring
 from replay.errors import UsageError
-from replay.subject import Change, FaultKind, Subject
+from replay.subject import Change, FaultKind, Subject, set_fields, undone
 
 NONE = "none"
+TREE_FAULT = "tree.parent-kv"  # says nothing of chains
 
 _TABLE: Sequence[FaultKind] = (
     FaultKind("wiring.aux-layer-id", "taps are fed from other layers", "N|SLOT:N|default", "1", wiring.aux_layer_id),
@@ -62,7 +63,7 @@ _TABLE: Sequence[FaultKind] = (
     FaultKind("precision.draft-kv", "the draft KV is stored in another format", "FORMAT[:scale=S]", "fp8_e4m3",
               precision.draft_kv),
     FaultKind("precision.dtype-cast", "the head runs in another dtype", "fp16|bf16|fp32", "fp16", precision.dtype_cast),
-    FaultKind("tree.parent-kv", "nodes of a tree see other rows than trained", "slot|path", "slot", run.tree_kv),
+    FaultKind(TREE_FAULT, "nodes of a tree see other rows than trained", "slot|path", "slot", run.tree_kv),
 )  # fmt: skip
 FAULTS: Mapping[str, FaultKind] = {kind.name: kind for kind in _TABLE}
 
@@ -149,7 +150,22 @@ def parse_policy(text: str) -> Fault:
 
 
 def apply_faults(subject: Subject, faults: Sequence[Fault]) -> Subject:
-    """The subject with every fault in it, one after the other. Raises UsageError, CheckpointError or WiringError."""
+    """The subject with every fault in it, one after the other.
+
+    Raises UsageError, CheckpointError or WiringError for one that does not fit the head, and UsageError where a fault
+    would undo what one before it set.
+    """
+    healthy = subject
+    setters: dict[str, Fault] = {}
     for fault in faults:
-        subject = fault.change()(subject)
-    return subject
+        change, before = fault.change(), replace(subject, said=frozenset())
+        subject = change(before)
+        names = set_fields(before, subject)
+        for name in sorted(names & setters.keys()):
+            if undone(name, before, subject, change, healthy):
+                raise UsageError(
+                    f"faults {setters[name]} and {fault} both set {name}, and only the last would be played; type one "
+                    "of them"
+                )
+        setters |= dict.fromkeys(names, fault)
+    return replace(subject, said=frozenset()) if faults else subject

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 
 from replay.errors import UsageError
+from replay.head_config import Rope
 from replay.subject import Change, Subject, choice, conducting, number_of, refuse
-from replay.weights import Rope
 
 # ---- positions and attention ----
 

@@ -24,8 +24,9 @@ from replay.conduct import HEALTHY, Conduct
 from replay.emulation import Emulation
 from replay.engines import ENGINES, NUMERICS, EngineProfile, Numerics
 from replay.errors import CheckpointError
+from replay.head_config import HeadConfig, Rope, parse_config
 from replay.precision import PLAIN, Precision
-from replay.weights import Checkpoint, HeadConfig, Rope, check_checkpoint, parse_config, read_checkpoint
+from replay.weights import Checkpoint, check_checkpoint, read_checkpoint
 
 
 class Attend(Protocol):

@@ -16,11 +16,11 @@ from replay.faults import FAULTS, Fault
 from replay.subject import Subject
 from replay.traces.reader import Trace
 from replay.traces.taps import EMBED, sort_taps, tap_name
+from replay.traces.words import HEALTHY_NAME
 from replay.variant import Variant
 from replay.weights import Checkpoint
 from replay.wiring import Wiring
 
-HEALTHY_NAME = "healthy"
 _P_HEALTHY = 0.5
 _P_PAIR = 0.05  # two independent faults at once, relative to the likelier of them alone
 

@@ -1,15 +1,18 @@
 """What lies in a trace or a draft head's folder: counted, then rendered. Behind ``replay inspect``."""
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay.errors import UsageError
+from replay.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from replay.traces.check import Finding
     from replay.traces.reader import Trace
 
 
@@ -63,14 +66,37 @@ class DraftFacts:
 
 
 def kind_of(path: Path) -> str:
-    """``trace`` or ``draft``, by the file that marks each. Raises UsageError."""
+    """``trace`` or ``draft``, by the file that marks each. Raises UsageError, which says so of a target's folder."""
     if (path / "trace.json").is_file():
         return "trace"
     if (path / "config.json").is_file():
+        if (architecture := _target_architecture(path)) is not None:
+            raise UsageError(
+                f"{path} is a target model ({architecture}), and inspect takes a trace or a draft head; type replay "
+                f"check --draft DIR --target {path} to hold a head against it"
+            )
         return "draft"
     raise UsageError(
         f"{path} is neither a trace (a folder with trace.json) nor a draft head (a folder with config.json)"
     )
+
+
+def _target_architecture(path: Path) -> str | None:
+    """The architecture of a target's folder; None where it is a draft head's, or cannot be read.
+
+    A head says Eagle in its architecture or has an ``fc``; some call themselves LlamaForCausalLM, as a target does.
+    """
+    from replay.facts import read_config
+    from replay.weight_facts import read_weights
+
+    try:
+        names = read_config(path).get("architectures")
+        if not isinstance(names, list) or not names or "eagle" in str(names[0]).lower():
+            return None
+        has_fc = read_weights(path, whole=False, only=re.compile(r"(?:model\.)?fc\.weight")).tensors
+    except CheckpointError:
+        return None
+    return None if has_fc else str(names[0])
 
 
 def trace_facts(trace: "Trace") -> TraceFacts:
@@ -141,6 +167,20 @@ def render_facts(facts: TraceFacts | DraftFacts) -> "RenderableType":
     table.add_column(overflow="fold")
     for name, value in asdict(facts).items():
         table.add_row(name.replace("_", " "), Text(_spell(name, value)))  # Text: names may hold square brackets
+    return table
+
+
+def render_findings(findings: "Sequence[Finding]") -> "RenderableType":
+    """What a self-check found: how severe, and a paragraph each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        request = "" if finding.request_id is None else f"{finding.request_id}: "
+        table.add_row(f"{finding.severity}:", Text(request + finding.what))
     return table
 
 

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from replay.errors import WiringError
 from replay.facts import Draft, Target
 from replay.traces.taps import tap_index, tap_name
-from replay.wiring import Wiring, default_wiring, sglang_wiring
+from replay.wiring import (
+    DEFAULT_PLUS_ONE,
+    FIRST_ID_DECIDES,
+    LAST_ID_DECIDES,
+    Wiring,
+    default_wiring,
+    sglang_wiring,
+)
 
 SGLANG, SGLANG_OLD = "SGLang 0.5.23", "SGLang before #25454"
 VLLM_1, VLLM_2 = "vLLM 0.32 (V1 runner)", "vLLM 0.32 (V2 runner)"
@@ -20,12 +27,6 @@ EAGLE, SPECFORGE = "EAGLE", "SpecForge 0.2"
 NESTED = "eagle_config.eagle_aux_hidden_state_layer_ids"
 TOP = "eagle_aux_hidden_state_layer_ids"
 INNER = "eagle_config.layer_ids"
-
-# SGLang 0.5.23 models/minimax_m3_vl.py adds 1 even to its default.
-_DEFAULT_PLUS_ONE = frozenset({"minimax_m3_vl"})
-# Classes whose first or last id decides how all are read; the others always add 1.
-FIRST_ID_DECIDES = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite"})
-LAST_ID_DECIDES = frozenset({"gpt_oss"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def stated_ids(draft: Draft) -> StatedIds:
 def model_type(target: Target) -> str:
     """The model type that SGLang's class is decided by."""
     for kind in target.model_types:
-        if kind in FIRST_ID_DECIDES | LAST_ID_DECIDES | _DEFAULT_PLUS_ONE:
+        if kind in FIRST_ID_DECIDES | LAST_ID_DECIDES | DEFAULT_PLUS_ONE:
             return kind
     return target.model_types[-1] if target.model_types else "llama"
 
@@ -100,8 +101,6 @@ def wiring_of(indices: Sequence[int]) -> Wiring:
 
 
 def _sglang(engine: str, ids: tuple[int, ...] | None, kind: str, layers: int) -> Reading:
-    if ids is None and kind in _DEFAULT_PLUS_ONE:
-        return Reading(engine, tuple(index + 1 for index in indices_of(default_wiring(layers))), None)
     try:
         return Reading(
             engine, indices_of(sglang_wiring(ids, model_type=kind, layers=layers)), None if ids is None else NESTED

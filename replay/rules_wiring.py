@@ -7,7 +7,6 @@ from replay.facts import Facts
 from replay.finding import ERROR, WARNING, Finding
 from replay.readings import (
     EAGLE,
-    FIRST_ID_DECIDES,
     INNER,
     NESTED,
     SGLANG,
@@ -22,7 +21,7 @@ from replay.readings import (
     stated_ids,
     wiring_of,
 )
-from replay.wiring import default_wiring, engine_ids
+from replay.wiring import FIRST_ID_DECIDES, default_wiring, engine_ids
 
 _AUX, _COUNT, _NORM, _RECYCLE = "wiring.aux-layer-id", "wiring.aux-missing", "wiring.norm", "wiring.recycle-norm"
 _Found = Callable[[str, str, str, object, str], Finding]

@@ -97,7 +97,7 @@ def simulate(
             ]
             leads = [Lead() if led is None else led[rows.request_id] for rows in played]
             for stem in stems if played else []:
-                _replay_pack(stem, played, leads, trace, spans, tallies, table)
+                _replay_stem(stem, played, leads, trace, spans, tallies, table)
             done += len(pack)
             on_event(Progress(done, total))
     return Rounds(
@@ -127,82 +127,84 @@ def _taps(groups: Sequence[Group]) -> tuple[str, ...]:
     return tuple(taps)
 
 
-def _replay_pack(
+@dataclass(frozen=True, slots=True)
+class _Pack:
+    """Requests replayed at once under all groups of one stem: inputs and first pass (None: not shared) made once.
+
+    ``tallies`` and ``table`` take what comes of it, by variant.
+    """
+
+    rows: Sequence[RequestRows]
+    inputs: list[DraftInput]
+    leads: Sequence[Lead]
+    first: FirstPass | None
+    tallies: Sequence[Tally]
+    table: RoundsTable
+
+
+def _replay_stem(
     stem: Sequence[Group],
-    pack: Sequence[RequestRows],
-    leads: Sequence["Lead"],
+    rows: Sequence[RequestRows],
+    leads: Sequence[Lead],
     trace: Trace,
     spans: Mapping[str, Sequence[Span]],
     tallies: Sequence[Tally],
-    table: "RoundsTable",
+    table: RoundsTable,
 ) -> None:
-    """Groups of one stem: inputs and first pass are made once."""
     start = perf_counter()
     first_group = stem[0]
     chunk = first_group.head.conduct.chunk
     inputs = [
         replace(
             draft_input(
-                rows,
+                one,
                 first_group.wiring,
-                None if chunk is None else sampled_after_chunks(rows, trace, chunk),
-                spans.get(rows.request_id, ()),
+                None if chunk is None else sampled_after_chunks(one, trace, chunk),
+                spans.get(one.request_id, ()),
             ),
-            only=lead.anchors_before(len(rows.tokens) - 1),
+            only=lead.anchors_before(len(one.tokens) - 1),
         )
-        for rows, lead in zip(pack, leads, strict=True)
+        for one, lead in zip(rows, leads, strict=True)
     ]
     anchors = sum(item.anchors for item in inputs)
     shares = anchors and not all(group.head.conduct.follows_walk for group in stem)
     first = first_pass(first_group.head, inputs) if shares else None
+    pack = _Pack(rows, inputs, leads, first, tallies, table)
     members = sum(len(group.members) for group in stem)
     common = (perf_counter() - start) / members
     for group in stem:
         for member in group.members:
             tallies[member].seconds += common
         if group.head.conduct.follows_walk:
-            _walk_in_order(group, pack, inputs, leads, tallies, table)
+            _walk_in_order(group, pack)
         elif group.sampled:
-            _replay_sampled(group, pack, inputs, first, tallies, table)
+            _replay_sampled(group, pack)
         else:
-            _replay_anchors(group, pack, inputs, first, tallies, table)
+            _replay_anchors(group, pack)
 
 
-def _replay_anchors(
-    group: Group,
-    pack: Sequence[RequestRows],
-    inputs: list[DraftInput],
-    first: FirstPass | None,
-    tallies: Sequence[Tally],
-    table: "RoundsTable",
-) -> None:
+def _replay_anchors(group: Group, pack: _Pack) -> None:
     start = perf_counter()
-    drafts = _draft(group, inputs, first)
+    drafts = _draft(group, pack.inputs, pack.first)
     seconds = perf_counter() - start
     for member, size, drafted in zip(group.members, group.sizes, drafts, strict=True):
-        tallies[member].seconds += seconds / len(group.members)  # one run serves them all
-        for rows, item, draft in zip(pack, inputs, drafted, strict=True):
-            _walk(rows, item, draft, size.steps, tallies[member], table, member)
+        pack.tallies[member].seconds += seconds / len(group.members)  # one run serves them all
+        for rows, item, draft in zip(pack.rows, pack.inputs, drafted, strict=True):
+            _walk(rows, item, draft, size.steps, pack.tallies[member], pack.table, member)
 
 
-def _replay_sampled(
-    group: Group,
-    pack: Sequence[RequestRows],
-    inputs: list[DraftInput],
-    first: FirstPass | None,
-    tallies: Sequence[Tally],
-    table: "RoundsTable",
-) -> None:
+def _replay_sampled(group: Group, pack: _Pack) -> None:
     """Rounds of a head that samples its drafts: one draw of the coins, given the recorded text."""
     start = perf_counter()
     most = max(size.steps for size in group.sizes)
-    chances = force_every_anchor(group.head, inputs, [rows.temperature for rows in pack], most, first=first)
+    temperatures = [rows.temperature for rows in pack.rows]
+    chances = force_every_anchor(group.head, pack.inputs, temperatures, most, first=pack.first)
     seconds = perf_counter() - start
     for member, size in zip(group.members, group.sizes, strict=True):
-        tally, steps = tallies[member], size.steps
+        tally, steps = pack.tallies[member], size.steps
         tally.seconds += seconds / len(group.members)
         assert tally.estimator is not None
-        for rows, item, q_AK in zip(pack, inputs, chances, strict=True):
+        for rows, item, q_AK in zip(pack.rows, pack.inputs, chances, strict=True):
             path_AK = path_tokens(item, steps).numpy()
             accepted_A = tally.estimator.add_path(rows.request_id, q_AK[:, :steps].numpy(), path_AK)
             tally.anchors += len(accepted_A)
@@ -211,32 +213,26 @@ def _replay_sampled(
             visited = [one.anchor - rows.prompt_tokens for one in played]
             # What was refused, and all behind it, is not drawn.
             drafted_AK = np.where(np.arange(steps) < accepted_A[:, None], path_AK, -1)
-            table.add(member, rows.request_id, played, drafted_AK[visited])
+            pack.table.add(member, rows.request_id, played, drafted_AK[visited])
 
 
-def _walk_in_order(
-    group: Group,
-    pack: Sequence[RequestRows],
-    inputs: list[DraftInput],
-    leads: Sequence["Lead"],
-    tallies: Sequence[Tally],
-    table: "RoundsTable",
-) -> None:
+def _walk_in_order(group: Group, pack: _Pack) -> None:
     """Rounds whose draft KV depends on those before: each number of steps walks by itself, past the other anchors."""
-    tails = [rows.tail_ids for rows in pack]
+    tails = [rows.tail_ids for rows in pack.rows]
     for member, size in zip(group.members, group.sizes, strict=True):
         start = perf_counter()
-        walked = walk(group.head, inputs, size.steps, tails, [lead.accepted or () for lead in leads])
-        tallies[member].seconds += perf_counter() - start
-        for rows, rounds in zip(pack, walked, strict=True):
+        walked = walk(group.head, pack.inputs, size.steps, tails, [lead.accepted or () for lead in pack.leads])
+        tally = pack.tallies[member]
+        tally.seconds += perf_counter() - start
+        for rows, rounds in zip(pack.rows, walked, strict=True):
             last = len(rows.tokens) - 1
             played = [
                 Round(anchor, accepted, cut=anchor + accepted + 1 > last)
                 for anchor, accepted in zip(rounds.anchors, rounds.accepted, strict=True)
             ]
-            tallies[member].ties += int(rounds.tied_RK.sum())
-            table.add(member, rows.request_id, played, rounds.drafted_RK.numpy())
-            _expect(tallies[member], rows, np.array(rounds.anchors, dtype=np.int64), rounds.drafted_RK.numpy(), None)
+            tally.ties += int(rounds.tied_RK.sum())
+            pack.table.add(member, rows.request_id, played, rounds.drafted_RK.numpy())
+            _expect(tally, rows, np.array(rounds.anchors, dtype=np.int64), rounds.drafted_RK.numpy(), None)
 
 
 def _draft(group: Group, inputs: list[DraftInput], first: FirstPass | None) -> Sequence[Sequence[Drafts | Trees]]:

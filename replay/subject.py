@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from replay.conduct import Conduct
-from replay.errors import UsageError
-from replay.weights import Checkpoint, HeadConfig
+from replay.errors import ReplayError, UsageError
+from replay.head_config import HeadConfig
+from replay.weights import Checkpoint
 from replay.wiring import Wiring
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What a fault changes: the taps fed, the head, how the engine runs it, whose embedding it reads (None: as the
-    engine does), how trees lay out their KV, and the ``precision`` (precision.py). ``layers`` counts the target's."""
+    engine does), how trees lay out their KV, and the ``precision`` (precision.py). ``layers`` counts the target's.
+
+    ``said`` names the fields of the conduct that were set, be it to what they were."""
 
     wiring: Wiring
     checkpoint: Checkpoint
@@ -26,6 +29,7 @@ class Subject:
     own_embedding: bool | None = None
     tree_kv: str | None = None
     precision: str = "bf16"
+    said: frozenset[str] = frozenset()
 
     @property
     def config(self) -> HeadConfig:
@@ -34,7 +38,8 @@ class Subject:
 
     def conducted(self, **changes: object) -> "Subject":
         """With some fields of the conduct replaced."""
-        return replace(self, conduct=replace(self.conduct, **changes))  # type: ignore[arg-type]
+        conduct = replace(self.conduct, **changes)  # type: ignore[arg-type]
+        return replace(self, conduct=conduct, said=self.said.union(changes))
 
     def configured(self, **changes: object) -> "Subject":
         """With some fields of the head's config replaced."""
@@ -60,6 +65,37 @@ class FaultKind:
     values: str
     default: str | None
     change: Callable[[str], Change]
+
+
+# Fields that a change may make from what is there: taps are moved, formats and skipped norms added.
+_BUILT_UP = ("wiring", "precision", "skip_norms")
+
+
+def set_fields(before: Subject, after: Subject) -> set[str]:
+    """Names of what a change has set: fields of the conduct, of the config and its RoPE, tensors, and the rest."""
+    old, new = _flat(before), _flat(after)
+    return set(after.said) | {name for name in new if name not in old or new[name] != old[name]}
+
+
+def undone(name: str, before: Subject, after: Subject, change: Change, healthy: Subject) -> bool:
+    """Whether a change leaves nothing of the field ``name`` that another fault had set."""
+    new = _flat(after)[name]
+    if name not in _BUILT_UP:
+        return bool(new != _flat(before)[name])
+    try:
+        return bool(new == _flat(change(healthy))[name])
+    except ReplayError:  # alone it cannot be, so it builds on the other
+        return False
+
+
+def _flat(subject: Subject) -> dict[str, Any]:
+    """Every field that a change can set, by name; tensors by identity."""
+    conduct = {item.name: getattr(subject.conduct, item.name) for item in fields(subject.conduct)}
+    rope = {f"rope.{item.name}": getattr(subject.config.rope, item.name) for item in fields(subject.config.rope)}
+    config = {item.name: getattr(subject.config, item.name) for item in fields(subject.config) if item.name != "rope"}
+    tensors = {name: id(tensor) for name, tensor in subject.checkpoint.tensors.items()}
+    own = {name: getattr(subject, name) for name in ("wiring", "precision", "own_embedding", "tree_kv")}
+    return {**tensors, **config, **rope, **conduct, **own}
 
 
 def choice(kind: str, value: str, changes: Mapping[str, Change]) -> Change:

@@ -9,6 +9,7 @@ from replay.engines import NUMERICS, EngineProfile, engine_profile
 from replay.errors import UsageError
 from replay.faults import KV_POLICIES, Fault, parse_policy
 from replay.precision import parse_precision
+from replay.traces.words import HEALTHY_NAME
 from replay.verify import parse_rule
 from replay.wiring import Wiring
 
@@ -164,5 +165,5 @@ def _spell(name: str, value: object) -> str:
     if name in ("draft", "wiring", "precision", "numerics"):
         return str(value)
     if isinstance(value, tuple):
-        return "+".join(str(fault) for fault in value) or "healthy"
+        return "+".join(str(fault) for fault in value) or HEALTHY_NAME
     return f"{name}={value}"

@@ -1,7 +1,6 @@
 """Tensor names, shapes and dtypes of a checkpoint, from its headers alone; small tensors and single rows on request."""
 
 import os
-import pickle
 import re
 import struct
 from array import array
@@ -11,28 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.errors import CheckpointError, TraceCorruptError
-from replay.traces.fields import parse_json, show
-from replay.traces.files import open_regular, read_small
+from replay.head_tensors import spell
+from replay.traces.files import open_regular
 from replay.traces.tensors import Layout, parse_layout
+from replay.traces.weights import INDEX, SINGLE
+from replay.weight_files import BINARY, load_binary, weight_files
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-SINGLE, INDEX, BINARY = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-_MOST_INDEX = 1 << 26
 _MOST_MAP = 1 << 26  # bytes of a vocabulary map
 _SAMPLE = 1 << 12  # bytes of each of the two places where a tensor is looked at
-_SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
-# Spellings that SGLang 0.5.23 (models/llama_eagle3.py load_weights) takes for one tensor.
-_RENAMES = (
-    (re.compile(r"^model\.(?!lm_head\.)"), ""),  # it looks for lm_head outside of the model
-    (re.compile(r"^.*\.(?=(?:d2t|t2d)$)"), ""),
-    (re.compile(r"midlayer\."), "layers.0."),
-    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
-    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
-    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
-)
 _INTEGERS = {"I64": "q", "I32": "i", "I16": "h", "I8": "b", "U8": "B", "BOOL": "B"}
 # Of each float dtype: the array code of its bits, and the exponent that only NaN and Inf have.
 _EXPONENT = {"F32": ("I", 0x7F800000), "F16": ("H", 0x7C00), "BF16": ("H", 0x7F80)}
@@ -103,16 +92,9 @@ def read_weights(folder: Path, *, whole: bool, only: "re.Pattern[str] | None" = 
 
     Raises CheckpointError where there are no weights, or a header cannot be trusted.
     """
-    if (folder / SINGLE).is_file():
-        files = [folder / SINGLE]
-    elif (folder / INDEX).is_file():
-        files = [folder / name for name in _shards(folder / INDEX, only)]
-    elif (folder / BINARY).is_file():
-        return _read_binary(folder / BINARY, whole)
-    else:
-        raise CheckpointError(
-            f"{folder} holds no weights: looked for {SINGLE}, {INDEX} and {BINARY}; give the folder of a draft head"
-        )
+    files = weight_files(folder, only)
+    if files == [folder / BINARY]:
+        return _read_binary(files[0], whole)
     facts: list[TensorFact] = []
     layouts: dict[str, Layout] = {}
     for file in files:
@@ -132,13 +114,6 @@ def read_weights(folder: Path, *, whole: bool, only: "re.Pattern[str] | None" = 
     return Weights(name, tensors, twice, maps.get("d2t"), maps.get("t2d"), blank, unfinite, extents, layouts)
 
 
-def spell(name: str) -> str:
-    """``name`` as SGLang spells it now."""
-    for pattern, replacement in _RENAMES:
-        name = pattern.sub(replacement, name)
-    return name
-
-
 def _by_name(facts: list[TensorFact]) -> tuple[dict[str, TensorFact], tuple[str, ...]]:
     tensors: dict[str, TensorFact] = {}
     twice = []
@@ -154,25 +129,6 @@ def _layout(path: Path) -> Layout:
         return parse_layout(path.resolve())  # hub caches are folders of links
     except TraceCorruptError as error:
         raise CheckpointError(f"{error}; copy or export the checkpoint again") from error
-
-
-def _shards(index: Path, only: "re.Pattern[str] | None") -> list[str]:
-    try:
-        document = parse_json(read_small(index.resolve(), _MOST_INDEX), str(index))
-    except TraceCorruptError as error:
-        raise CheckpointError(f"{error}; copy or export the checkpoint again") from error
-    names = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index} has no weight_map from tensors to shards; copy or export the checkpoint again")
-    wanted = {shard if isinstance(shard, str) else show(shard): None for name, shard in names.items()
-              if only is None or only.fullmatch(name)}  # fmt: skip
-    for shard in wanted:
-        if _SHARD.fullmatch(shard) is None:  # foreign text: it must not lead out of the folder
-            raise CheckpointError(
-                f"{index} names the shard {shard!r}, the plain name of a .safetensors file was expected; copy or "
-                "export the checkpoint again"
-            )
-    return sorted(wanted)
 
 
 def _bytes_at(path: Path, start: int, length: int) -> bytes:
@@ -235,22 +191,7 @@ def _extent_of(values: "NDArray[np.float32]") -> Extent:
 
 
 def _read_binary(path: Path, whole: bool) -> Weights:
-    """A pytorch_model.bin: torch reads it as weights only, so that a foreign file cannot run code."""
-    try:
-        import torch
-    except ImportError as error:
-        raise CheckpointError(f"{path} takes torch to be read; install it, or save the head as {SINGLE}") from error
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, LookupError, TypeError,
-            AttributeError, AssertionError, OverflowError, struct.error) as error:  # fmt: skip
-        raise CheckpointError(
-            f"{path} is no plain dictionary of tensors ({type(error).__name__}); convert it to {SINGLE}"
-        ) from error
-    if not isinstance(loaded, dict) or not all(
-        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items()
-    ):
-        raise CheckpointError(f"{path} is no plain dictionary of tensors; convert it to {SINGLE}")
+    loaded = load_binary(path)
     facts = [
         TensorFact(_TORCH_NAMES.get(str(value.dtype), str(value.dtype)), tuple(value.shape), name)
         for name, value in loaded.items()

@@ -13,10 +13,13 @@ from replay.traces.taps import FINAL, parse_taps, tap_index, tap_name
 
 # Model types whose SGLang class adds 1 to explicit ids only when the first id is 1
 # (sglang 0.5.23 models/deepseek_v2.py, glm4_moe_lite.py; sgl-project/sglang#25454).
-_FIRST_ID_DECIDES = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite"})
+FIRST_ID_DECIDES = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite"})
 # ... and those that take ids verbatim only when the largest equals the number of layers
 # (sglang 0.5.23 models/gpt_oss.py; sgl-project/sglang#32334).
-_LAST_ID_DECIDES = frozenset({"gpt_oss"})
+LAST_ID_DECIDES = frozenset({"gpt_oss"})
+# ... and those that add 1 to their default list too (sglang 0.5.23 models/minimax_m3_vl.py). All others always add 1
+# to explicit ids and never to the default.
+DEFAULT_PLUS_ONE = frozenset({"minimax_m3_vl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +63,15 @@ def sglang_wiring(ids: Sequence[int] | None, *, model_type: str, layers: int) ->
     """
     if ids is None:
         default = default_wiring(layers)
-        # sglang 0.5.23 models/minimax_m3_vl.py adds 1 to its default list too.
-        shift = int(model_type == "minimax_m3_vl")
+        shift = int(model_type in DEFAULT_PLUS_ONE)
         return Wiring(tuple(tap_name((tap_index(tap) or 0) + shift) for tap in default.taps))
     if not ids:
         raise WiringError("the draft config states no layer ids at all; say the wiring with --wiring")
-    verbatim = (model_type in _FIRST_ID_DECIDES and ids[0] != 1) or (
-        model_type in _LAST_ID_DECIDES and max(ids) == layers
+    verbatim = (model_type in FIRST_ID_DECIDES and ids[0] != 1) or (
+        model_type in LAST_ID_DECIDES and max(ids) == layers
     )
     boundaries = sorted({index + (not verbatim) for index in ids})
-    last = layers if model_type in _LAST_ID_DECIDES else layers - 1
+    last = layers if model_type in LAST_ID_DECIDES else layers - 1
     if boundaries[0] < 0 or boundaries[-1] > last:
         raise WiringError(
             f"the draft config states layer ids {list(ids)}, which SGLang reads as R{boundaries} of a {model_type} "

@@ -31,8 +31,10 @@ from torch import Tensor
 from write_text import read_rows
 
 from replay.head import Head, HeadOutput
+from replay.head_config import HeadConfig, parse_config
+from replay.head_tensors import expected_tensors
 from replay.rows import DraftInput
-from replay.weights import Checkpoint, HeadConfig, check_checkpoint, expected_tensors, parse_config
+from replay.weights import Checkpoint, check_checkpoint
 
 HELD_OUT = 20  # every 20th conversation of the first text file
 MATRICES = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from replay.check import Outcome, check
 from replay.facts import read_facts
+from replay.head_config import parse_config
 from replay.server_arguments import parse_server_arguments
-from replay.weights import parse_config
 from replay.wiring import parse_wiring
 
 LAYERS, HIDDEN, VOCABULARY = 30, 32, 96

@@ -1,11 +1,17 @@
 """Small random draft heads for tests: seeded, every option of the config, sharp enough to disagree with each other."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from replay.weights import Checkpoint, HeadConfig, check_checkpoint, expected_tensors, parse_config
+from replay.head_config import HeadConfig, parse_config
+from replay.head_tensors import expected_tensors
+from replay.weights import Checkpoint, check_checkpoint
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -27,6 +33,13 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     }
     config |= changes
     return {key: value for key, value in config.items() if value is not None}
+
+
+# A head that fits the invented target of trace_maker.py: wired embed,2.
+INVENTED = tiny_config(
+    hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=64, draft_vocab_size=48,
+    eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1]},
+)  # fmt: skip
 
 
 def random_tensors(config: HeadConfig, seed: int = 0) -> dict[str, Tensor]:
@@ -55,3 +68,18 @@ def target_tables(checkpoint: Checkpoint, seed: int = 1) -> tuple[Tensor, Tensor
     generator = torch.Generator().manual_seed(seed)
     shape = (checkpoint.config.vocab_size, checkpoint.config.hidden_size)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def invented_checkpoint() -> Checkpoint:
+    """A checked random head of ``INVENTED``."""
+    config = parse_config(INVENTED)
+    return check_checkpoint("tiny", config, random_tensors(config))
+
+
+def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Path:
+    """A head's folder; without ``tensors`` it gets random ones."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = random_tensors(parse_config(config)) if tensors is None else tensors
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder

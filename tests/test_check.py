@@ -42,12 +42,11 @@ from check_cases import (
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from replay import wiring
 from replay.check import RULES, check
 from replay.cli import cli
 from replay.errors import CheckpointError, ReplayError, UsageError
 from replay.facts import read_facts
-from replay.readings import FIRST_ID_DECIDES, LAST_ID_DECIDES, readings
+from replay.readings import readings
 from replay.server_arguments import live_server, parse_server_arguments
 
 KIMI = {"model_type": "kimi_k25", "num_hidden_layers": 61}
@@ -420,11 +419,6 @@ def test_layer_ids_are_read_as_each_engine_does(tmp_path: Path) -> None:
         "EAGLE": (2, 30, 58),
         "SpecForge 0.2": (3, 31, 59),
     }
-
-
-def test_families_of_ids_are_those_of_the_wiring_module() -> None:
-    assert FIRST_ID_DECIDES == wiring._FIRST_ID_DECIDES
-    assert LAST_ID_DECIDES == wiring._LAST_ID_DECIDES
 
 
 def test_an_older_server_reads_kimi_ids_otherwise(tmp_path: Path) -> None:

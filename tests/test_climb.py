@@ -17,11 +17,12 @@ from replay.climb import COMMON, FIELDS, climb, ideal_variant, list_factors, mix
 from replay.errors import UsageError, WiringError
 from replay.faults import parse_faults
 from replay.head import Head
+from replay.head_config import parse_config
 from replay.rungs import score_anchors
 from replay.traces.reader import Trace
 from replay.twin import draft_one_round, plain_causal_attention
 from replay.variant import Variant
-from replay.weights import Checkpoint, check_checkpoint, parse_config
+from replay.weights import Checkpoint, check_checkpoint
 from replay.wiring import Wiring
 
 TRAINED = Wiring(("2", "final"))
@@ -189,6 +190,16 @@ def test_which_factors_differ(trace: Trace, checkpoint: Checkpoint) -> None:
         "path tree": ["precision", "configuration"],
         "as trained": [],
     }
+
+
+def test_a_fault_of_trees_waits_for_the_tree(trace: Trace, checkpoint: Checkpoint) -> None:
+    served = resolve(replace(SERVED["tree"], faults=parse_faults("tree.parent-kv=path")), checkpoint, trace)
+    start = resolve(ideal_variant(served, TRAINED, STEPS), checkpoint, trace)
+    assert mix(start, served, frozenset({"fault"})).faults == ()
+    assert mix(start, served, frozenset({"fault", "configuration"})).faults == served.faults
+    ladder = climb(trace, checkpoint, served, TRAINED, trained_steps=STEPS, resamples=10)
+    assert ladder.rung("fault").verdict == "equal"
+    assert ladder.rungs[-3].accept_length > 1
 
 
 def test_a_tree_without_the_layout_of_its_engine_sees_its_ancestors(trace: Trace, checkpoint: Checkpoint) -> None:

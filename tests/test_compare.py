@@ -15,7 +15,7 @@ from rounds_maker import make_rounds, make_variant
 
 from replay.analysis.compare import Comparison, Pair, compare, holm
 from replay.analysis.compare_report import answer, doubts, render_comparison
-from replay.analysis.joined import join
+from replay.analysis.joined import Joined, join
 from replay.cli import cli
 from replay.errors import ReplayError, TraceError, UsageError
 from replay.traces.rounds import Rounds, table_schema, write_rounds
@@ -226,7 +226,31 @@ def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
         assert done.exit_code == 0 and json.loads(done.stdout) == compare(join(*rounds)).to_json()
         assert CliRunner().invoke(cli, ["compare", *map(str, paths)]).exit_code == 0
     same = CliRunner().invoke(cli, ["compare", str(paths[0]), str(paths[0])])
-    assert same.exit_code == 0 and same.stdout.startswith("a accepts the same as a")
+    assert same.exit_code == 0 and same.stdout.startswith("B (a) accepts the same as A (a)")
+
+
+def test_a_report_says_which_is_which() -> None:
+    """The letters of the table are those of the provenance, and two files say which of them it was."""
+    a, b = one("x", A), one("x", B)
+    [pair] = compare(joined := join(a, b)).pairs
+    assert (pair.a.variant, pair.b.variant) == ("x", "x")  # their own names, as in the files
+    assert {name: joined.shown[name] for name in ("A", "B")} == {"A": "x", "B": "x"}
+    text = shown(joined)
+    assert "B (x) cannot be told from A (x)" in text
+    assert "A x · first file" in text and "B x · second file" in text
+    three = {make_variant(name, kv=name): [[1], [place]] for place, name in enumerate("uvw")}
+    text = shown(join(make_rounds(three, trace=TRACE)))
+    for named in ("A u", "B1 v", "B2 w"):
+        assert text.count(f" {named} ") == 3  # in two tables and the provenance
+    assert " file " not in text
+
+
+def shown(joined: Joined) -> str:
+    """The report at 80 columns, white space folded."""
+    console = Console(width=80, color_system=None, _environ={})
+    with console.capture() as capture:
+        console.print(render_comparison(compare(joined), joined))
+    return " ".join(capture.get().split())
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -23,14 +23,13 @@ from typing import Any
 import click
 import pytest
 import torch
-from heads import random_tensors, tiny_config
-from safetensors.torch import save_file
+from heads import random_tensors, tiny_config, write_head
 from trace_maker import H, V, changed, make_header, make_request, write_trace
 
 import replay
 from replay.cli import cli
+from replay.head_config import parse_config
 from replay.traces.schema import TapInfo
-from replay.weights import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,10 +58,7 @@ def names(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> dict[st
     """The variables that examples may use."""
     folder = tmp_path_factory.mktemp("docs")
     tensors = random_tensors(parse_config(WIRED_EMBED_3_16))
-    draft = folder / "draft"
-    draft.mkdir()
-    (draft / "config.json").write_text(json.dumps(WIRED_EMBED_3_16))
-    save_file(tensors, draft / "model.safetensors")
+    draft = write_head(folder / "draft", WIRED_EMBED_3_16, tensors)
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": "greeting", "prompt": "Say hello."}) + "\n")
     trace = replay.Trace.open(_write_trace(folder / "trace"))

@@ -1,5 +1,6 @@
 """Every fault of the table: the twin and both engines agree under it, and it changes what it should."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from replay.head import Head
 from replay.passes import draft_every_anchor, first_pass
 from replay.precision import parse_precision
 from replay.rows import DraftInput
-from replay.subject import Subject
+from replay.subject import Subject, set_fields
 from replay.twin import Twin, TwinRound, draft_one_round, replay_request
 from replay.walk import walk
 from replay.wiring import Wiring
@@ -293,6 +294,48 @@ def test_faults_join() -> None:
 def test_a_fault_named_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="name one twice"):
         parse_faults("kv.rollback+kv.rollback=stale")
+
+
+@pytest.mark.parametrize(
+    ("text", "both"),
+    [
+        ("position.offset=1+position.offset=2", "position.offset=1 and position.offset=2 both set drafted_offset"),
+        ("position.offset=stuck:1+position.offset=2", "both set drafted_offset"),
+        ("kv.prefix-reuse=4+kv.handoff=empty", "kv.prefix-reuse=4 and kv.handoff=empty both set blank_prefix"),
+        ("kv.prefix-reuse=4+kv.skip-draft=2:6:masked", "both set blank_fill"),  # the first one set what it was
+        ("wiring.aux-missing=0+wiring.aux-missing=1", "both set zero_slots"),
+        ("wiring.aux-layer-id=2+wiring.aux-layer-id=default", "both set wiring"),
+        ("position.rope-params=theta:5+position.rope-params=theta:6", "both set rope.theta"),
+        ("precision.dtype-cast=fp16+precision.dtype-cast=fp32", "both set precision"),
+        ("weights.missing=fc+weights.missing=fc.weight", "both set fc.weight"),
+        ("weights.layout+weights.missing=layers.0.self_attn.q_proj", "both set layers.0.self_attn.q_proj.weight"),
+        ("wiring.recycle-norm=post+wiring.recycle-norm=pre", "both set feedback"),
+    ],
+)
+def test_of_two_faults_that_set_one_field_neither_is_chosen(text: str, both: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(both) + ".*; type one of them"):
+        apply_faults(healthy_subject(TWO_LAYERS), parse_faults(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "position.offset=stuck+position.offset=2",
+        "kv.prefix-reuse=4+kv.skip-draft=2:6",
+        "wiring.norm=skip:norm+wiring.norm=skip:hidden_norm",
+        "wiring.aux-layer-id=0:1+wiring.aux-layer-id=1:1",
+        "wiring.aux-layer-id=1+wiring.concat-order=fc",
+        "position.rope-params=theta:5+position.rope-geometry=partial:0.5",
+        "weights.missing=fc+weights.missing=norm",
+        "precision.draft-weights=fp8+precision.draft-kv=fp8_e4m3",
+    ],
+)
+def test_faults_that_meet_in_no_field_play_together(text: str) -> None:
+    healthy = healthy_subject(TWO_LAYERS)
+    first, second = parse_faults(text)
+    alone = [set_fields(healthy, apply_faults(healthy, (one,))) for one in (first, second)]
+    assert set_fields(healthy, apply_faults(healthy, (first, second))) == alone[0] | alone[1]
+    assert all(alone)
 
 
 def test_a_name_without_value_takes_the_usual_one() -> None:

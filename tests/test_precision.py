@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from heads import random_tensors, target_tables, tiny_checkpoint, tiny_config
+from heads import INVENTED, invented_checkpoint, random_tensors, target_tables, tiny_checkpoint, write_head
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
-from trace_maker import make_header, make_request, write_trace
+from trace_maker import make_four, write_trace
 
 from replay.cli import cli
 from replay.conduct import HEALTHY, Conduct
@@ -413,26 +413,11 @@ def test_a_borrowed_lm_head_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 # ---- on the command line ----
 
-CONFIG = tiny_config(
-    hidden_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=64,
-    draft_vocab_size=48,
-    eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1]},
-)
-
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    requests = [make_request(f"r{seed}", seed, prompt=2 + seed, output=12 - seed) for seed in range(4)]
-    trace = write_trace(tmp_path / "trace", [requests], header=make_header())
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / "config.json").write_text(json.dumps(CONFIG))
-    checkpoint = tiny_checkpoint(**CONFIG)
-    save_file(random_tensors(checkpoint.config), tmp_path / "draft" / "model.safetensors")
-    return ["simulate", str(trace), "--draft", str(tmp_path / "draft")]
+    trace = write_trace(tmp_path / "trace", [make_four()])
+    return ["simulate", str(trace), "--draft", str(write_head(tmp_path / "draft", INVENTED))]
 
 
 def answer(arguments: list[str]) -> dict[str, object]:
@@ -489,7 +474,7 @@ def test_a_ranking_of_many_variants_or_of_nothing_is_refused() -> None:
 
 
 def test_overflow_is_told_in_the_json(arguments: list[str], tmp_path: Path) -> None:
-    tensors = random_tensors(tiny_checkpoint(**CONFIG).config)
+    tensors = random_tensors(invented_checkpoint().config)
     tensors["norm.weight"] *= 1e8
     save_file(tensors, tmp_path / "draft" / "model.safetensors")
     drafts = answer([*arguments, "--precision", "fp16"])["draft"]

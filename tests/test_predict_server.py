@@ -7,15 +7,11 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from rig.server import start_server
+from served_traces import served_trace
 
 import replay
 from replay.binding import build_head, draft_input, resolve
-from replay.capture.recording import RECORD_VARIABLE
-from replay.capture.serve import ServeOptions, prepare
-from replay.capture.server import capture_server
-from replay.capture.server_ask import ServerOptions
-from replay.demo import sample_head, sample_prompts
+from replay.demo import sample_head
 from replay.ordered import replay_in_order
 
 PROMPTS = 8
@@ -33,20 +29,10 @@ def captured(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Capt
 
     def of(wiring: str) -> replay.Trace:
         if wiring not in made:
-            folder = tmp_path_factory.mktemp("served")
-            prompts = folder / "prompts.jsonl"
-            prompts.write_text("\n".join(sample_prompts().read_text().splitlines()[1::6][:PROMPTS]))
-            arguments = ["--model-path", str(target_dir), "--speculative-algorithm", "EAGLE3",
-                         "--speculative-draft-model-path", str(sample_head())]  # fmt: skip
-            asked = ServeOptions(folder / "trace", arguments, taps="embed,3,16,28", wiring=wiring)
-            environment = {RECORD_VARIABLE: prepare(asked, {}).environment[RECORD_VARIABLE]}
-            with start_server(
-                target_dir, sample_head(), log=folder / "log", steps=STEPS, topk=1, num_draft_tokens=STEPS + 1,
-                env=environment,
-            ) as server:  # fmt: skip
-                options = ServerOptions(server.url, prompts, folder / "trace", max_new_tokens=NEW_TOKENS, concurrency=1)
-                capture_server(options, lambda _: None)
-            made[wiring] = replay.Trace.open(folder / "trace")
+            made[wiring] = served_trace(
+                target_dir, tmp_path_factory.mktemp("served"), taps="embed,3,16,28", wiring=wiring, steps=STEPS,
+                num_draft_tokens=STEPS + 1, prompts=PROMPTS, new_tokens=NEW_TOKENS,
+            )  # fmt: skip
         return made[wiring]
 
     return of

@@ -6,15 +6,11 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
-from rig.server import start_server
+from served_traces import served_trace
 
 import replay
 from replay.binding import build_head, draft_input, resolve
-from replay.capture.recording import RECORD_VARIABLE
-from replay.capture.serve import ServeOptions, prepare
-from replay.capture.server import capture_server
-from replay.capture.server_ask import ServerOptions
-from replay.demo import sample_head, sample_prompts
+from replay.demo import sample_head
 from replay.tree import TreeSize, draft_every_tree
 
 PROMPTS = 4
@@ -31,20 +27,10 @@ def captured(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Capt
 
     def of(topk: int, steps: int, num_draft_tokens: int) -> replay.Trace:
         if topk not in made:
-            folder = tmp_path_factory.mktemp("served")
-            prompts = folder / "prompts.jsonl"
-            prompts.write_text("\n".join(sample_prompts().read_text().splitlines()[1::6][:PROMPTS]))
-            arguments = ["--model-path", str(target_dir), "--speculative-algorithm", "EAGLE3",
-                         "--speculative-draft-model-path", str(sample_head())]  # fmt: skip
-            asked = ServeOptions(folder / "trace", arguments, taps="embed,3,16")
-            environment = {RECORD_VARIABLE: prepare(asked, {}).environment[RECORD_VARIABLE]}
-            with start_server(
-                target_dir, sample_head(), log=folder / "log", steps=steps, topk=topk,
-                num_draft_tokens=num_draft_tokens, env=environment,
-            ) as server:  # fmt: skip
-                options = ServerOptions(server.url, prompts, folder / "trace", max_new_tokens=NEW_TOKENS, concurrency=1)
-                capture_server(options, lambda _: None)
-            made[topk] = replay.Trace.open(folder / "trace")
+            made[topk] = served_trace(
+                target_dir, tmp_path_factory.mktemp("served"), taps="embed,3,16", topk=topk, steps=steps,
+                num_draft_tokens=num_draft_tokens, prompts=PROMPTS, new_tokens=NEW_TOKENS,
+            )  # fmt: skip
         return made[topk]
 
     return of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from heads import random_tensors, tiny_checkpoint, tiny_config
+from heads import tiny_checkpoint, tiny_config, write_head
 from safetensors.torch import save_file
 from trace_maker import H, V, changed, make_header, make_request, write_trace
 
@@ -19,7 +19,6 @@ from replay.demo import demo_options
 from replay.errors import CheckpointError, OutputError, UsageError
 from replay.faults import FAULTS
 from replay.traces.schema import TapInfo
-from replay.weights import parse_config
 from replay.wiring import Wiring
 
 CONFIG = tiny_config(hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]})
@@ -39,11 +38,7 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def draft(tmp_path: Path) -> Path:
-    folder = tmp_path / "draft"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file(random_tensors(parse_config(CONFIG)), folder / "model.safetensors")
-    return folder
+    return write_head(tmp_path / "draft", CONFIG)
 
 
 def refused(*arguments: object) -> str:
@@ -90,6 +85,13 @@ def test_no_draft_and_no_trace(trace: Path, draft: Path, tmp_path: Path) -> None
     assert "add --draft DIR" in refused("simulate", trace)
     assert "holds no trace.json" in refused("simulate", draft, "--draft", draft)
     assert "neither a trace" in refused("inspect", tmp_path)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": H}))
+    save_file({"model.embed_tokens.weight": torch.zeros(V, H)}, target / "model.safetensors")
+    assert "is a target model (LlamaForCausalLM), and inspect takes a trace or a draft head" in refused(
+        "inspect", target
+    )
     assert "type replay simulate" in refused("report", tmp_path / "none.parquet")
 
 
@@ -103,6 +105,22 @@ def test_a_rounds_file_is_not_a_pattern(trace: Path, draft: Path, tmp_path: Path
         arguments = ["simulate", str(trace), "--draft", str(draft), "--steps", steps, "-o", str(tmp_path / name)]
         assert CliRunner().invoke(cli, arguments).exit_code == 0
     assert {len(row) for row in replay.read_rounds(tmp_path / "r[1].parquet").table["drafted"]} == {1}
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle3"])
+def test_a_head_is_no_target_whatever_it_calls_itself(tmp_path: Path, architecture: str) -> None:
+    folder = write_head(tmp_path / "head", {**CONFIG, "architectures": [architecture]})
+    done = CliRunner().invoke(cli, ["inspect", str(folder), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["layer_ids"] == [-1, 0, 1]
+
+
+def test_findings_keep_to_the_width_of_the_terminal(trace: Path) -> None:
+    """So does a path without spaces, which the folder of a test may make longer than a line."""
+    done = CliRunner().invoke(cli, ["inspect", str(trace), "--check"])
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "lm_head(final) was computed for 27 of 27 output positions" in " ".join(done.stdout.split())
 
 
 def test_square_brackets_in_a_path_are_shown(draft: Path) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from heads import random_tensors, tiny_config
+from heads import INVENTED, invented_checkpoint, write_head
 from rounds_maker import make_rounds, make_variant
-from safetensors.torch import save_file
-from trace_maker import make_header, make_request, write_trace
+from trace_maker import make_four, write_trace
 
 import replay
 from replay.analysis.report import assess
@@ -23,29 +22,17 @@ from replay.traces.rounds import Rounds, VariantInfo
 from replay.tree_twin import replay_request_with_trees
 from replay.twin import replay_request
 from replay.variant import Variant, name_variants, sweep
-from replay.weights import Checkpoint, check_checkpoint, parse_config
-
-CONFIG = tiny_config(
-    hidden_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=64,
-    draft_vocab_size=48,
-    eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1]},
-)
+from replay.weights import Checkpoint
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Trace:
-    requests = [make_request(f"r{seed}", seed, prompt=2 + seed, output=12 - seed) for seed in range(4)]
-    return Trace.open(write_trace(tmp_path / "trace", [requests], header=make_header()))
+    return Trace.open(write_trace(tmp_path / "trace", [make_four()]))
 
 
 @pytest.fixture
 def checkpoint() -> Checkpoint:
-    config = parse_config(CONFIG)
-    return check_checkpoint("tiny", config, random_tensors(config))
+    return invented_checkpoint()
 
 
 # ---- which trees can be ----
@@ -103,6 +90,16 @@ def test_more_columns_than_tokens_to_draft_are_refused(trace: Trace, checkpoint:
         simulate(trace, {"h": checkpoint}, [Variant("h", topk=49, num_draft_tokens=8)])
 
 
+def test_a_fault_of_trees_says_nothing_of_chains(trace: Trace, checkpoint: Checkpoint) -> None:
+    faults = replay.parse_faults("tree.parent-kv=path")
+    with pytest.raises(UsageError, match=r"tree.parent-kv is played in trees, topk 1 drafts chains; type --topk N"):
+        simulate(trace, {"h": checkpoint}, [Variant("h", faults=faults)])
+    tree = Variant("h", topk=2, steps=2, num_draft_tokens=4, kv="slot", faults=faults)
+    (info,) = simulate(trace, {"h": checkpoint}, [tree]).variants
+    (path,) = simulate(trace, {"h": checkpoint}, [dataclasses.replace(tree, kv="path", faults=())]).variants
+    assert info.anchors_accepted == path.anchors_accepted
+
+
 # ---- the rounds ----
 
 
@@ -141,10 +138,7 @@ def test_what_is_replayed_together_equals_what_is_replayed_alone(trace: Trace, c
 
 
 def test_the_command_line_sweeps_trees(trace: Trace, tmp_path: Path) -> None:
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "config.json").write_text(json.dumps(CONFIG))
-    save_file(random_tensors(parse_config(CONFIG)), draft / "model.safetensors")
+    draft = write_head(tmp_path / "draft", INVENTED)
     command = ["simulate", str(trace.path), "--draft", str(draft), "--steps", "3", "--json"]
     trees = ["--topk", "1", "--topk", "2", "--num-draft-tokens", "6", "--kv", "slot", "--kv", "path"]
     done = CliRunner().invoke(cli, [*command, *trees], catch_exceptions=False)

@@ -11,9 +11,8 @@ import polars as pl
 import pytest
 import torch
 from click.testing import CliRunner
-from heads import random_tensors, tiny_config
-from safetensors.torch import save_file
-from trace_maker import V, changed, make_header, make_request, make_weights, write_trace
+from heads import INVENTED, invented_checkpoint, write_head
+from trace_maker import V, changed, make_four, make_header, make_request, make_weights, write_trace
 
 import replay
 from replay.binding import build_head, draft_input, resolve
@@ -27,12 +26,8 @@ from replay.traces.rounds import METADATA_KEY, Rounds, VariantInfo, read_rounds,
 from replay.traces.taps import FINAL
 from replay.tree_twin import draft_one_tree
 from replay.variant import Variant, sweep
-from replay.weights import Checkpoint, check_checkpoint, parse_config
+from replay.weights import Checkpoint
 
-CONFIG = tiny_config(
-    hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=64, draft_vocab_size=48,
-    eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1]},
-)  # fmt: skip
 HEAT = 2.5  # logits of the invented target are large
 
 
@@ -64,8 +59,7 @@ def _recorded(request: CapturedRequest, topk: int) -> CapturedRequest:
 
 @pytest.fixture
 def greedy(tmp_path: Path) -> Trace:
-    requests = [make_request(f"r{seed}", seed, prompt=2 + seed, output=12 - seed) for seed in range(4)]
-    return write(tmp_path / "greedy", requests, 0.0)
+    return write(tmp_path / "greedy", make_four(), 0.0)
 
 
 @pytest.fixture
@@ -76,8 +70,7 @@ def sampled(tmp_path: Path) -> Trace:
 
 @pytest.fixture
 def checkpoint() -> Checkpoint:
-    config = parse_config(CONFIG)
-    return check_checkpoint("tiny", config, random_tensors(config))
+    return invented_checkpoint()
 
 
 def play(trace: Trace, checkpoint: Checkpoint, **choices: list[object]) -> Rounds:
@@ -302,11 +295,7 @@ def test_rounds_from_before_there_was_an_expectation_are_read(
 
 @pytest.fixture
 def draft(tmp_path: Path, checkpoint: Checkpoint) -> Path:
-    folder = tmp_path / "draft"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}, folder / "model.safetensors")
-    return folder
+    return write_head(tmp_path / "draft", INVENTED, checkpoint.tensors)
 
 
 def simulated(trace: Trace, draft: Path, *options: str) -> str:
@@ -325,6 +314,13 @@ def test_the_json_holds_the_expectation(sampled: Trace, draft: Path) -> None:
     assert 1 < low <= expected["accept_length"] <= high
     assert expected["accept_length_ci95"][0] < expected["accept_length"] < expected["accept_length_ci95"][1]
     assert "importance" in expected["note"]
+
+
+def test_rules_make_a_sweep(sampled: Trace, draft: Path) -> None:
+    asked = simulated(sampled, draft, "--verify", "target-only", "--verify", "rejection", "--json")
+    rows = json.loads(asked)["variants"]
+    assert [row["verify"] for row in rows] == [row["name"].removeprefix("verify=") for row in rows]
+    assert {row["verify"] for row in rows} == {"target-only", "rejection"}
 
 
 def test_a_report_says_what_is_expected(sampled: Trace, draft: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import random_tensors, target_tables, tiny_checkpoint, tiny_config
+from heads import random_tensors, target_tables, tiny_checkpoint, tiny_config, write_head
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,8 +18,9 @@ import replay
 from replay.engines import ENGINES
 from replay.errors import CheckpointError
 from replay.head import Head
+from replay.head_config import HeadConfig, parse_config, read_config
 from replay.twin import plain_causal_attention
-from replay.weights import HeadConfig, check_checkpoint, parse_config, read_checkpoint, read_config
+from replay.weights import check_checkpoint, read_checkpoint
 
 Tensors = dict[str, Tensor]
 RICH = {
@@ -36,11 +37,8 @@ def parts(**changes: Any) -> tuple[HeadConfig, Tensors]:
     return config, random_tensors(config)
 
 
-def write_head(folder: Path, tensors: Tensors, **changes: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(tiny_config(**changes)))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+def write_tiny(folder: Path, tensors: Tensors, **changes: Any) -> Path:
+    return write_head(folder, tiny_config(**changes), tensors)
 
 
 def assert_same(left: Any, right: Tensors) -> None:
@@ -274,14 +272,14 @@ def test_a_head_of_another_target_is_refused() -> None:
 
 def test_a_folder_of_safetensors_is_read(tmp_path: Path) -> None:
     config, tensors = parts()
-    checkpoint = replay.load_head(write_head(tmp_path / "head", tensors))
+    checkpoint = replay.load_head(write_tiny(tmp_path / "head", tensors))
     assert checkpoint.name == "head" and checkpoint.config == config
     assert_same(checkpoint.tensors, tensors)
 
 
 def split(folder: Path, tensors: Tensors) -> Path:
     """Two shards and their index, without model.safetensors."""
-    write_head(folder, tensors)
+    write_tiny(folder, tensors)
     (folder / "model.safetensors").unlink()
     keys = list(tensors)
     shards = {"model-00001-of-00002.safetensors": keys[:5], "model-00002-of-00002.safetensors": keys[5:]}
@@ -315,7 +313,7 @@ def test_a_missing_shard_and_a_tensor_in_two_shards_are_refused(tmp_path: Path) 
 def test_shard_names_cannot_lead_out_of_the_folder(tmp_path: Path, shard: Any) -> None:
     _, tensors = parts()
     save_file(tensors, tmp_path / "outside.safetensors")
-    folder = write_head(tmp_path / "head", tensors)
+    folder = write_tiny(tmp_path / "head", tensors)
     (folder / "model.safetensors").unlink()
     index = {"weight_map": dict.fromkeys(tensors, shard)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -325,16 +323,16 @@ def test_shard_names_cannot_lead_out_of_the_folder(tmp_path: Path, shard: Any) -
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "{", "[" * 100_000, "\xff"])
 def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
-    write_head(tmp_path, {})
+    write_tiny(tmp_path, {})
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json .*; copy or export the head again"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json .*; copy or export the checkpoint again"):
         read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [0, 7, 100, -1])
 def test_truncated_safetensors_are_refused(tmp_path: Path, cut: int) -> None:
-    write_head(tmp_path, parts()[1])
+    write_tiny(tmp_path, parts()[1])
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read as safetensors: .*; copy or export"):
@@ -342,7 +340,7 @@ def test_truncated_safetensors_are_refused(tmp_path: Path, cut: int) -> None:
 
 
 def with_binary(folder: Path, content: bytes) -> Path:
-    write_head(folder, {})
+    write_tiny(folder, {})
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
     return folder
@@ -417,7 +415,7 @@ def test_garbage_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_folder_without_weights_or_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json does not exist; give --draft the folder of a draft head"):
         read_config(tmp_path)
-    write_head(tmp_path, {})
+    write_tiny(tmp_path, {})
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no weights: looked for model.safetensors, model.safetensors.ind"):
         read_checkpoint(tmp_path)

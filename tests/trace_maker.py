@@ -84,6 +84,11 @@ def make_requests(count: int, dtype: str = "bfloat16") -> list[CapturedRequest]:
     ]
 
 
+def make_four() -> list[CapturedRequest]:
+    """Requests of 2 to 5 prompt and 12 to 9 output tokens."""
+    return [make_request(f"r{seed}", seed, prompt=2 + seed, output=12 - seed) for seed in range(4)]
+
+
 def write_trace(
     folder: Path,
     batches: Sequence[Sequence[CapturedRequest]],

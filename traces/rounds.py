@@ -49,13 +49,8 @@ EXPECTED_COLUMNS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class VariantInfo:
-    """One variant and what belongs to it as a whole.
-
-    ``anchors`` positions were tried in the all-anchors pass and had ``anchors_accepted`` drafted tokens accepted in
-    sum; ``ties`` drafted tokens were chosen between exactly equal logits; ``seconds`` is wall-clock time.
-    ``expected`` is None under the greedy rule, whose rounds leave nothing to chance.
-    """
+class VariantSettings:
+    """A variant as files and reports spell it."""
 
     name: str
     draft: str
@@ -70,6 +65,17 @@ class VariantInfo:
     temperature: float
     engine: str
     faults: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VariantInfo(VariantSettings):
+    """One variant and what belongs to it as a whole.
+
+    ``anchors`` positions were tried in the all-anchors pass and had ``anchors_accepted`` drafted tokens accepted in
+    sum; ``ties`` drafted tokens were chosen between exactly equal logits; ``seconds`` is wall-clock time.
+    ``expected`` is None under the greedy rule, whose rounds leave nothing to chance.
+    """
+
     seconds: float
     anchors: int
     anchors_accepted: int

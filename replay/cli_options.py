@@ -1,0 +1,17 @@
+"""Options and arguments that several commands take, each said once."""
+
+from pathlib import Path
+
+import click
+
+PATH = click.Path(path_type=Path)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
+trace_argument = click.argument("trace", type=PATH, metavar="TRACE")
+draft_option = click.option("--draft", required=True, type=PATH, metavar="DIR", help="Draft head's folder.")
+trained_wiring_option = click.option(
+    "--wiring", metavar="W", help="What the head was trained on, e.g. embed,3,31, if you know it."
+)
+api_key_option = click.option(
+    "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
+)
