@@ -10,6 +10,8 @@ from typing import Any
 from replay.analysis.evidence import DRAFTED, HISTOGRAM, LENGTH, Evidence, lead
 from replay.analysis.ladder import Ladder
 from replay.analysis.ladder import to_json as climbed
+from replay.analysis.slots import Feeding
+from replay.analysis.slots import to_json as fed
 from replay.traces.words import HEALTHY_NAME
 
 # Nats of posterior odds: what lies closer than this to the best is not told apart from it (odds of about 150 to 1).
@@ -20,6 +22,8 @@ FITS: Mapping[str, float] = {DRAFTED: 0.10, HISTOGRAM: 0.15, LENGTH: 0.10}
 FLIPS, LEVEL = 0.25, 0.02
 # A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.
 WEAK_FIRST = 0.6
+# Nats against what the bits of the feed contradict: more than any number of rounds says for it.
+_RULED_OUT = 1e6
 _NORMAL = NormalDist()
 # Another variant must accept so much more at the same anchors before the head is said to be made for it.
 BETTER_BY = 0.03
@@ -28,7 +32,11 @@ BETTER_BY = 0.03
 @dataclass(frozen=True, slots=True)
 class Scored:
     """One hypothesis with its evidence. ``probability`` among all that were tried; ``accept_length`` of its own walk
-    over the whole trace where it was replayed so (nan: not), ``fix`` what to type."""
+    over the whole trace where it was replayed so (nan: not), ``fix`` what to type.
+
+    ``ruled_out`` says how the bits of what the draft was fed contradict it (empty: not), ``borne_out`` whether they
+    show just what it says.
+    """
 
     name: str
     kind: str
@@ -38,11 +46,18 @@ class Scored:
     probability: float = math.nan
     accept_length: float = math.nan
     fix: str = ""
+    ruled_out: str = ""
+    borne_out: bool = False
+
+    @property
+    def beforehand(self) -> float:
+        """What stands before the rounds are looked at, in nats: the prior, and what the draft was fed."""
+        return self.log_prior - _RULED_OUT * bool(self.ruled_out)
 
     @property
     def log_posterior(self) -> float:
         """Up to a constant, in nats."""
-        return self.log_prior + self.evidence.log_likelihood
+        return self.beforehand + self.evidence.log_likelihood
 
     @property
     def fits(self) -> bool:
@@ -96,7 +111,7 @@ class Diagnosis:
 
     ``certainty`` is the probability of the named kind among all that were tried (nan where it was named by what it
     would accept instead). ``ranked`` best first; ``undecided`` names what cannot be told from the best, ``separate``
-    how to tell it.
+    how to tell it; ``feeding`` what the draft was really fed, where that was recorded.
     """
 
     verdict: str
@@ -114,6 +129,7 @@ class Diagnosis:
     expected: float = math.nan
     fix: str = ""
     ladder: Ladder | None = None
+    feeding: Feeding | None = None
 
 
 def rank(scored: Sequence[Scored]) -> list[Scored]:
@@ -133,7 +149,7 @@ def rank(scored: Sequence[Scored]) -> list[Scored]:
 
 def odds(first: Scored, second: Scored) -> float:
     """Nats of posterior odds of ``first`` over ``second``, near ties not counted for either (evidence.py, ``lead``)."""
-    return first.log_prior - second.log_prior + lead(first.evidence, second.evidence)
+    return first.beforehand - second.beforehand + lead(first.evidence, second.evidence)
 
 
 def undecided(ranked: Sequence[Scored]) -> list[Scored]:
@@ -141,13 +157,17 @@ def undecided(ranked: Sequence[Scored]) -> list[Scored]:
     return [item for item in ranked[1:] if odds(ranked[0], item) < DECISIVE]
 
 
-def judge(scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: float = math.nan) -> Diagnosis:
+def judge(
+    scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: float = math.nan, stated: bool = False
+) -> Diagnosis:
     """The verdict. ``gains`` are variants that accept more than what was served, best first; ``first_rate`` is how
-    often the healthy replay's first drafted token is taken.
+    often the healthy replay's first drafted token is taken. ``stated``: the gains are those of what the head is known
+    to be made for, and the bits show that it was fed something else, so that a wide interval leaves no doubt.
 
     - The healthy replay fits and nothing beats it decisively: ``fault`` where the head does clearly better as another
       variant (it was made for that one), else ``head`` where it is weak, else ``healthy``.
-    - A fault beats the healthy replay decisively and accounts for at least half of what differs: ``fault``.
+    - A fault beats the healthy replay decisively and accounts for at least half of what differs, or what the draft was
+      fed shows it, bit for bit: ``fault``.
     - Neither: ``engine``.
     """
     ranked = rank(scored)
@@ -157,15 +177,16 @@ def judge(scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: f
     close = undecided(ranked)
     beaten = best is not healthy and odds(best, healthy) >= DECISIVE
     if not beaten and healthy.fits:
-        return _as_served(ranked, healthy, gains, first_rate, served)
+        return _as_served(ranked, healthy, gains, first_rate, served, stated)
     explained = _explained(best, healthy)
-    if beaten and (best.fits or explained >= 0.5):
+    shown = best.borne_out and bool(healthy.ruled_out)
+    if beaten and (best.fits or explained >= 0.5 or shown):
         alike = [item.name for item in close if item.kind != HEALTHY_NAME]
         doubt = "" if best.fits else f", though {best.evidence.misfit:.0%} of the rounds still differ"
         others = f"; not told apart from it: {', '.join(alike)}" if alike else ""
         return Diagnosis(
             verdict="fault",
-            why=f"the server did what the replay does under {best.name}{doubt}{others}",
+            why=f"the server did what the replay does under {best.name}{doubt}{others}{_as_fed(healthy)}",
             named=best.name,
             certainty=sum(item.probability for item in ranked if item.kind == best.kind),
             served=served,
@@ -184,7 +205,7 @@ def judge(scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: f
     return Diagnosis(
         verdict="engine",
         why=f"the server accepted {direction} than the replay predicts ({served:.2f} against "
-        f"{healthy.evidence.accept_length:.2f}), and {table}{nearest}",
+        f"{healthy.evidence.accept_length:.2f}), and {table}{nearest}{_as_fed(healthy)}",
         named=None,
         certainty=math.nan,
         served=served,
@@ -192,6 +213,11 @@ def judge(scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: f
         ranked=tuple(ranked),
         undecided=tuple(item.name for item in close),
     )
+
+
+def _as_fed(healthy: Scored) -> str:
+    """What the bits say against the server's own account of what it feeds."""
+    return f"; what the draft was fed shows {healthy.ruled_out}" if healthy.ruled_out else ""
 
 
 def _explained(best: Scored, healthy: Scored) -> float:
@@ -207,10 +233,15 @@ def _stands_out(gain: Gain, tried: int) -> bool:
 
 
 def _as_served(
-    ranked: Sequence[Scored], healthy: Scored, gains: Sequence[Gain], first_rate: float, served: float
+    ranked: Sequence[Scored],
+    healthy: Scored,
+    gains: Sequence[Gain],
+    first_rate: float,
+    served: float,
+    stated: bool,
 ) -> Diagnosis:
     """The replay of what was served agrees with the server: is that what the head was made for?"""
-    clear = [gain for gain in gains if gain.gain >= BETTER_BY * served and _stands_out(gain, len(ranked))]
+    clear = [gain for gain in gains if stated or (gain.gain >= BETTER_BY * served and _stands_out(gain, len(ranked)))]
     if clear:
         leading = [gain for gain in clear if gain is clear[0] or gain.tied]
         best = max(leading, key=lambda gain: gain.log_prior)
@@ -262,6 +293,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
             "rounds": diagnosis.healthy.evidence.rounds,
             "agreeing": diagnosis.healthy.evidence.agreeing,
         },
+        **fed(diagnosis.feeding),
         "cannot_tell": list(diagnosis.undecided),
         "separate": list(diagnosis.separate),
         **({"ladder": [], "attribution": None, "notes": []} if diagnosis.ladder is None else climbed(diagnosis.ladder)),
@@ -275,6 +307,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 "rounds": item.evidence.rounds,
                 "agreeing": item.evidence.agreeing,
                 "fix": item.fix,
+                "ruled_out": item.ruled_out or None,
             }
             for item in diagnosis.ranked
         ],

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from replay.analysis import wording
+from replay.analysis import slots, wording
 from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum
 from replay.analysis.evidence import DRAFTED, HISTOGRAM, LENGTH
 from replay.analysis.ladder_report import render_ladder
@@ -31,6 +31,9 @@ def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
         verdict.append(f", {diagnosis.named}")
     parts: list[RenderableType] = [verdict, Text(f"{diagnosis.why[:1].upper()}{diagnosis.why[1:]}.")]
     parts.append(Text(_numbers(diagnosis)))
+    if diagnosis.feeding is not None:
+        heading = f"What the draft was fed, in {wording.counted(diagnosis.feeding.requests, 'prompt')}"
+        parts += [Text(), Text(heading, style="bold"), *(bullet(line) for line in slots.lines(diagnosis.feeding))]
     if diagnosis.fix:
         parts += [Text(), Text("Fix", style="bold"), Padding(Text(diagnosis.fix), (0, 0, 0, 2))]
     if diagnosis.gains and diagnosis.verdict == "fault":

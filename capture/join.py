@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.spool import Chunk, Entry
+from replay.capture.spool import FEED, Chunk, Entry
 from replay.errors import CaptureError
 from replay.traces.captured import ServerCounters
+from replay.traces.feed import Feed
 from replay.traces.taps import FINAL
 from replay.traces.tensors import map_rows
 
@@ -58,7 +59,8 @@ class ServedRound:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Rows of one request: taps name -> [T-1, H], kept logits of its n output tokens, rounds, and the tail."""
+    """Rows of one request: taps name -> [T-1, H], kept logits of its n output tokens, rounds, the tail, and the feed
+    where a draft was fed."""
 
     taps: "dict[str, torch.Tensor]"
     topk_ids: "torch.Tensor"
@@ -66,6 +68,7 @@ class Joined:
     logsumexp: "torch.Tensor"
     rounds: tuple[ServedRound, ...]
     tail_ids: tuple[int, ...]
+    feed: Feed | None = None
 
 
 def first_missing(recorded: Sequence[Recorded], rows: int) -> int | None:
@@ -194,7 +197,7 @@ def join(
     if not bool(have_logits.all()):
         at = int((~have_logits).nonzero()[0, 0])
         raise CaptureError(f"{name}: the server recorded no logits for output token {at} of {outputs}")
-    entries = [one.entry for one in recorded]
+    entries = [one.entry for one in recorded if one.entry.kind != "feed"]
     return Joined(
         gathered,
         logits["topk_ids"],
@@ -202,4 +205,26 @@ def join(
         logits["logsumexp"],
         rounds_of(entries, len(tokens)),
         tail_of(entries, len(tokens)),
+        feed_of(recorded, rows),
     )
+
+
+def feed_of(recorded: Sequence[Recorded], rows: int) -> Feed | None:
+    """What the draft was fed in those of the request's ``rows`` that no later forward computed again; None: nothing.
+
+    So that each stands beside the taps it was made of: a prefill after retraction makes other bits.
+    """
+    import torch
+
+    kept: dict[int, tuple[Recorded, int]] = {}
+    for one in recorded:
+        first = one.entry.start
+        kept = {row: place for row, place in kept.items() if not first <= row < first + one.entry.rows}
+        kept |= {row: (one, one.chunk.first_fed[one.index] + at) for at, row in enumerate(one.entry.fed) if row < rows}
+    if not kept:
+        return None
+    places = [kept[row] for row in sorted(kept)]
+    token_F, position_F, features_FW = (
+        torch.cat([map_rows(one.chunk.layout, name, at, at + 1) for one, at in places]) for name in FEED
+    )
+    return Feed(torch.tensor(sorted(kept), dtype=torch.int32), token_F, position_F, features_FW)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from replay.capture.spool import LOGITS, RID_PREFIX, Entry
+from replay.capture.spool import FEED, LOGITS, RID_PREFIX, Entry
 from replay.traces.schema import Fields, parse_json
 from replay.traces.taps import FINAL
 
@@ -103,6 +103,14 @@ def verify_rows(
     index = torch.cat(places)
     kept = {name: cpu[name][index] for name in ("hidden", "final", "input_ids", *LOGITS)}
     return entries, _tensors(kept, taps, width)
+
+
+def feed_rows(
+    fed: Sequence[tuple[str, Sequence[int]]], cpu: "Mapping[str, torch.Tensor]"
+) -> "tuple[list[Entry], dict[str, torch.Tensor]]":
+    """Of a draft's prefill: of each request the rows that were kept, in the order of the tensors of FEED."""
+    entries = [Entry(rid, "feed", 0, 0, 0, fed=list(rows)) for rid, rows in fed]
+    return entries, {name: cpu[name] for name in FEED}
 
 
 def tree_parents(first_child: Sequence[int], next_sibling: Sequence[int]) -> tuple[int, ...]:

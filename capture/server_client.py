@@ -254,6 +254,7 @@ class ServerClient:
                 logsumexp=joined.logsumexp,
                 tail_ids=list(joined.tail_ids),
                 server=answer.counters,
+                feed=joined.feed,
             )
         )
         batch.rounds.append((request.request_id, joined))

@@ -5,8 +5,9 @@ In every scheduler process it hooks these places of SGLang 0.5.23 (SEAMS):
 
 - after ``ModelRunner.init_attention_backends``, before graphs are captured: the target captures the wanted taps beside
   those the draft is fed, and keeps its final hidden states;
-- after ``ModelRunner.forward``, before the sampler may write to the logits: rows are copied, and the hidden states are
-  cut back to the columns that the draft is fed, on every rank;
+- before ``ModelRunner.forward`` of the draft's prefill: a few rows of what it is fed are copied, whatever was meant;
+- after ``ModelRunner.forward`` of the target, before the sampler may write to the logits: rows are copied, and the
+  hidden states are cut back to the columns that the draft is fed, on every rank;
 - around ``EAGLEWorkerV2.verify``: which rows were accepted;
 - ``Scheduler.get_internal_state``: where the rows lie, for clients that ask ``/server_info``.
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.recorder import RowRecorder, summarise_rows
-from replay.capture.recording import RECORD_VARIABLE, Recording, decode_rows, prefill_rows, verify_rows
+from replay.capture.recording import RECORD_VARIABLE, Recording, decode_rows, feed_rows, prefill_rows, verify_rows
 from replay.capture.serve import SIMULATED, VERSIONS
 from replay.capture.sglang_facts import server_details, server_url, target_info
 from replay.capture.sglang_model import capture_boundaries, capturing_parts
@@ -55,7 +56,22 @@ SEAMS = (
         "LogitsProcessorOutput",
         ("next_token_logits", "hidden_states", "last_hidden_states"),
     ),
+    (
+        "sglang.srt.model_executor.forward_batch_info",
+        "ForwardBatch",
+        (
+            "forward_mode",
+            "rids",
+            "input_ids",
+            "positions",
+            "spec_info",
+            "extend_seq_lens_cpu",
+            "extend_prefix_lens_cpu",
+        ),
+    ),
+    ("sglang.srt.speculative.eagle_info", "EagleDraftExtendInput", ("hidden_states",)),
 )
+FED_ROWS = 8  # of a request's first prefill: more would not tell more
 
 
 def activate() -> None:
@@ -100,6 +116,7 @@ def _install(scheduler: Any) -> None:
 
     plugin.reporter.tell(state="loading")
     _after(ModelRunner, "init_attention_backends", plugin.after_attention)
+    _before(ModelRunner, "forward", plugin.before_forward)
     _after(ModelRunner, "forward", plugin.after_forward)
     _after(EAGLEWorkerV2, "verify", plugin.after_verify)
     _after(Scheduler, "get_internal_state", plugin.after_internal_state)
@@ -114,6 +131,18 @@ def _after(owner: type, name: str, hook: Callable[..., None]) -> None:
         result = original(*args, **kwargs)
         hook(result, *args, **kwargs)
         return result
+
+    setattr(owner, name, wrapper)
+
+
+def _before(owner: type, name: str, hook: Callable[..., None]) -> None:
+    """Let ``hook(*args)`` run before each call of ``owner.name``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        hook(*args, **kwargs)
+        return original(*args, **kwargs)
 
     setattr(owner, name, wrapper)
 
@@ -175,6 +204,14 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or ['?'])[0]}"
 
 
+def _spans(batch: Any) -> Iterator[tuple[str, int, int, int]]:
+    """Of each request of a prefill: its id, tokens before this piece, and where its rows begin and end."""
+    end = 0
+    for rid, length, prefix in zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True):
+        begin, end = end, end + int(length)
+        yield rid, int(prefix), begin, end
+
+
 def _own(numbers: "torch.Tensor") -> "torch.Tensor":
     """A copy as int32, made on the current stream: the engine writes the next step over what it gave."""
     import torch
@@ -232,6 +269,18 @@ class _Plugin:
             if self.recording.wiring is not None:
                 raise
             self.failed(f"the taps could not be set: {_in_words(error)}")
+
+    def before_forward(self, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Copy a few rows of what the draft is fed with a prompt: what comes to it, not what it should be.
+
+        Before, because the head may write to its features (SGLang 0.5.23 models/llama_eagle3.py adds to them where
+        there is no fc).
+        """
+        if not runner.is_draft_worker or self.recorder is None or self.recorder.failure is not None:
+            return
+        with self._guarded(self.recorder):
+            if forward_batch.rids and forward_batch.forward_mode.is_extend():
+                self._record_feed(forward_batch)
 
     def after_forward(self, out: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Copy the rows of a target forward; give the draft the columns it had without us."""
@@ -398,14 +447,8 @@ class _Plugin:
     def _record_prefill(self, batch: Any, full: "torch.Tensor", final: "torch.Tensor", logits: "torch.Tensor") -> None:
         import torch
 
-        spans, offset = [], 0
-        for i, (rid, length, prefix) in enumerate(
-            zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True)
-        ):
-            if rid.startswith(RID_PREFIX):
-                spans.append((i, rid, int(prefix), offset, offset + int(length)))
-            offset += int(length)
-        places = [slice(begin, end) for _, _, _, begin, end in spans]
+        spans = [(i, *span) for i, span in enumerate(_spans(batch)) if span[0].startswith(RID_PREFIX)]
+        places = [slice(begin, end) for *_, begin, end in spans]
         chosen = torch.cat([logits[i : i + 1] for i, *_ in spans])
         tensors = {
             "hidden": torch.cat([full[place] for place in places]),
@@ -416,6 +459,28 @@ class _Plugin:
         known = [(rid, prefix, end - begin) for _, rid, prefix, begin, end in spans]
         assert self.recorder is not None
         self.recorder.submit(tensors, functools.partial(prefill_rows, known, self._recorded(), self.width))
+
+    def _record_feed(self, batch: Any) -> None:
+        import torch
+
+        places, known = [], []
+        for rid, prefix, begin, end in _spans(batch):
+            if prefix or begin == end or not rid.startswith(RID_PREFIX):
+                continue  # only of a prompt's first piece
+            step = -(-(end - begin) // FED_ROWS)  # evenly over the rows, the last one among them
+            first = (end - begin - 1) % step
+            places.append(slice(begin + first, end, step))
+            known.append((rid, range(first, end - begin, step)))
+        features = getattr(batch.spec_info, "hidden_states", None)
+        if not places or features is None or features.shape[-1] % self.width:
+            return
+        tensors = {
+            "feed.token": _own(torch.cat([batch.input_ids[place] for place in places])),
+            "feed.position": _own(torch.cat([batch.positions[place] for place in places])),
+            "feed.features": torch.cat([features[place] for place in places]),
+        }
+        assert self.recorder is not None
+        self.recorder.submit(tensors, functools.partial(feed_rows, known))
 
     def _record_decode(self, batch: Any, full: "torch.Tensor", final: "torch.Tensor", logits: "torch.Tensor") -> None:
         size = len(batch.rids)

@@ -7,8 +7,9 @@ hexadecimal digits drawn at each start, so two starts never mix. There are two k
 - ``rows-<pid>-<number>.safetensors``, only from the process that writes for its attention group, each with rows of one
   client only. Numbers rise; within a process a later entry is newer than an earlier one. Tensors, R rows and M rows
   with logits of k ids: ``input_ids`` [R] int32, ``tap.<name>`` [R, H] in the target's dtype, ``topk_ids`` [M, k] int32,
-  ``topk_logprobs`` [M, k] float32, ``logsumexp`` [M] float32. The metadata key ``entries`` is a JSON list of Entry:
-  each owns the next ``rows`` of R and the next ``logits`` of M.
+  ``topk_logprobs`` [M, k] float32, ``logsumexp`` [M] float32. Of F rows that the draft was fed also ``feed.token``
+  and ``feed.position`` [F] int32 and ``feed.features`` [F, slots * H]. The metadata key ``entries`` is a JSON list of
+  Entry: each owns the next ``rows`` of R, the next ``logits`` of M and as many of F as its ``fed`` names.
 
 Row at position p is the target's state after it consumed the token at p. Nothing here is ever unpickled, request ids
 appear only inside the JSON, and a file that is cut short or disagrees with itself is refused by name.
@@ -23,24 +24,26 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces import files
 from replay.traces.schema import Fields, parse_json
-from replay.traces.tensors import NAMES, Layout, pack_header, parse_layout, tensor_bytes
+from replay.traces.tensors import NAMES, Layout, joined_shapes, pack_header, parse_layout, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = "replay-spool"
-VERSION = 1
+VERSION = 2
 SPOOL = files.SPOOL
 RID_PREFIX = "replay-"  # only requests that a client of ours named so are recorded
 LOGITS = ("topk_ids", "topk_logprobs", "logsumexp")  # tensors with a row for each row that has logits
+FEED = ("feed.token", "feed.position", "feed.features")  # tensors with a row for each row of ``fed``
 
-KINDS = ("prefill", "decode", "verify")
+KINDS = ("prefill", "decode", "verify", "feed")
 STATES = ("loading", "recording", "refused", "failed")
 _LAUNCH = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _ROWS = re.compile(r"rows-(\d+)-(\d{8})\.safetensors", re.ASCII)
@@ -119,7 +122,9 @@ class Entry:
     ``logits`` of them, the last ones, have logits. Of a verify also: the drafted tokens in node order (the root left
     out), for a tree the parent of each (node numbers, 0 is the root, -1 where the server left the node out of its
     tree), how many were accepted, and what was chosen after each row (accepted tokens, then the bonus). ``start`` is
-    then the anchor, and ``batch`` the requests that were verified together, this one included.
+    then the anchor, and ``batch`` the requests that were verified together, this one included. An entry of kind feed
+    has no rows of the target: ``fed`` names those in which the draft was fed what the tensors of FEED hold, in the
+    prefill that was recorded before it.
     """
 
     rid: str
@@ -132,16 +137,18 @@ class Entry:
     accepted: int = 0
     chosen: Sequence[int] = ()
     batch: int = 0
+    fed: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One file of rows, checked. ``first_row[i]`` and ``first_logit[i]`` are where entry i begins."""
+    """One file of rows, checked. ``first_row[i]``, ``first_logit[i]`` and ``first_fed[i]`` are where entry i begins."""
 
     layout: Layout
     entries: Sequence[Entry]
     first_row: Sequence[int]
     first_logit: Sequence[int]
+    first_fed: Sequence[int]
 
 
 def launch_folder(folder: Path, launch: str) -> Path:
@@ -175,10 +182,12 @@ def split_by_client(
     owner_E = torch.tensor([list(distinct).index(client) for client in clients])
     owner_R = owner_E.repeat_interleave(torch.tensor([entry.rows for entry in entries]))
     owner_M = owner_E.repeat_interleave(torch.tensor([entry.logits for entry in entries]))
+    owner_F = owner_E.repeat_interleave(torch.tensor([len(entry.fed) for entry in entries]))
+    owners = dict.fromkeys(LOGITS, owner_M) | dict.fromkeys(FEED, owner_F)
     return {
         client: (
             [entry for entry, its in zip(entries, clients, strict=True) if its == client],
-            {name: rows[(owner_M if name in LOGITS else owner_R) == number] for name, rows in tensors.items()},
+            {name: rows[owners.get(name, owner_R) == number] for name, rows in tensors.items()},
         )
         for number, client in enumerate(distinct)
     }
@@ -203,10 +212,7 @@ def write_chunk(
     folder: Path, pid: int, number: int, entries: Sequence[Entry], tensors: "Mapping[str, Sequence[torch.Tensor]]"
 ) -> None:
     """Write one file of rows; each tensor is given in parts, which are joined. Raises OSError."""
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, parts in sorted(tensors.items(), key=lambda item: -item[1][0].element_size()):
-        rows = sum(len(part) for part in parts)
-        shapes[name] = (str(parts[0].dtype).removeprefix("torch."), (rows, *parts[0].shape[1:]))
+    shapes = joined_shapes(tensors)
     text = json.dumps([asdict(entry) for entry in entries], separators=(",", ":"), ensure_ascii=False)
     head = pack_header(shapes, {"format": FORMAT, "version": str(VERSION), "entries": text})
     blocks = [tensor_bytes(part) for name in shapes for part in tensors[name]]
@@ -229,20 +235,31 @@ def read_chunk(path: Path, taps: Sequence[str], width: int) -> Chunk:
     if not isinstance(values, list):
         raise TraceCorruptError(f"{path}: entries must be a list")
     entries = [_entry(Fields(f"{path}: entry {i}", value)) for i, value in enumerate(values)]
-    first_row, first_logit, row, logit = [], [], 0, 0
-    for entry in entries:
-        first_row.append(row)
-        first_logit.append(logit)
-        row, logit = row + entry.rows, logit + entry.logits
+    first_row, row = _places([entry.rows for entry in entries])
+    first_logit, logit = _places([entry.logits for entry in entries])
+    first_fed, fed = _places([len(entry.fed) for entry in entries])
+    features = layout.tensors["feed.features"].shape if "feed.features" in layout.tensors else ()
+    columns = features[1] if len(features) == 2 else width
     for name, shape in (
         ("input_ids", (row,)),
         ("logsumexp", (logit,)),
         *((f"tap.{tap}", (row, width)) for tap in taps),
+        ("feed.token", (fed,)),
+        ("feed.position", (fed,)),
+        ("feed.features", (fed, max(width, columns - columns % width))),
     ):
+        if name not in layout.tensors and not shape[0]:
+            continue
         if name not in layout.tensors or layout.tensors[name].shape != shape:
             seen = list(layout.tensors[name].shape) if name in layout.tensors else "missing"
             raise TraceCorruptError(f"{path}: {name} is {seen}, its entries make it {list(shape)}")
-    return Chunk(layout, entries, first_row, first_logit)
+    return Chunk(layout, entries, first_row, first_logit, first_fed)
+
+
+def _places(counts: Sequence[int]) -> tuple[list[int], int]:
+    """Where each of consecutive runs begins, and where the last ends."""
+    ends = [0, *accumulate(counts)]
+    return ends[:-1], ends[-1]
 
 
 def drop_launches(folder: Path, keep: str) -> None:
@@ -274,11 +291,16 @@ def _entry(values: Fields) -> Entry:
         accepted=values.integer("accepted", 0, _MOST),
         chosen=values.integers("chosen", 0, _MOST),
         batch=values.integer("batch", 0, _MOST),
+        fed=values.integers("fed", 0, _MOST),
     )
     if entry.logits > entry.rows:
         raise values.refuse("logits", f"at most its {entry.rows} rows")
     if entry.kind == "verify" and not entry.accepted + 1 == entry.rows == len(entry.chosen):
         raise values.refuse("accepted", f"one less than its {entry.rows} rows and {len(entry.chosen)} chosen tokens")
+    if (entry.kind == "feed") != bool(entry.fed) or (entry.fed and entry.rows):
+        raise values.refuse(
+            "fed", f"rows of an entry of kind feed, which has no others ({entry.kind}, {entry.rows} rows)"
+        )
     return entry
 
 

@@ -15,6 +15,7 @@ from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum, judge
 from replay.analysis.evidence import DRAFTED, HISTOGRAM, LENGTH
 from replay.analysis.ladder import Ladder
 from replay.analysis.limits import limits, strata
+from replay.analysis.slots import Fed, borne_out, contradiction, read_feeding
 from replay.binding import bind, resolve
 from replay.climb import climb
 from replay.errors import TraceError, UsageError
@@ -42,6 +43,8 @@ FINALISTS = 6
 _PAIRED = 5
 # Kinds that change the head's tensors: each needs weights of its own, so they run one after the other.
 _OWN_TENSORS = ("weights.", "vocab.", "precision.")
+# Kinds that change what the draft is fed.
+_FEEDING = ("wiring.", "shift.")
 # Relative half width of the replay's interval beyond which an observed accept length says nothing.
 _WIDEST = 0.2
 
@@ -133,6 +136,7 @@ class _Case:
         self._variants: dict[str, Variant] = {}
         self._histograms: dict[str, tuple[int, ...]] = {}
         self._rounds: pl.DataFrame | None = None
+        self._feeding = read_feeding(trace)
         self._kind = self._find_observed()
         self._screen = self._first_rounds(SCREENING_ROUNDS)
         self._rounds = self._first_rounds(FINAL_ROUNDS)
@@ -152,8 +156,8 @@ class _Case:
         else:
             variant = replace(self._served, wiring=self._trained)
             wirings = [Hypothesis("wiring.aux-layer-id", str(self._trained), variant, tried[0].scored.log_prior)]
-        tried += self._try("other wirings", wirings)
         named = wirings if self._trained is not None else []
+        tried += self._try("other wirings", [*wirings, *self._as_fed([*wirings, *(one.hypothesis for one in tried)])])
         chosen = {item.name: item for item in [*_finalists(tried), *named]}
         final = self._try("the likeliest on more rounds", list(chosen.values()), whole=True)
         return self._verdict(tried, final)
@@ -264,9 +268,11 @@ class _Case:
             for item, info in zip(batch, replayed.variants, strict=True):
                 self._variants[item.name] = item.variant
                 table = replayed.table.filter(replayed.table["variant"] == info.name)
+                ruled_out, shown = self._held_against_feed(item)
                 scored = Scored(
                     item.name, item.kind, item.value, item.log_prior,
                     self._evidence(table, counts[info.name], rounds, noise=drafts_noise(item, self._checkpoint)),
+                    ruled_out=ruled_out, borne_out=shown,
                 )  # fmt: skip
                 kept = by_anchor(table) if whole and self._kind == DRAFTED else {}
                 found[item.name] = _Tried(item, scored, kept, counts[info.name])
@@ -284,6 +290,40 @@ class _Case:
         if rounds is not None:
             return ev.drafted_evidence(by_anchor(table), by_anchor(rounds), steps)
         return ev.histogram_evidence(_histograms(table, steps), self._histograms, steps)
+
+    # ---- what the draft was fed ----
+
+    def _held_against_feed(self, hypothesis: Hypothesis) -> tuple[str, bool]:
+        """How the bits that were fed rule a hypothesis out, and whether they show it. Nothing of what was observed
+        elsewhere, on a server that may have fed its draft otherwise."""
+        if self._feeding is None or self._observed is not None:
+            return "", False
+        fed = self._feeds(hypothesis.variant)
+        return contradiction(self._feeding, fed), borne_out(self._feeding, fed)
+
+    def _feeds(self, variant: Variant) -> Fed:
+        """What its draft is fed; faults of weights and runs aside, which are costly to apply and change none of it."""
+        faults = tuple(fault for fault in variant.faults if fault.kind.startswith(_FEEDING))
+        subject = bind(replace(variant, faults=faults), self._checkpoint, self._trace)
+        conduct = subject.conduct
+        return Fed(
+            subject.wiring.taps,
+            shift=-(conduct.pairing == "earlier-features"),
+            zeros=conduct.zero_slots,
+            unrecorded=conduct.unit_taps,
+            own_token=conduct.pairing == "own-token",
+        )
+
+    def _as_fed(self, others: Sequence[Hypothesis]) -> list[Hypothesis]:
+        """The wiring that was really fed, where nothing else that is tried stands for it."""
+        assert self._served.wiring is not None
+        taps = self._feeding.wiring if self._feeding is not None and self._observed is None else None
+        if taps is None or len(taps) != len(self._served.wiring.taps):
+            return []
+        if any(self._feeds(one.variant) == Fed(taps) for one in others):
+            return []
+        variant = replace(self._served, wiring=Wiring(taps))
+        return [Hypothesis("wiring.aux-layer-id", ",".join(taps), variant, others[-1].log_prior)]
 
     # ---- the verdict ----
 
@@ -307,7 +347,12 @@ class _Case:
             self._check_width(summary)
         lengths = {name: walk.accept_length for name, (walk, _) in walks.items()}
         rates = summary.position_conditional
-        diagnosis = judge(scored, gains=gains, first_rate=rates[0] if rates else float("nan"))
+        diagnosis = judge(
+            scored,
+            gains=gains,
+            first_rate=rates[0] if rates else float("nan"),
+            stated=self._trained is not None and healthy.scored.borne_out,
+        )
         fixes = self._fixes({gain.value for gain in gains})
         ranked = tuple(
             replace(item, accept_length=lengths.get(item.name, item.accept_length), fix=fixes(item.kind, item.value))
@@ -330,6 +375,7 @@ class _Case:
             if diagnosis.verdict == "head"
             else (),
             strata=tuple(self._strata(healthy, rounds)) if diagnosis.verdict == "engine" else (),
+            feeding=self._feeding,
         )
 
     def _check_width(self, summary: VariantSummary) -> None:

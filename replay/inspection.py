@@ -39,6 +39,7 @@ class TraceFacts:
     temperature: float
     max_new_tokens: int
     observed_requests: int
+    fed_rows: int
     missing: tuple[str, ...]
     bytes: int
 
@@ -122,6 +123,7 @@ def trace_facts(trace: "Trace") -> TraceFacts:
         temperature=header.capture.temperature,
         max_new_tokens=header.capture.max_new_tokens,
         observed_requests=int(requests["server_verify_rounds"].count()),
+        fed_rows=trace.fed_rows,
         missing=tuple(header.missing),
         bytes=sum(file.stat().st_size for file in trace.path.iterdir() if file.is_file()),
     )

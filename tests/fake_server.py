@@ -146,11 +146,12 @@ class FakeServer:
                     chosen=tokens[anchor + 1 : anchor + 2 + accepted],
                 )
             )
-        for entry in entries:
+        self._write(entries[0], tokens)
+        self._write_feed(rid, entries[0].rows, tokens)
+        for entry in entries[1:]:
             self._write(entry, tokens)
 
     def _write(self, entry: Entry, tokens: list[int]) -> None:
-        assert self.folder is not None
         ids = tokens[entry.start : entry.start + entry.rows]
         before = torch.tensor(tokens).cumsum(0)[entry.start : entry.start + entry.rows]
         final = (10 + before[:, None] / 64) * torch.eye(VOCABULARY)[[next_token(token) for token in ids]]
@@ -161,6 +162,20 @@ class FakeServer:
             "tap.2": two(ids, entry.start),
             "tap.final": final,
         }
+        self._keep(entry, tensors)
+
+    def _write_feed(self, rid: str, rows: int, tokens: list[int]) -> None:
+        """What the draft is fed with the first chunk of the prompt: embed and R[2] of its last row."""
+        ids, last = tokens[:rows], rows - 1
+        tensors = {
+            "feed.token": torch.tensor([tokens[rows]], dtype=torch.int32),
+            "feed.position": torch.tensor([last], dtype=torch.int32),
+            "feed.features": torch.cat([torch.eye(VOCABULARY)[ids[last:]], two(ids, 0)[last:]], dim=1),
+        }
+        self._keep(Entry(rid, "feed", 0, 0, 0, fed=[last]), tensors)
+
+    def _keep(self, entry: Entry, tensors: dict[str, torch.Tensor]) -> None:
+        assert self.folder is not None
         with self.lock:
             self.numbers += 1
             number = self.numbers

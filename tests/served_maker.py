@@ -4,6 +4,7 @@ What is recorded of the target never depends on the fault; the served rounds are
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
@@ -14,6 +15,7 @@ from trace_maker import make_header, make_request, make_weights
 from replay.binding import bind, build_head, draft_input, resolve
 from replay.faults import parse_faults
 from replay.traces.captured import CapturedRequest
+from replay.traces.feed import Feed
 from replay.traces.reader import Trace
 from replay.traces.schema import TapInfo, TraceHeader
 from replay.traces.served import served_schema
@@ -36,9 +38,20 @@ def make_checkpoint(seed: int = 0, **changes: object) -> Checkpoint:
 
 
 def make_served(
-    folder: Path, checkpoint: Checkpoint, fault: str = "none", *, requests: int = 6, output: int = 16, **engine: str
+    folder: Path,
+    checkpoint: Checkpoint,
+    fault: str = "none",
+    *,
+    requests: int = 6,
+    output: int = 16,
+    fed: Sequence[str] = (),
+    **engine: str,
 ) -> Trace:
-    """A trace whose server drafted under ``fault``; outputs follow the healthy head's drafts half of the time."""
+    """A trace whose server drafted under ``fault``; outputs follow the healthy head's drafts half of the time.
+
+    ``fed``: the taps that its draft was seen to be fed with the prompts, slot by slot, whatever the fault says;
+    ``zeros`` for none.
+    """
     header = make_header("float32")
     header = dataclasses.replace(
         header,
@@ -86,7 +99,16 @@ def make_served(
             for number, one in enumerate(rounds)
         ]
     table = pl.DataFrame(rows, schema=served_schema(), orient="row")
+    if fed:
+        followed = [dataclasses.replace(request, feed=_feed(request, fed)) for request in followed]
     return Trace.open(_write(folder / "served", header, followed, table))
+
+
+def _feed(request: CapturedRequest, fed: Sequence[str]) -> Feed:
+    row_F = torch.tensor([1, 3, 5], dtype=torch.int32)
+    token_F = torch.tensor([*request.prompt_ids, *request.output_ids], dtype=torch.int32)[row_F.long() + 1]
+    slots = [request.taps[tap][row_F.long()] if tap != "zeros" else torch.zeros(3, WIDTH) for tap in fed]
+    return Feed(row_F, token_F, row_F, torch.cat(slots, dim=1))
 
 
 def _request(name: str, seed: int, prompt: int, output: int) -> CapturedRequest:

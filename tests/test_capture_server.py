@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_server import LAUNCH, PATTERN, STEPS, VOCABULARY, FakeServer, fake_server, make_target, next_token, two
 
+from replay.analysis.slots import read_feeding
 from replay.capture import server_client as client
 from replay.capture import server_watch as watch
 from replay.capture.events import CaptureResult, Event, Noted
@@ -71,6 +72,17 @@ def test_trace_holds_what_the_server_computed(options: ServerOptions, server: Fa
         assert torch.equal(rows.taps["2"], two(tokens[:-1], 0))
         assert rows.taps["final"].argmax(-1).tolist() == [next_token(token) for token in tokens[:-1]]
         assert rows.taps["embed"].argmax(-1).tolist() == tokens[:-1]
+
+
+def test_trace_holds_what_the_draft_was_fed(options: ServerOptions) -> None:
+    """Embed and R[2] of the last row of each prompt's first chunk, as the stand-in says."""
+    capture(options)
+    trace = Trace.open(options.out)
+    found = read_feeding(trace)
+    assert found is not None and (found.requests, found.rows, trace.fed_rows) == (4, 4, 4)
+    assert found.wiring == ("embed", "2") and (found.next_token, found.offset) == (4, 0)
+    feed = trace.feed(by_id(trace)["r0"])
+    assert feed is not None and (feed.row_F.tolist(), feed.token_F.tolist()) == ([1], [3])
 
 
 def test_embedding_that_is_a_lookup_is_not_stored(options: ServerOptions) -> None:

@@ -144,6 +144,60 @@ def test_the_served_variant_is_that_of_the_header(tmp_path: Path) -> None:
     assert (given.steps, given.wiring) == (5, Wiring(("1", "2", "3")))
 
 
+# ---- what the draft was fed ----
+
+
+def test_a_feed_that_is_as_the_header_says_rules_other_feeds_out(tmp_path: Path) -> None:
+    """A server whose fault is another one: no hypothesis of other features or tokens is left."""
+    found = run(make_served(tmp_path, HEADS["one"], "kv.rollback=stale", fed=WIRING.taps))
+    assert found.verdict == "fault" and "kv.rollback=stale" in (found.named, *found.undecided)
+    ruled = {item.kind for item in found.ranked if item.ruled_out}
+    assert ruled >= {"wiring.aux-layer-id", "wiring.aux-missing", "wiring.aux-capture-stage", "shift.alignment"}
+    assert not found.healthy.ruled_out and found.healthy.borne_out
+    assert all(item.ruled_out for item in found.ranked if item.kind == "wiring.aux-layer-id")
+    document = to_json(found)
+    assert [(slot["tap"], slot["shift"], slot["equal"], slot["rows"]) for slot in document["slots"]] == [
+        (tap, 0, 18, 18) for tap in WIRING.taps
+    ]
+    assert document["hypotheses"][0]["ruled_out"] is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "fed", "named"),
+    [
+        ("wiring.aux-missing=1", ("2", "zeros", "5"), "wiring.aux-missing=1"),
+        ("wiring.aux-layer-id=2:1", ("2", "4", "6"), "wiring.aux-layer-id=2:1"),
+    ],
+)
+def test_a_feed_that_the_header_denies_names_the_slot(
+    tmp_path: Path, fault: str, fed: tuple[str, ...], named: str
+) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], fault, fed=fed))
+    assert found.verdict == "fault" and named in (found.named, *found.undecided)
+    slot = 1 if "missing" in fault else 2
+    assert found.healthy.ruled_out.startswith(f"slot {slot}: ") and found.healthy.ruled_out in found.why
+    told = [item for item in found.ranked if item.borne_out]
+    assert told and all(item.ruled_out for item in found.ranked if item.kind == "wiring.aux-capture-stage")
+
+
+def test_a_wiring_that_no_hypothesis_stands_for_is_tried_as_it_was_fed(tmp_path: Path) -> None:
+    """Every slot from another layer than the header says: found by its bits, and held against the rounds."""
+    trace = make_served(
+        tmp_path, HEADS["one"], "wiring.aux-layer-id=0:-1+wiring.aux-layer-id=2:-2", fed=("1", "4", "3")
+    )
+    found = run(trace)
+    assert (found.verdict, found.named) == ("fault", "wiring.aux-layer-id=1,4,3")
+    assert found.ranked[0].evidence.agreeing == found.ranked[0].evidence.rounds
+    assert f"--wiring {WIRING}" in found.fix
+
+
+def test_a_feed_says_nothing_of_another_server(tmp_path: Path) -> None:
+    """An accept length from elsewhere is explained without it, though the feed is shown."""
+    trace = make_served(tmp_path, HEADS["one"], fed=("2", "zeros", "5"))
+    found = run(trace, observed=Observed(1.6, "given"))
+    assert found.feeding is not None and not any(item.ruled_out for item in found.ranked)
+
+
 # ---- the verdict, from numbers ----
 
 
@@ -240,6 +294,27 @@ def test_near_ties_that_fall_otherwise_are_no_engine_fault(agreeing: int, length
 def test_a_fault_that_explains_little_is_none() -> None:
     found = judge([scored("healthy", 30, -200.0), scored("kv.rollback=stale", 50, -150.0)])
     assert (found.verdict, found.named) == ("engine", None)
+
+
+def test_bits_weigh_more_than_rounds() -> None:
+    """A slot of zeros that costs next to nothing: the rounds cannot tell, the bits do."""
+    healthy = dataclasses.replace(scored("healthy", 95, -10.0), ruled_out="slot 0: zeros in 96 of 96 rows")
+    missing = dataclasses.replace(scored("wiring.aux-missing=0", 94, -11.0), borne_out=True)
+    other = dataclasses.replace(scored("wiring.aux-layer-id=1", 99, -2.0), ruled_out="slot 0: zeros")
+    found = judge([healthy, missing, other], first_rate=0.7)
+    assert (found.verdict, found.named) == ("fault", "wiring.aux-missing=0")
+    assert found.certainty == pytest.approx(1.0) and "slot 0: zeros in 96 of 96 rows" in found.why
+    wrong = dataclasses.replace(missing, evidence=scored("x", 30, -200.0).evidence)
+    assert judge([healthy, wrong, other]).named == "wiring.aux-missing=0"  # other things are wrong as well
+    unseen = dataclasses.replace(wrong, borne_out=False)
+    engine = judge([healthy, unseen, other])
+    assert (engine.verdict, engine.named) == ("engine", None) and "slot 0: zeros" in engine.why
+
+
+@pytest.mark.parametrize(("stated", "verdict"), [(True, "fault"), (False, "healthy")])
+def test_a_wiring_that_is_known_and_was_not_fed_needs_no_interval(stated: bool, verdict: str) -> None:
+    gain = Gain("wiring.aux-layer-id=1", "wiring.aux-layer-id", "1", 0.3, (-0.01, 0.5))
+    assert judge([scored("healthy", 99, -5.0)], gains=[gain], first_rate=0.7, stated=stated).verdict == verdict
 
 
 @pytest.mark.parametrize(("low", "verdict"), [(0.1, "fault"), (-0.01, "healthy")])

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from replay.capture import recorder as recorder_module
-from replay.capture.join import Recorded, first_missing, join, rounds_of, same_histogram, tail_of
+from replay.capture.join import Recorded, feed_of, first_missing, join, rounds_of, same_histogram, tail_of
 from replay.capture.recorder import RowRecorder, summarise_rows
-from replay.capture.recording import decode_rows, prefill_rows, tree_parents, verify_rows
+from replay.capture.recording import decode_rows, feed_rows, prefill_rows, tree_parents, verify_rows
 from replay.capture.sample import summarise_logits
 from replay.capture.sglang_facts import without_secrets
 from replay.capture.spool import (
@@ -109,6 +109,20 @@ def test_summary_of_a_large_vocabulary(vocabulary: int) -> None:
     assert torch.equal(ours["topk_logprobs"], theirs.topk_logprobs) and torch.equal(ours["logsumexp"], theirs.logsumexp)
     logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(2))  # and none
     assert torch.equal(summarise_rows(logits, 6)["topk_ids"], summarise_logits(logits, 6).topk_ids)
+
+
+def fed(first: int, rows: int) -> dict[str, torch.Tensor]:
+    """What the hook before the draft's prefill hands over, each row telling its number from ``first`` on."""
+    numbers = torch.arange(first, first + rows, dtype=torch.int32)
+    features = numbers[:, None].repeat(1, 2 * WIDTH).bfloat16()
+    return {"feed.token": numbers + 1, "feed.position": numbers, "feed.features": features}
+
+
+def test_feed_rows() -> None:
+    entries, tensors = feed_rows([("replay-a", range(3, 32, 4)), ("replay-b", range(0, 1))], fed(0, 9))
+    assert [(entry.kind, entry.rows, entry.logits) for entry in entries] == [("feed", 0, 0)] * 2
+    assert [entry.fed for entry in entries] == [[3, 7, 11, 15, 19, 23, 27, 31], [0]]
+    assert tensors["feed.token"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 # ---- the writing thread ----
@@ -225,6 +239,31 @@ def test_recorder_gives_every_client_files_of_its_own(tmp_path: Path) -> None:
     }
 
 
+def test_feeds_lie_beside_the_rows_of_their_client(tmp_path: Path) -> None:
+    """One file of a client has prefills and feeds, another's has a feed alone: nothing of the target was due in it."""
+    rids = [f"replay-{letter * 16}-1-0" for letter in "ab"]
+    recorder = RowRecorder(tmp_path, 5, lambda _: None)
+    recorder.submit(forward(4, 1), lambda cpu: rows(rids[0], cpu))
+    recorder.submit(fed(0, 3), lambda cpu: feed_rows([(rids[0], [0]), (rids[1], [1, 2])], cpu))
+    recorder.close()
+    read = [read_chunk(tmp_path / name, TAPS, WIDTH) for name in chunk_names(tmp_path)]
+    found = {chunk.entries[0].rid: chunk for chunk in read}
+    tokens = {rid: load_file(chunk.layout.path)["feed.token"].tolist() for rid, chunk in found.items()}
+    assert tokens == {rids[0]: [1], rids[1]: [2, 3]}
+    assert [entry.kind for entry in found[rids[0]].entries] == ["prefill", "feed"]
+    assert found[rids[0]].first_fed == [0, 0] and "input_ids" not in found[rids[1]].layout.tensors
+
+
+@pytest.mark.parametrize("lacking", ["feed.token", "feed.position", "feed.features"])
+def test_a_feed_that_is_not_whole_is_refused(tmp_path: Path, lacking: str) -> None:
+    entries, tensors = feed_rows([("replay-a", [0, 1])], fed(0, 2))
+    tensors = {name: (tensor[:, :-1] if tensor.ndim > 1 else tensor[:-1]) if name == lacking else tensor
+               for name, tensor in tensors.items()}  # fmt: skip
+    write_chunk(tmp_path, 3, 1, entries, {name: [tensor] for name, tensor in tensors.items()})
+    with pytest.raises(TraceCorruptError, match=f"{lacking} is"):
+        read_chunk(tmp_path / chunk_names(tmp_path)[0], TAPS, WIDTH)
+
+
 # ---- what counts ----
 
 
@@ -291,6 +330,30 @@ def test_final_stays_with_the_logits_when_rows_are_computed_again(tmp_path: Path
     assert joined.taps["final"][:, 0].tolist() == [20, 1, 10, 11, 24]
 
 
+def test_a_feed_counts_beside_the_rows_it_was_made_of(tmp_path: Path) -> None:
+    """Rows that a later prefill computed anew had other bits when the draft was fed them; so had those after it."""
+    recorded = []
+    steps = [
+        (prefill(0, 6), None), (None, (0, [1, 3, 5])), (verify(6, 1), None),  # fed rows 1, 3, 5
+        (prefill(2, 9), None), (None, (10, [2, 8])),  # put back: rows 2 to 8 anew
+    ]  # fmt: skip
+    for number, (entry, feed) in enumerate(steps):
+        if feed is not None:
+            (entry,), tensors = feed_rows([("r", feed[1])], fed(feed[0], len(feed[1])))
+        else:
+            assert entry is not None
+            _, tensors = prefill_rows([], TAPS, WIDTH, forward(entry.rows, entry.logits))
+        write_chunk(tmp_path, 3, number, [entry], {name: [part] for name, part in tensors.items()})
+        recorded.append(Recorded(read_chunk(tmp_path / chunk_names(tmp_path)[-1], TAPS, WIDTH), 0))
+    found = feed_of(recorded, 12)
+    assert found is not None
+    assert (found.row_F.tolist(), found.token_F.tolist()) == ([1, 2, 8], [1, 11, 12])
+    assert found.features_FW[:, 0].tolist() == [0, 10, 11]
+    first = feed_of(recorded[:3], 4)
+    assert first is not None and first.row_F.tolist() == [1, 3]  # of the rows that there are
+    assert feed_of(recorded[:1], 12) is None
+
+
 def test_missing_rows_are_seen(tmp_path: Path) -> None:
     chunk = read_chunk(write_one(tmp_path, Entry("r", "prefill", 2, 4, 1)), TAPS, WIDTH)
     assert first_missing([Recorded(chunk, 0)], 6) == 0
@@ -313,6 +376,9 @@ def test_torn_rows_are_refused_by_name(tmp_path: Path, cut: int) -> None:
         Entry("r", "prefill", 0, 4, 5),  # more logits than rows
         Entry("r", "verify", 0, 4, 1, accepted=1, chosen=[1, 2]),
         Entry("r", "guess", 0, 4, 1),
+        Entry("r", "prefill", 0, 4, 1, fed=[2]),
+        Entry("r", "feed", 0, 4, 1, fed=[2]),
+        Entry("r", "feed", 0, 0, 0),
     ],
 )
 def test_entries_that_disagree_are_refused(tmp_path: Path, entry: Entry) -> None:
@@ -327,7 +393,7 @@ def test_manifest_goes_and_comes(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest)
     assert read_manifests(tmp_path) == [manifest]
     text = (tmp_path / "rank-12.json").read_text()
-    (tmp_path / "rank-12.json").write_text(text.replace('"version": 1', '"version": 2'))
+    (tmp_path / "rank-12.json").write_text(text.replace('"version": 2', '"version": 1'))
     with pytest.raises(CaptureError, match="same replay"):
         read_manifests(tmp_path)
     (tmp_path / "rank-12.json").write_text(text[:50])

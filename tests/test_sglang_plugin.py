@@ -15,6 +15,7 @@ import pytest
 from rig.inprocess import sglang_module
 from rig.server import Generated, Server, end_group, start_server
 
+from replay.analysis.slots import read_feeding
 from replay.capture import sglang_plugin
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.fingerprint import fingerprint_target
@@ -310,6 +311,25 @@ def test_sampled_output_without_a_draft(captured: Callable[[str], Captured]) -> 
     assert "verify rounds of a server: it drafts nothing" in trace.header.missing
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_are_named_by_what_the_draft_was_fed(captured: Callable[[str], Captured], kind: str) -> None:
+    """Every slot's tap, bit for bit in all rows, and the sound pairing: also of prompts in pieces (of a chain), and
+    where requests were put back or asked for again (of a tree)."""
+    trace = captured(kind).trace
+    found = read_feeding(trace)
+    assert found is not None and found.requests == len(trace) and found.rows == trace.fed_rows
+    assert len(trace) < found.rows <= 8 * len(trace)
+    assert ",".join(found.wiring or ()) == trace.header.engine.details["wiring"]
+    for slot in found.slots:
+        assert slot.place is not None and slot.equal[slot.place] == slot.compared[slot.place] == slot.rows
+        assert (slot.also, slot.zeros) == ((), 0)
+    assert (found.next_token, found.offset, found.at_offset) == (found.rows, 0, found.rows)
+
+
+def test_a_server_without_a_draft_has_no_feed(captured: Callable[[str], Captured]) -> None:
+    assert captured("alone").trace.fed_rows == 0
+
+
 @pytest.mark.parametrize("kind", ["chain", "alone"])
 def test_requests_of_others_are_not_recorded(captured: Callable[[str], Captured], kind: str) -> None:
     """The spool is empty once the client has gone: rows of ``somebody-else`` and of health checks would have stayed."""
@@ -459,7 +479,7 @@ def test_a_manifest_that_cannot_be_written_is_told_to_those_who_ask(tmp_path: Pa
     assert asked.internal_state["replay"]["reason"] == "the first reason"
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
+@pytest.mark.parametrize("kind", ["prefill", "decode", "verify", "feed"])
 def test_nothing_that_is_recorded_shares_memory_with_the_engine(tmp_path: Path, kind: str) -> None:
     """The engine writes the next step over its buffers: all numbers are int32 already here, so that a view would do."""
     from types import SimpleNamespace
@@ -475,19 +495,27 @@ def test_nothing_that_is_recorded_shares_memory_with_the_engine(tmp_path: Path, 
     plugin.recorder = SimpleNamespace(submit=lambda tensors, _: kept.update(tensors), failure=None)  # type: ignore[assignment]
     full, final, logits = torch.ones(6, 4), torch.ones(6, 2), torch.ones(6, 16)
     spec = SimpleNamespace(
-        topk=2, draft_token=numbers(6), retrieve_next_token=numbers(2, 3), retrieve_next_sibling=numbers(2, 3)
+        hidden_states=full,
+        topk=2,
+        draft_token=numbers(6),
+        retrieve_next_token=numbers(2, 3),
+        retrieve_next_sibling=numbers(2, 3),
     )
     mode = SimpleNamespace(
-        is_idle=lambda: False, is_target_verify=lambda: kind == "verify", is_extend=lambda: kind == "prefill",
+        is_idle=lambda: False, is_target_verify=lambda: kind == "verify",
+        is_extend=lambda: kind in ("prefill", "feed"),
         is_decode=lambda: kind == "decode",
     )  # fmt: skip
     batch = SimpleNamespace(
-        rids=["replay-a"] if kind == "prefill" else ["replay-a", "replay-b"], forward_mode=mode, input_ids=numbers(6),
-        positions=numbers(6), extend_seq_lens_cpu=[6], extend_prefix_lens_cpu=[0], spec_info=spec,
+        rids=["replay-a"] if kind in ("prefill", "feed") else ["replay-a", "replay-b"], forward_mode=mode,
+        input_ids=numbers(6), positions=numbers(6), extend_seq_lens_cpu=[6], extend_prefix_lens_cpu=[0], spec_info=spec,
         reqs=[SimpleNamespace(rid="replay-a"), SimpleNamespace(rid="replay-b")],
     )  # fmt: skip
     given = SimpleNamespace(hidden_states=full, last_hidden_states=final, next_token_logits=logits)
-    plugin.after_forward(SimpleNamespace(logits_output=given), SimpleNamespace(is_draft_worker=False), batch)
+    if kind == "feed":
+        plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
+    else:
+        plugin.after_forward(SimpleNamespace(logits_output=given), SimpleNamespace(is_draft_worker=False), batch)
     result = SimpleNamespace(
         accept_index=numbers(2, 2), speculative_num_draft_tokens=3, next_token_ids=numbers(6),
         accept_lens=numbers(2), new_seq_lens=numbers(2),
@@ -497,6 +525,62 @@ def test_nothing_that_is_recorded_shares_memory_with_the_engine(tmp_path: Path, 
     engine = [full, final, logits, *(part for one in (batch, spec, result) for part in vars(one).values())]
     theirs = {part.untyped_storage().data_ptr() for part in engine if isinstance(part, torch.Tensor)}
     assert kept and not theirs & {part.untyped_storage().data_ptr() for part in kept.values()}
+
+
+class Submitted:
+    """A recorder that turns what it is given into entries and tensors at once."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self.made: list[tuple[Any, Any]] = []
+
+    def submit(self, tensors: Any, build: Callable[[Any], tuple[Any, Any]]) -> None:
+        self.made.append(build(tensors))
+
+    def fail(self, reason: str) -> None:
+        self.failure = reason
+
+
+def test_few_rows_of_a_prompt_are_kept_as_the_draft_gets_them(tmp_path: Path) -> None:
+    """Of a prefill of five requests: two of ours, one of 30 rows and one of a single row; not those of a later piece of
+    a prompt, of somebody else, or of no row."""
+    from types import SimpleNamespace
+
+    import torch
+
+    plugin, kept = plugin_of(tmp_path), Submitted()
+    plugin.width, plugin.recorder = 2, kept  # type: ignore[assignment]
+    lengths = {"replay-long": (30, 0), "replay-later": (4, 32), "somebody": (3, 0), "replay-none": (0, 0)}
+    lengths["replay-short"] = (1, 0)
+    rows = sum(length for length, _ in lengths.values())
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True), rids=list(lengths), input_ids=torch.arange(rows) + 100,
+        positions=torch.arange(rows) + 7, extend_seq_lens_cpu=[length for length, _ in lengths.values()],
+        extend_prefix_lens_cpu=[prefix for _, prefix in lengths.values()],
+        spec_info=SimpleNamespace(hidden_states=torch.arange(6.0 * rows).reshape(rows, 6)),
+    )  # fmt: skip
+    plugin.before_forward(SimpleNamespace(is_draft_worker=False), batch)
+    assert kept.made == []  # that is the target
+    plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
+    ((entries, tensors),) = kept.made
+    places = [1, 5, 9, 13, 17, 21, 25, 29, 37]
+    assert [(entry.rid, entry.fed) for entry in entries] == [("replay-long", places[:8]), ("replay-short", [0])]
+    assert tensors["feed.token"].tolist() == [100 + place for place in places]
+    assert tensors["feed.position"].tolist() == [7 + place for place in places]
+    assert torch.equal(tensors["feed.features"], batch.spec_info.hidden_states[places])
+    batch.rids = None  # as in a warm-up
+    plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
+    assert len(kept.made) == 1 and kept.failure is None
+
+
+def test_a_draft_that_is_not_understood_is_served_unrecorded(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    plugin, kept = plugin_of(tmp_path), Submitted()
+    plugin.width, plugin.recorder = 2, kept  # type: ignore[assignment]
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), rids=["replay-a"])  # and no more
+    plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
+    assert kept.failure is not None and "rows could not be copied" in kept.failure
 
 
 @pytest.mark.parametrize("rids", [5, [7], ["replay-a"]])

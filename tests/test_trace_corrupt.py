@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from trace_maker import make_requests, write_trace
+from trace_maker import changed, make_requests, write_trace
 
 from replay.errors import TraceCorruptError, TraceError, TraceVersionError
+from replay.traces.captured import CapturedRequest
+from replay.traces.feed import Feed
 from replay.traces.reader import Trace
 
 SHARD = "shard-00000.safetensors"
@@ -349,6 +352,81 @@ def test_shard_header(
     edit_shard(folder, change)
     with pytest.raises(error, match=says):
         Trace.open(folder)
+
+
+def fed_requests() -> list[CapturedRequest]:
+    """r0 and r1 with feeds of rows 0 and 1, and of row 1; r1 has 4 rows."""
+    return [
+        changed(one, feed=Feed(*(torch.tensor(rows, dtype=torch.int32) for _ in range(3)), torch.ones(len(rows), 32)))
+        for one, rows in zip(make_requests(2), ([0, 1], [1]), strict=True)
+    ]
+
+
+@pytest.fixture
+def fed_folder(tmp_path: Path) -> Path:
+    return write_trace(tmp_path / "fed", [fed_requests(), make_requests(4)[2:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda h: h.update({"feed.seat": h.pop("feed.token")}),
+            r"lacks the tensor feed\.token, but holds feed\.request",
+        ),
+        (lambda h: h["feed.row"].update(dtype="F32"), r"feed\.row is F32 \[3\], must be I32 \[3\]"),
+        (lambda h: h["feed.token"].update(shape=[3, 1]), r"feed\.token is I32 \[3, 1\], must be I32 \[3\]"),
+        (lambda h: h["feed.row"].update(shape=[]), r"feed\.row: I32 of shape \[\] does not fill"),
+        (
+            lambda h: h["feed.features"].update(shape=[96]),
+            r"feed\.features is F32 \[96\], must be \[3, a multiple of 16\]",
+        ),
+        (lambda h: h["feed.features"].update(shape=[4, 24]), r"feed\.features is F32 \[4, 24\]"),
+        (lambda h: h["feed.features"].update(shape=[6, 16]), r"feed\.features is F32 \[6, 16\], must be \[3, a"),
+        (
+            lambda h: h["feed.features"].update(dtype="I32"),
+            r"feed\.features is I32 \[3, 32\], must be .* BF16, F16, F32",
+        ),
+    ],
+)
+def test_feed_header(fed_folder: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
+    edit_shard(fed_folder, change)
+    with pytest.raises(TraceCorruptError, match=says):
+        Trace.open(fed_folder)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "at", "value", "index", "says"),
+    [
+        ("feed.request", 1, 1, 1, r"of rows 1, 1, must be rising rows from 0 to 3"),  # r0's second row is then r1's
+        ("feed.request", 0, 2, 0, r"feed\.request must not fall and must name its 2 requests from 0"),
+        ("feed.request", 2, 2, 0, r"feed\.request must not fall and must name its 2 requests from 0"),
+        ("feed.request", 0, -1, 0, r"feed\.request must not fall"),
+        ("feed.row", 1, 0, 0, r"of rows 0, 0, must be rising rows from 0 to 1"),
+        ("feed.row", 2, 4, 1, r"of rows 4, must be rising rows from 0 to 3"),
+        ("feed.row", 0, -5, 0, r"of rows -5, 1, must be"),
+    ],
+)
+def test_rows_of_a_feed_that_cannot_be(
+    fed_folder: Path, tensor: str, at: int, value: int, index: int, says: str
+) -> None:
+    edit_values(fed_folder, tensor, 4 * at, value.to_bytes(4, "little", signed=True))
+    trace = Trace.open(fed_folder)
+    with pytest.raises(TraceCorruptError, match=says):
+        trace.feed(index)
+    errors = [finding.what for finding in trace.check() if finding.severity == "error"]
+    assert any(re.search(says, what) for what in errors)  # beside the checksum, which differs as well
+
+
+def test_what_a_faulty_server_fed_is_no_error_of_the_trace(fed_folder: Path) -> None:
+    """An id of no token, and NaN: read as they are, and NaN is told."""
+    edit_values(fed_folder, "feed.token", 0, (-7).to_bytes(4, "little", signed=True))
+    edit_values(fed_folder, "feed.features", 4 * 32, b"\x00\x00\xc0\x7f")
+    trace = Trace.open(fed_folder)
+    feed = trace.feed(0)
+    assert feed is not None and feed.token_F.tolist() == [-7, 1] and bool(feed.features_FW[1, 0].isnan())
+    (warning,) = [finding for finding in trace.check() if finding.severity == "warning"]
+    assert (warning.request_id, warning.what) == ("r0", "1 of 2 recorded rows that the draft was fed hold NaN or Inf")
 
 
 def test_extra_bytes_and_truncation_at_every_length(folder: Path) -> None:

@@ -108,6 +108,10 @@ def test_weights_and_rounds(trace: Trace) -> None:
     assert trace.served_rounds().rows() == [("b", 0, 1, [3, 6], 1, None, None), ("b", 1, 3, [2, 2], 0, None, None)]
 
 
+def test_it_was_written_before_there_was_a_feed(trace: Trace) -> None:
+    assert trace.fed_rows == 0 and [trace.feed(index) for index in range(3)] == [None, None, None]
+
+
 def test_check(trace: Trace) -> None:
     assert [(finding.severity, finding.what[:50]) for finding in trace.check()] == [
         ("info", "3 of 3 files have the bytes that their checksums n"),

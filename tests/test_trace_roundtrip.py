@@ -1,5 +1,6 @@
 """What was written is what is read, bit for bit; who may write where; where the target's weights come from."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from trace_maker import H, V, changed, make_header, make_request, make_requests, make_weights, write_trace
 
 from replay.errors import CaptureError, OutputError, TraceCorruptError, TraceError, TraceIncompleteError, WiringError
+from replay.traces.feed import Feed
 from replay.traces.reader import Trace
 from replay.traces.schema import TraceHeader
 from replay.traces.served import read_served
@@ -72,6 +74,62 @@ def test_a_shard_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
 def test_the_header_comes_back_equal() -> None:
     header = make_header("float16", tied=False)
     assert TraceHeader.from_json(header.to_json()) == header
+
+
+def make_feed(rows: list[int], seed: int, dtype: str = "bfloat16", slots: int = 3) -> Feed:
+    """Any numbers and any bits, NaN and ids of no token among them."""
+    generator = torch.Generator().manual_seed(seed)
+    token_F, position_F = torch.randint(-(1 << 31), (1 << 31) - 1, (2, len(rows)), generator=generator).to(torch.int32)
+    bits = torch.randint(-(1 << 15), 1 << 15, (len(rows), slots * H), dtype=torch.int16, generator=generator)
+    bits[0, :2] = torch.tensor([0x7FC1, -32768], dtype=torch.int16)  # a NaN with a payload, and -0.0
+    features = bits.view(torch.bfloat16)
+    return Feed(torch.tensor(rows, dtype=torch.int32), token_F, position_F, features.to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("dtype", list(BITS))
+def test_what_was_fed_comes_back_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    """Some requests of a shard have a feed, some have none; a shard without any has no tensors for it."""
+    feeds = [None, make_feed([0, 2], 1, dtype), None, make_feed([1], 3, dtype), make_feed([0], 4, dtype), None]
+    requests = [changed(one, feed=feed) for one, feed in zip(make_requests(6), feeds, strict=True)]
+    folder = write_trace(tmp_path / "t", [requests[:4], requests[4:5], requests[5:]])
+    trace = Trace.open(folder)
+    assert trace.fed_rows == 4
+    for index, feed in enumerate(feeds):
+        found = trace.feed(index)
+        assert (found is None) == (feed is None)
+        if found is not None and feed is not None:
+            for name in ("row_F", "token_F", "position_F"):
+                assert torch.equal(getattr(found, name), getattr(feed, name))
+            assert torch.equal(found.features_FW.view(BITS[dtype]), feed.features_FW.view(BITS[dtype]))
+    last = safetensors.torch.load_file(folder / "shard-00002.safetensors")
+    assert not [name for name in last if name.startswith("feed.")]
+    assert [finding.severity for finding in trace.check()].count("error") == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"row_F": torch.tensor([1, 0], dtype=torch.int32)}, r"request 'r1': its feed is of rows 1, 0, must be rising"),
+        ({"row_F": torch.tensor([0, 9], dtype=torch.int32)}, r"of rows 0, 9, must be rising rows from 0 to 3"),
+        ({"row_F": torch.tensor([-1, 0], dtype=torch.int32)}, r"of rows -1, 0, must be rising"),
+        ({"token_F": torch.zeros(3, dtype=torch.int32)}, r"of other kinds or numbers than int32 \[F\]"),
+        ({"position_F": torch.zeros(2, dtype=torch.int64)}, r"of other kinds or numbers than int32 \[F\]"),
+        ({"features_FW": torch.zeros(2, H + 1)}, r"features float32 \[2, 17\], must be \[2, a multiple of 16\]"),
+        ({"features_FW": torch.zeros(2, H).double()}, r"features float64 \[2, 16\], must be .* in bfloat16, float16"),
+        ({"features_FW": torch.zeros(3, H)}, r"features float32 \[3, 16\], must be \[2, a multiple"),
+    ],
+)
+def test_a_feed_that_cannot_be_is_not_written(tmp_path: Path, change: dict[str, torch.Tensor], says: str) -> None:
+    feed = dataclasses.replace(make_feed([0, 1], 0), **change)
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer, pytest.raises(CaptureError, match=says):
+        writer.add([changed(make_requests(2)[1], feed=feed)])
+
+
+def test_feeds_of_two_widths_are_not_of_one_draft(tmp_path: Path) -> None:
+    one, other = make_requests(2)
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer:
+        with pytest.raises(CaptureError, match=r"feeds of torch\.bfloat16 x 32 and torch\.bfloat16 x 48"):
+            writer.add([changed(one, feed=make_feed([0], 0)), changed(other, feed=make_feed([0], 0, slots=2))])
 
 
 def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
@@ -243,8 +301,6 @@ def test_resume_of_nothing_begins(tmp_path: Path) -> None:
 
 
 def test_resume_with_other_settings(tmp_path: Path) -> None:
-    import dataclasses
-
     folder = write_trace(tmp_path / "t", [make_requests(1)], finish=False)
     header = make_header()
     hotter = dataclasses.replace(header, capture=dataclasses.replace(header.capture, temperature=0.7))

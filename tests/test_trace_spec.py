@@ -7,7 +7,7 @@ from importlib.resources import files as resources
 import pytest
 from trace_maker import make_header
 
-from replay.traces import files, records, schema, served
+from replay.traces import feed, files, records, schema, served
 from replay.traces.captured import CapturedRequest
 
 SPEC = resources("replay.traces").joinpath("SPEC.md").read_text()
@@ -50,7 +50,7 @@ def test_tensors_and_metadata() -> None:
     tensors, metadata = section(5).split("`__metadata__` of a shard:")
     expected = records.expected_tensors(make_header(), 1, 1, 1)
     told = [name for name in first_column(tensors) if name != "tap.NAME"]
-    assert set(told) == {name for name in expected if not name.startswith("tap.")}
+    assert set(told) == {name for name in expected if not name.startswith("tap.")} | {*feed.NUMBERS, feed.FEATURES}
     assert set(first_column(metadata)) == set(records.shard_metadata([], "0" * 64))
     left_out = re.findall(r"`([a-z0-9_]+)`", metadata.split("without")[1].split("|")[0])
     assert tuple(left_out) == records.PLACE

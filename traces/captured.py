@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError
+from replay.traces.feed import Feed, check_feed
 from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, RequestRecord
 from replay.traces.schema import TAP_DTYPES, TraceHeader
 
@@ -32,7 +33,8 @@ class CapturedRequest:
 
     ``taps``: name -> [T-1, width] in the dtype that the header announces; ``topk_ids`` int32 [n, k] and
     ``topk_logprobs`` float32 [n, k], most likely first; ``logsumexp`` float32 [n]. ``tail_ids`` is what the target
-    would choose after the last output token, where it was recorded.
+    would choose after the last output token, where it was recorded; ``feed`` what a draft was fed with the prompt,
+    where that was.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class CapturedRequest:
     logsumexp: "torch.Tensor"
     tail_ids: Sequence[int] = field(default_factory=list)
     server: ServerCounters | None = None
+    feed: Feed | None = None
 
     def record(self) -> RequestRecord:
         """Its row of ``requests.parquet``, not yet placed in a shard."""
@@ -111,6 +114,8 @@ def check_request(request: CapturedRequest, header: TraceHeader, done: Container
             raise CaptureError(f"{name} holds the token id {outside}, the target's are 0 to {vocab - 1}")
     _check_taps(request, header, name)
     _check_logits(request, header, name)
+    if request.feed is not None:
+        check_feed(request.feed, header, len(request.prompt_ids) + len(request.output_ids), name)
 
 
 def _check_words(request: CapturedRequest, name: str) -> None:

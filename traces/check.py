@@ -50,7 +50,8 @@ def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -
         if not problems:
             whole.append(index)
         yield from (Finding(ERROR, record.request_id, what) for what in problems)
-        yield from (Finding(WARNING, record.request_id, what) for what in _counter_doubts(trace, record))
+        doubts = (*_counter_doubts(trace, record), *_feed_doubts(trace, index))
+        yield from (Finding(WARNING, record.request_id, what) for what in doubts)
     for request_id, what in shared_sentences(shared, [record.request_id for record in trace.records]):
         yield Finding(ERROR, request_id, what)
     for severity, owner, what in lm_head_findings(trace, whole, device, rows):
@@ -99,6 +100,10 @@ def _request_problems(trace: Trace, index: int, shared: SharedRows) -> Iterator[
         if tap == FINAL:
             shared.add(index, rows.tokens, values)
     try:
+        trace.feed(index)
+    except TraceCorruptError as error:
+        yield str(error)
+    try:
         ids_nk, logprobs_nk, _ = trace.logits(index)
     except TraceCorruptError as error:
         yield str(error)
@@ -110,6 +115,17 @@ def _request_problems(trace: Trace, index: int, shared: SharedRows) -> Iterator[
     most = float(logprobs_nk.exp().sum(dim=1).max())
     if most > _MAX_PROBABILITY:
         yield f"the recorded probabilities of the top {ids_nk.shape[1]} tokens add up to {most:.4g}"
+
+
+def _feed_doubts(trace: Trace, index: int) -> Iterator[str]:
+    """NaN and Inf that a draft was fed are its server's fault, not the trace's."""
+    try:
+        feed = trace.feed(index)
+    except TraceCorruptError:
+        return  # said among the problems
+    if feed is not None and not bool(feed.features_FW.isfinite().all()):
+        bad = int((~feed.features_FW.isfinite().all(dim=1)).sum())
+        yield f"{bad} of {len(feed)} recorded rows that the draft was fed hold NaN or Inf"
 
 
 def _counter_doubts(trace: Trace, record: RequestRecord) -> Iterator[str]:

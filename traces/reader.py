@@ -1,6 +1,8 @@
 """Reading a trace: everything distrusted at opening, rows mapped one request at a time. See SPEC.md, 8."""
 
 import hashlib
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, WiringError
 from replay.traces import files
 from replay.traces.captured import unfinite_row
+from replay.traces.feed import Feed, feed_rows, read_feed
 from replay.traces.records import RequestRecord, check_same, read_table, scan_shards, to_frame
 from replay.traces.schema import TraceHeader
 from replay.traces.served import MAX_BYTES, read_served, rounds_of, served_schema
@@ -149,6 +152,20 @@ class Trace:
         self._check_ids(record, "topk_ids", ids)
         return ids, self._finite(record, "topk_logprobs", *where), self._finite(record, "logsumexp", *where)
 
+    def feed(self, index: int) -> Feed | None:
+        """What the server's draft was fed in a few rows of request ``index``'s prompt; None where that is not there.
+
+        Raises TraceCorruptError for rows that cannot be.
+        """
+        record = self.records[index]
+        first, requests = self._in_shard[record.shard]
+        return read_feed(self._layouts[record.shard], index - first, requests, record.tokens)
+
+    @property
+    def fed_rows(self) -> int:
+        """How many rows ``feed`` gives, of all requests."""
+        return sum(feed_rows(layout) for layout in self.layouts)
+
     def embed_weight(self) -> "torch.Tensor":
         """The target's embedding rows [V, H], mapped. Raises TraceError where no sidecar or checkpoint is here."""
         return self._embed
@@ -178,6 +195,13 @@ class Trace:
         from replay.traces.check import check_trace
 
         return check_trace(self, device=device, rows=rows)
+
+    @cached_property
+    def _in_shard(self) -> dict[str, tuple[int, int]]:
+        """Of each shard the index of its first request, and how many it holds."""
+        counts = Counter(record.shard for record in self.records)
+        firsts = itertools.accumulate(counts.values(), initial=0)
+        return dict(zip(counts, zip(firsts, counts.values(), strict=False), strict=True))
 
     @cached_property
     def _embed(self) -> "torch.Tensor":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import TraceCorruptError, TraceVersionError
+from replay.traces.feed import check_layout
 from replay.traces.fields import Fields, parse_json
 from replay.traces.files import shard_name, shard_number
 from replay.traces.schema import MAX_COUNT, MAX_VOCAB, VERSION, TraceHeader
@@ -105,6 +106,7 @@ def shard_records(layout: Layout, header: TraceHeader) -> list[RequestRecord]:
     last = records[-1]
     ends = (last.token_start + last.tokens, last.row_start + last.rows, last.output_start + last.output_tokens)
     _check_tensors(layout, header, *ends)
+    check_layout(layout, header)
     return records
 
 

@@ -66,6 +66,15 @@ def pack_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Ma
     return len(text).to_bytes(8, "little") + text
 
 
+def joined_shapes(parts: "Mapping[str, Sequence[torch.Tensor]]") -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (torch dtype name, shape) of tensors whose ``parts`` are joined by rows; wider items first, as
+    ``pack_header`` wants them."""
+    return {
+        name: (str(some[0].dtype).removeprefix("torch."), (sum(map(len, some)), *some[0].shape[1:]))
+        for name, some in sorted(parts.items(), key=lambda item: -item[1][0].element_size())
+    }
+
+
 def tensor_bytes(tensor: "torch.Tensor") -> memoryview:
     """The bytes of a tensor in row order, bit for bit; no copy where it is contiguous and on the CPU."""
     import torch

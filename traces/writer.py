@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Self
 from replay.errors import OutputError, TraceCorruptError, TraceError
 from replay.traces import files
 from replay.traces.captured import CapturedRequest, ServerCounters, check_request, check_weights, request_tensors
+from replay.traces.feed import feed_tensors
 from replay.traces.fields import parse_json
 from replay.traces.records import RequestRecord, expected_tensors, placed, scan_shards, shard_metadata, to_frame
 from replay.traces.schema import FORMAT, TraceHeader, WeightsInfo
 from replay.traces.served import merge_rounds, read_served, rounds_of
-from replay.traces.tensors import pack_header, tensor_bytes
+from replay.traces.tensors import joined_shapes, pack_header, tensor_bytes
 
 if TYPE_CHECKING:
     import polars as pl
@@ -148,9 +149,10 @@ class TraceWriter:
 
     def _write_shard(self, requests: Sequence[CapturedRequest]) -> None:
         tensors = [request_tensors(request) for request in requests]
-        totals = (sum(len(part[name]) for part in tensors) for name in ("tokens", "tap.final", "logsumexp"))
-        shapes = expected_tensors(self.header, *totals)
-        blocks = [tensor_bytes(part[name]) for name in shapes for part in tensors]
+        parts = {name: [one[name] for one in tensors] for name in expected_tensors(self.header, 0, 0, 0)}
+        parts |= feed_tensors([request.feed for request in requests])
+        shapes = joined_shapes(parts)
+        blocks = [tensor_bytes(part) for name in shapes for part in parts[name]]
         digest = hashlib.sha256()
         for block in blocks:
             digest.update(block)

@@ -1,0 +1,296 @@
+"""What a draft was really fed, slot by slot: the feed of a trace held against its taps, bit for bit.
+
+Shapes: F rows of feed, S slots of H features each; a place is a tap and a shift: row i holds the tap of row i + shift.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay.traces.taps import tap_index
+from replay.traces.tensors import tensor_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from replay.traces.feed import Feed
+    from replay.traces.reader import RequestRows, Trace
+
+SHIFTS = (0, -1, 1)
+MOST_REQUESTS = 64  # whose feed is looked at
+Place = tuple[str, int]
+Bits = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Slot number ``slot`` of the head's ``fc``, in ``rows`` rows: ``zeros`` of them hold nothing but zeros.
+
+    ``equal`` of the ``compared`` rows have the bits of a place; rows that have no such neighbour are not compared.
+    ``nearest`` is the place with the highest mean ``cosine``, for a slot that equals none.
+    """
+
+    slot: int
+    rows: int
+    zeros: int
+    equal: Mapping[Place, int]
+    compared: Mapping[Place, int]
+    nearest: Place
+    cosine: float
+
+    @property
+    def place(self) -> Place | None:
+        """The place that most rows equal, of several the one of the row itself; None where no row equals any."""
+        best = max(self.equal, key=lambda place: self.equal[place])
+        return best if self.equal[best] else None
+
+    @property
+    def also(self) -> tuple[Place, ...]:
+        """Other places that as many rows equal: which of them was fed cannot be told."""
+        place = self.place
+        return tuple(one for one in self.equal if place and one != place and self.equal[one] == self.equal[place])
+
+    @property
+    def told(self) -> bool:
+        """Whether more than half of the rows show what it was fed: a place or zeros."""
+        place = self.place
+        return 2 * self.zeros > self.rows or (place is not None and 2 * self.equal[place] > self.compared[place])
+
+    def holds(self, tap: str, shift: int) -> bool:
+        """Whether at least half of the rows that could be compared have the bits of this place."""
+        return 2 * self.equal.get((tap, shift), 0) >= self.compared.get((tap, shift), 0) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """What the draft was fed in ``rows`` rows of ``requests`` prompts: its slots, its tokens, its positions.
+
+    ``next_token`` rows i embedded x[i+1], as EAGLE-3 heads are trained; ``own_token`` x[i] (a row may count for both).
+    ``at_offset`` rows stood ``offset`` positions after their row, which is the commonest distance.
+    """
+
+    requests: int
+    rows: int
+    slots: tuple[Slot, ...]
+    next_token: int
+    own_token: int
+    offset: int
+    at_offset: int
+
+    @property
+    def wiring(self) -> tuple[str, ...] | None:
+        """The taps that were fed, in order; None where a slot was fed something else or another row's."""
+        places = [slot.place if slot.told and 2 * slot.zeros <= slot.rows else None for slot in self.slots]
+        return tuple(place[0] for place in places if place) if all(p and not p[1] for p in places) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """What a variant feeds its draft: taps in order, of the row that is ``shift`` away; ``zeros`` slots of none;
+    ``unrecorded``: features that are no tap; ``own_token``: row i embeds x[i], not x[i+1]."""
+
+    taps: tuple[str, ...]
+    shift: int = 0
+    zeros: tuple[int, ...] = ()
+    unrecorded: bool = False
+    own_token: bool = False
+
+
+# ---- compare ----
+
+
+def read_feeding(trace: "Trace", most: int = MOST_REQUESTS) -> Feeding | None:
+    """What the feeds of the first ``most`` requests that have one show; None for a trace without any.
+
+    Raises TraceCorruptError.
+    """
+    if not trace.fed_rows:
+        return None
+    parts: list[_Part] = []
+    for index in range(len(trace)):
+        feed = trace.feed(index)
+        if feed is not None and len(parts) < most:
+            parts.append(_part(feed, trace.read(index, trace.taps)))
+    width = trace.header.target.hidden_size
+    fed_FSH = np.concatenate([part.fed_FW for part in parts]).reshape(
+        sum(len(part.fed_FW) for part in parts), -1, width
+    )
+    there = {shift: np.concatenate([part.there[shift] for part in parts]) for shift in SHIFTS}
+    places = {place: (np.concatenate([part.taps[place] for part in parts]), there[place[1]]) for place in parts[0].taps}
+    offsets = Counter(np.concatenate([part.offset_F for part in parts]).tolist())
+    offset, at_offset = max(offsets.items(), key=lambda item: (item[1], -abs(item[0])))
+    return Feeding(
+        requests=len(parts),
+        rows=len(fed_FSH),
+        slots=tuple(compare_slot(slot, fed_FSH[:, slot], places) for slot in range(fed_FSH.shape[1])),
+        next_token=sum(part.next_token for part in parts),
+        own_token=sum(part.own_token for part in parts),
+        offset=offset,
+        at_offset=at_offset,
+    )
+
+
+def compare_slot(slot: int, fed_FH: Bits, places: Mapping[Place, tuple[Bits, npt.NDArray[np.bool_]]]) -> Slot:
+    """Count the rows of one slot that have the bits of each place: its rows [F, H], and whether there are such [F]."""
+    equal, compared, cosines = {}, {}, {}
+    for place, (rows_FH, there_F) in places.items():
+        equal[place] = int(((rows_FH == fed_FH).all(1) & there_F).sum())
+        compared[place] = int(there_F.sum())
+        cosines[place] = _cosine(rows_FH[there_F], fed_FH[there_F])
+    nearest = max(cosines, key=lambda place: cosines[place])
+    zeros = int((fed_FH.view(np.float32) == 0).all(1).sum())
+    return Slot(slot, len(fed_FH), zeros, equal, compared, nearest, cosines[nearest])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One request: fed bits [F, S*H], the bits [F, H] of every place and whether there is such a row [F]."""
+
+    fed_FW: Bits
+    taps: dict[Place, Bits]
+    there: dict[int, npt.NDArray[np.bool_]]
+    offset_F: npt.NDArray[np.int64]
+    next_token: int
+    own_token: int
+
+
+def _part(feed: "Feed", rows: "RequestRows") -> _Part:
+    row_F, token_F = feed.row_F.numpy(), feed.token_F.numpy()
+    tokens_T, last = rows.tokens.numpy(), len(rows.tokens) - 2
+    there = {shift: (row_F + shift >= 0) & (row_F + shift <= last) for shift in SHIFTS}
+    return _Part(
+        _bits(feed.features_FW),
+        {
+            (tap, shift): _bits(values[(row_F + shift).clip(0, last).tolist()])
+            for shift in SHIFTS
+            for tap, values in rows.taps.items()
+        },
+        there,
+        feed.position_F.numpy().astype(np.int64) - row_F,
+        int((token_F == tokens_T[row_F + 1]).sum()),
+        int((token_F == tokens_T[row_F]).sum()),
+    )
+
+
+def _bits(tensor: "torch.Tensor") -> Bits:
+    """The bits of a float tensor widened to float32, which loses nothing: equal where the values and signs are."""
+    return np.frombuffer(tensor_bytes(tensor.float()), dtype=np.uint32).reshape(tuple(tensor.shape))
+
+
+def _cosine(one_FH: Bits, other_FH: Bits) -> float:
+    """Mean over the rows; -inf where there are none, or where NaN or Inf is among them."""
+    one, other = (bits.view(np.float32).astype(np.float64) for bits in (one_FH, other_FH))
+    if not len(one) or not (np.isfinite(one).all() and np.isfinite(other).all()):
+        return -math.inf
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    return float(np.mean((one * other).sum(1) / np.where(lengths > 0, lengths, 1.0)))
+
+
+# ---- judge ----
+
+
+def contradiction(feeding: Feeding, fed: Fed) -> str:
+    """Why the feed cannot come from what ``fed`` says, in half a sentence; empty where it can.
+
+    Only what fewer than half of the rows bear out counts: a fault may spare or strike single rows.
+    """
+    if len(fed.taps) != len(feeding.slots):
+        return f"the draft was fed {len(feeding.slots)} slots, not {len(fed.taps)}"
+    for slot, tap in zip(feeding.slots, fed.taps, strict=True):
+        if slot.slot in fed.zeros:
+            if 2 * slot.zeros < slot.rows:
+                return f"{say_slot(slot)}; it was no zeros"
+        elif fed.unrecorded:
+            if slot.told:
+                return say_slot(slot)
+        elif not slot.holds(tap, fed.shift):
+            return f"{say_slot(slot)}; it was not {_say_place((tap, fed.shift))}"
+    wanted = feeding.own_token if fed.own_token else feeding.next_token
+    if 2 * wanted < feeding.rows:
+        return f"{_say_tokens(feeding)}; it was not {'x[i]' if fed.own_token else 'x[i+1]'}"
+    return ""
+
+
+def borne_out(feeding: Feeding, fed: Fed) -> bool:
+    """Whether every slot and the tokens show what ``fed`` says, rather than merely not contradict it."""
+    return not contradiction(feeding, fed) and all(slot.told for slot in feeding.slots)
+
+
+# ---- say ----
+
+
+def lines(feeding: Feeding) -> Iterator[str]:
+    """A sentence for each slot, one for the tokens, one for the positions."""
+    yield from map(say_slot, feeding.slots)
+    yield _say_tokens(feeding)
+    where = f"{feeding.offset:+d} of" if feeding.offset else "of"
+    yield f"position: that {where} its row in {feeding.at_offset} of {feeding.rows} rows"
+
+
+def say_slot(slot: Slot) -> str:
+    """``slot 1: R[3], bit for bit in 64 of 64 rows``."""
+    place = slot.place
+    if 2 * slot.zeros > slot.rows:
+        said = f"slot {slot.slot}: zeros in {slot.zeros} of {slot.rows} rows"
+    elif place is None:
+        near = (
+            f"nearest is {_say_place(slot.nearest)} with cosine {slot.cosine:.3f}" if math.isfinite(slot.cosine) else ""
+        )
+        return f"slot {slot.slot}: not identified, no recorded tap has its bits" + (f"; {near}" if near else "")
+    else:
+        said = (
+            f"slot {slot.slot}: {_say_place(place)}, bit for bit in {slot.equal[place]} of {slot.compared[place]} rows"
+        )
+    if slot.also:
+        said += f"; cannot be told from {', '.join(map(_say_place, slot.also))}, whose bits are the same"
+    return said
+
+
+def _say_place(place: Place) -> str:
+    tap, shift = place
+    index = tap_index(tap)
+    name = tap if not index else f"R[{index}]"
+    return name if not shift else f"{name} of the row {'before' if shift < 0 else 'after'}"
+
+
+def _say_tokens(feeding: Feeding) -> str:
+    return f"token: row i embeds x[i+1] in {feeding.next_token} of {feeding.rows} rows" + (
+        f", x[i] in {feeding.own_token}" if feeding.own_token > feeding.next_token else ""
+    )
+
+
+def to_json(feeding: Feeding | None) -> dict[str, Any]:
+    """``slots`` and ``fed`` of ``replay diagnose --json``; empty and null where nothing was recorded."""
+    if feeding is None:
+        return {"slots": [], "fed": None}
+    return {
+        "slots": [_slot_json(slot) for slot in feeding.slots],
+        "fed": {
+            "requests": feeding.requests,
+            "rows": feeding.rows,
+            "next_token": feeding.next_token,
+            "own_token": feeding.own_token,
+            "offset": feeding.offset,
+            "at_offset": feeding.at_offset,
+        },
+    }
+
+
+def _slot_json(slot: Slot) -> dict[str, Any]:
+    place = slot.place
+    near = {"tap": slot.nearest[0], "shift": slot.nearest[1], "cosine": slot.cosine}
+    return {
+        "slot": slot.slot,
+        "tap": place[0] if place else None,
+        "shift": place[1] if place else None,
+        "rows": slot.compared[place] if place else slot.rows,
+        "equal": slot.equal[place] if place else 0,
+        "zeros": slot.zeros,
+        "also": [{"tap": tap, "shift": shift} for tap, shift in slot.also],
+        "nearest": near if place is None and math.isfinite(slot.cosine) else None,
+    }
