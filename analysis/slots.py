@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from replay.errors import TraceCorruptError
 from replay.traces.taps import tap_index
 from replay.traces.tensors import tensor_bytes
 
@@ -109,72 +110,61 @@ def read_feeding(trace: "Trace", most: int = MOST_REQUESTS) -> Feeding | None:
 
     Raises TraceCorruptError.
     """
-    if not trace.fed_rows:
-        return None
-    parts: list[_Part] = []
-    for index in range(len(trace)):
+    tally = _Tally(trace.header.target.hidden_size)
+    for index in range(len(trace)) if trace.fed_rows else ():
         feed = trace.feed(index)
-        if feed is not None and len(parts) < most:
-            parts.append(_part(feed, trace.read(index, trace.taps)))
-    width = trace.header.target.hidden_size
-    fed_FSH = np.concatenate([part.fed_FW for part in parts]).reshape(
-        sum(len(part.fed_FW) for part in parts), -1, width
-    )
-    there = {shift: np.concatenate([part.there[shift] for part in parts]) for shift in SHIFTS}
-    places = {place: (np.concatenate([part.taps[place] for part in parts]), there[place[1]]) for place in parts[0].taps}
-    offsets = Counter(np.concatenate([part.offset_F for part in parts]).tolist())
-    offset, at_offset = max(offsets.items(), key=lambda item: (item[1], -abs(item[0])))
-    return Feeding(
-        requests=len(parts),
-        rows=len(fed_FSH),
-        slots=tuple(compare_slot(slot, fed_FSH[:, slot], places) for slot in range(fed_FSH.shape[1])),
-        next_token=sum(part.next_token for part in parts),
-        own_token=sum(part.own_token for part in parts),
-        offset=offset,
-        at_offset=at_offset,
-    )
+        if feed is not None and tally.requests < most:
+            tally.add(feed, trace.read(index, trace.taps), f"{trace.path}: request {index}")
+    return tally.feeding() if tally.requests else None
 
 
-def compare_slot(slot: int, fed_FH: Bits, places: Mapping[Place, tuple[Bits, npt.NDArray[np.bool_]]]) -> Slot:
-    """Count the rows of one slot that have the bits of each place: its rows [F, H], and whether there are such [F]."""
-    equal, compared, cosines = {}, {}, {}
-    for place, (rows_FH, there_F) in places.items():
-        equal[place] = int(((rows_FH == fed_FH).all(1) & there_F).sum())
-        compared[place] = int(there_F.sum())
-        cosines[place] = _cosine(rows_FH[there_F], fed_FH[there_F])
-    nearest = max(cosines, key=lambda place: cosines[place])
-    zeros = int((fed_FH.view(np.float32) == 0).all(1).sum())
-    return Slot(slot, len(fed_FH), zeros, equal, compared, nearest, cosines[nearest])
+class _Tally:
+    """Counts over the requests so far, by slot and place; only one request's rows are in memory."""
 
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.requests = self.rows = self.slots = self.next_token = self.own_token = 0
+        self.offsets: Counter[int] = Counter()
+        self.compared: Counter[Place] = Counter()
+        self.zeros: Counter[int] = Counter()
+        self.equal: Counter[tuple[int, Place]] = Counter()
+        self.cosines: dict[tuple[int, Place], float] = {}
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One request: fed bits [F, S*H], the bits [F, H] of every place and whether there is such a row [F]."""
+    def add(self, feed: "Feed", rows: "RequestRows", where: str) -> None:
+        """Count one request. Raises TraceCorruptError for one with another number of slots than those before."""
+        fed_FSH = _bits(feed.features_FW).reshape(len(feed), -1, self.width)
+        if self.requests and fed_FSH.shape[1] != self.slots:
+            raise TraceCorruptError(f"{where} was fed {fed_FSH.shape[1]} slots, those before it {self.slots}")
+        row_F, token_F, tokens_T = feed.row_F.numpy(), feed.token_F.numpy(), rows.tokens.numpy()
+        self.requests, self.rows, self.slots = self.requests + 1, self.rows + len(feed), fed_FSH.shape[1]
+        self.next_token += int((token_F == tokens_T[row_F + 1]).sum())
+        self.own_token += int((token_F == tokens_T[row_F]).sum())
+        self.offsets.update((feed.position_F.numpy().astype(np.int64) - row_F).tolist())
+        self.zeros.update(dict(enumerate((fed_FSH.view(np.float32) == 0).all(2).sum(0).tolist())))
+        for shift in SHIFTS:
+            there_F = (row_F + shift >= 0) & (row_F + shift < len(tokens_T) - 1)
+            for tap, values in rows.taps.items():
+                there = _bits(values[(row_F + shift)[there_F].tolist()])
+                self._compare((tap, shift), there, fed_FSH[there_F])
 
-    fed_FW: Bits
-    taps: dict[Place, Bits]
-    there: dict[int, npt.NDArray[np.bool_]]
-    offset_F: npt.NDArray[np.int64]
-    next_token: int
-    own_token: int
+    def _compare(self, place: Place, rows_FH: Bits, fed_FSH: Bits) -> None:
+        self.compared[place] += len(rows_FH)
+        for slot in range(self.slots):
+            fed_FH = fed_FSH[:, slot]
+            self.equal[slot, place] += int((rows_FH == fed_FH).all(1).sum())
+            self.cosines[slot, place] = self.cosines.get((slot, place), 0.0) + _cosines(rows_FH, fed_FH)
 
+    def feeding(self) -> Feeding:
+        """What has been counted."""
+        offset, at_offset = max(self.offsets.items(), key=lambda item: (item[1], -abs(item[0])))
+        slots = tuple(self._slot(slot) for slot in range(self.slots))
+        return Feeding(self.requests, self.rows, slots, self.next_token, self.own_token, offset, at_offset)
 
-def _part(feed: "Feed", rows: "RequestRows") -> _Part:
-    row_F, token_F = feed.row_F.numpy(), feed.token_F.numpy()
-    tokens_T, last = rows.tokens.numpy(), len(rows.tokens) - 2
-    there = {shift: (row_F + shift >= 0) & (row_F + shift <= last) for shift in SHIFTS}
-    return _Part(
-        _bits(feed.features_FW),
-        {
-            (tap, shift): _bits(values[(row_F + shift).clip(0, last).tolist()])
-            for shift in SHIFTS
-            for tap, values in rows.taps.items()
-        },
-        there,
-        feed.position_F.numpy().astype(np.int64) - row_F,
-        int((token_F == tokens_T[row_F + 1]).sum()),
-        int((token_F == tokens_T[row_F]).sum()),
-    )
+    def _slot(self, slot: int) -> Slot:
+        means = {place: self.cosines[slot, place] / count for place, count in self.compared.items() if count}
+        nearest = max(means, key=lambda place: means[place])
+        equal = {place: self.equal[slot, place] for place in self.compared}
+        return Slot(slot, self.rows, self.zeros[slot], equal, dict(self.compared), nearest, means[nearest])
 
 
 def _bits(tensor: "torch.Tensor") -> Bits:
@@ -182,13 +172,13 @@ def _bits(tensor: "torch.Tensor") -> Bits:
     return np.frombuffer(tensor_bytes(tensor.float()), dtype=np.uint32).reshape(tuple(tensor.shape))
 
 
-def _cosine(one_FH: Bits, other_FH: Bits) -> float:
-    """Mean over the rows; -inf where there are none, or where NaN or Inf is among them."""
+def _cosines(one_FH: Bits, other_FH: Bits) -> float:
+    """The sum over the rows; -inf where NaN or Inf is among them."""
     one, other = (bits.view(np.float32).astype(np.float64) for bits in (one_FH, other_FH))
-    if not len(one) or not (np.isfinite(one).all() and np.isfinite(other).all()):
+    if not (np.isfinite(one).all() and np.isfinite(other).all()):
         return -math.inf
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    return float(np.mean((one * other).sum(1) / np.where(lengths > 0, lengths, 1.0)))
+    return float(((one * other).sum(1) / np.where(lengths > 0, lengths, 1.0)).sum())
 
 
 # ---- judge ----
