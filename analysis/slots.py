@@ -194,15 +194,15 @@ def contradiction(feeding: Feeding, fed: Fed) -> str:
     for slot, tap in zip(feeding.slots, fed.taps, strict=True):
         if slot.slot in fed.zeros:
             if 2 * slot.zeros < slot.rows:
-                return f"{say_slot(slot)}; it was no zeros"
+                return f"{say_slot(slot)}, and no zeros"
         elif fed.unrecorded:
             if slot.told:
                 return say_slot(slot)
         elif not slot.holds(tap, fed.shift):
-            return f"{say_slot(slot)}; it was not {_say_place((tap, fed.shift))}"
+            return f"{say_slot(slot)}, and not {_say_place((tap, fed.shift))}"
     wanted = feeding.own_token if fed.own_token else feeding.next_token
     if 2 * wanted < feeding.rows:
-        return f"{_say_tokens(feeding)}; it was not {'x[i]' if fed.own_token else 'x[i+1]'}"
+        return f"{_say_tokens(feeding)}, and not {'x[i]' if fed.own_token else 'x[i+1]'}"
     return ""
 
 
