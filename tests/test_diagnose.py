@@ -112,10 +112,12 @@ def test_the_trained_wiring_can_be_said(tmp_path: Path) -> None:
 
 
 def test_an_accept_length_alone_is_too_little_to_name_a_fault(tmp_path: Path) -> None:
-    trace = make_served(tmp_path, HEADS["one"])
+    """What the draft of the trace's own server was fed is shown, and says nothing of the one that was observed."""
+    trace = make_served(tmp_path, HEADS["one"], fed=("2", "zeros", "5"))
     served = run(trace).served
     same = run(trace, observed=Observed(served, "given"))
     assert same.named is None
+    assert same.feeding is not None and not any(item.ruled_out for item in same.ranked)
     low = run(trace, observed=Observed(1.0, "given"))
     assert low.undecided
     assert low.separate
@@ -189,13 +191,6 @@ def test_a_wiring_that_no_hypothesis_stands_for_is_tried_as_it_was_fed(tmp_path:
     assert (found.verdict, found.named) == ("fault", "wiring.aux-layer-id=1,4,3")
     assert found.ranked[0].evidence.agreeing == found.ranked[0].evidence.rounds
     assert f"--wiring {WIRING}" in found.fix
-
-
-def test_a_feed_says_nothing_of_another_server(tmp_path: Path) -> None:
-    """An accept length from elsewhere is explained without it, though the feed is shown."""
-    trace = make_served(tmp_path, HEADS["one"], fed=("2", "zeros", "5"))
-    found = run(trace, observed=Observed(1.6, "given"))
-    assert found.feeding is not None and not any(item.ruled_out for item in found.ranked)
 
 
 # ---- the verdict, from numbers ----
