@@ -22,8 +22,9 @@ FITS: Mapping[str, float] = {DRAFTED: 0.10, HISTOGRAM: 0.15, LENGTH: 0.10}
 FLIPS, LEVEL = 0.25, 0.02
 # A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.
 WEAK_FIRST = 0.6
-# Nats against what the bits of the feed contradict: more than any number of rounds says for it.
-_RULED_OUT = 1e6
+# Nats against what the bits of the feed contradict: as many as some seven differing rounds, because the feed is of
+# prompts, and a server may feed its rounds otherwise.
+_CONTRADICTED = 20.0
 _NORMAL = NormalDist()
 # Another variant must accept so much more at the same anchors before the head is said to be made for it.
 BETTER_BY = 0.03
@@ -34,8 +35,8 @@ class Scored:
     """One hypothesis with its evidence. ``probability`` among all that were tried; ``accept_length`` of its own walk
     over the whole trace where it was replayed so (nan: not), ``fix`` what to type.
 
-    ``ruled_out`` says how the bits of what the draft was fed contradict it (empty: not), ``borne_out`` whether they
-    show just what it says.
+    ``contradicted`` says how the bits of what the draft was fed in its prompts contradict it (empty: not),
+    ``borne_out`` whether they show just what it says.
     """
 
     name: str
@@ -46,13 +47,13 @@ class Scored:
     probability: float = math.nan
     accept_length: float = math.nan
     fix: str = ""
-    ruled_out: str = ""
+    contradicted: str = ""
     borne_out: bool = False
 
     @property
     def beforehand(self) -> float:
         """What stands before the rounds are looked at, in nats: the prior, and what the draft was fed."""
-        return self.log_prior - _RULED_OUT * bool(self.ruled_out)
+        return self.log_prior - _CONTRADICTED * bool(self.contradicted)
 
     @property
     def log_posterior(self) -> float:
@@ -110,8 +111,8 @@ class Diagnosis:
     """``verdict`` is one of healthy, head, fault, engine; ``why`` one sentence.
 
     ``certainty`` is the probability of the named kind among all that were tried (nan where it was named by what it
-    would accept instead). ``ranked`` best first; ``undecided`` names what cannot be told from the best, ``separate``
-    how to tell it; ``feeding`` what the draft was really fed, where that was recorded.
+    would accept instead, or by what the draft was fed). ``ranked`` best first; ``undecided`` names what cannot be told
+    from the best, ``separate`` how to tell it; ``feeding`` what the draft was really fed, where that was recorded.
     """
 
     verdict: str
@@ -161,13 +162,16 @@ def judge(
     scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: float = math.nan, stated: bool = False
 ) -> Diagnosis:
     """The verdict. ``gains`` are variants that accept more than what was served, best first; ``first_rate`` is how
-    often the healthy replay's first drafted token is taken. ``stated``: the gains are those of what the head is known
-    to be made for, and the bits show that it was fed something else, so that a wide interval leaves no doubt.
+    often the healthy replay's first drafted token is taken. ``stated``: the gains are of the one wiring that the head
+    is known to be made for, so that none of them is the best of many.
 
-    - The healthy replay fits and nothing beats it decisively: ``fault`` where the head does clearly better as another
-      variant (it was made for that one), else ``head`` where it is weak, else ``healthy``.
-    - A fault beats the healthy replay decisively and accounts for at least half of what differs, or what the draft was
-      fed shows it, bit for bit: ``fault``.
+    - The healthy replay fits, nothing beats it decisively and the feed does not contradict it: ``fault`` where the
+      head does clearly better as another variant (it was made for that one), else ``head`` where it is weak, else
+      ``healthy``.
+    - A fault beats the healthy replay decisively and accounts for at least half of what differs: ``fault``; where the
+      feed contradicts that fault too, it says so.
+    - The feed contradicts the healthy replay and shows, bit for bit, what a single fault feeds: ``fault``, though the
+      rounds hold more than that.
     - Neither: ``engine``.
     """
     ranked = rank(scored)
@@ -176,23 +180,34 @@ def judge(
     served = healthy.evidence.served
     close = undecided(ranked)
     beaten = best is not healthy and odds(best, healthy) >= DECISIVE
-    if not beaten and healthy.fits:
+    if not beaten and healthy.fits and not healthy.contradicted:
         return _as_served(ranked, healthy, gains, first_rate, served, stated)
-    explained = _explained(best, healthy)
-    shown = best.borne_out and bool(healthy.ruled_out)
-    if beaten and (best.fits or explained >= 0.5 or shown):
+    if beaten and (best.fits or _explained(best, healthy) >= 0.5):
         alike = [item.name for item in close if item.kind != HEALTHY_NAME]
         doubt = "" if best.fits else f", though {best.evidence.misfit:.0%} of the rounds still differ"
         others = f"; not told apart from it: {', '.join(alike)}" if alike else ""
         return Diagnosis(
             verdict="fault",
-            why=f"the server did what the replay does under {best.name}{doubt}{others}{_as_fed(healthy)}",
+            why=f"the server did what the replay does under {best.name}{doubt}{others}{_of_feed(best, healthy)}",
             named=best.name,
             certainty=sum(item.probability for item in ranked if item.kind == best.kind),
             served=served,
             healthy=healthy,
             ranked=tuple(ranked),
             undecided=tuple(alike),
+        )
+    shown = [item for item in ranked if item.borne_out and "+" not in item.name and item is not healthy]
+    if healthy.contradicted and shown:
+        return Diagnosis(
+            verdict="fault",
+            why=f"in its prompts the draft is fed just what {shown[0].name} feeds ({healthy.contradicted}); the rounds "
+            "are not explained by that alone",
+            named=shown[0].name,
+            certainty=math.nan,
+            served=served,
+            healthy=healthy,
+            ranked=tuple(ranked),
+            undecided=tuple(item.name for item in shown[1:]),
         )
     nearest = f"; nearest is {best.name}" if beaten else ""
     explaining = sum(item.fits and item.kind != HEALTHY_NAME for item in (best, *close)) if not beaten else 0
@@ -205,7 +220,7 @@ def judge(
     return Diagnosis(
         verdict="engine",
         why=f"the server accepted {direction} than the replay predicts ({served:.2f} against "
-        f"{healthy.evidence.accept_length:.2f}), and {table}{nearest}{_as_fed(healthy)}",
+        f"{healthy.evidence.accept_length:.2f}), and {table}{nearest}{_of_feed(healthy, healthy)}",
         named=None,
         certainty=math.nan,
         served=served,
@@ -215,9 +230,11 @@ def judge(
     )
 
 
-def _as_fed(healthy: Scored) -> str:
-    """What the bits say against the server's own account of what it feeds."""
-    return f"; what the draft was fed shows {healthy.ruled_out}" if healthy.ruled_out else ""
+def _of_feed(best: Scored, healthy: Scored) -> str:
+    """What the bits say against the best explanation, or against the server's own account of what it feeds."""
+    if best.contradicted:
+        return f"; but what the draft was fed in its prompts shows {best.contradicted}"
+    return f"; what the draft was fed shows {healthy.contradicted}" if healthy.contradicted else ""
 
 
 def _explained(best: Scored, healthy: Scored) -> float:
@@ -241,7 +258,8 @@ def _as_served(
     stated: bool,
 ) -> Diagnosis:
     """The replay of what was served agrees with the server: is that what the head was made for?"""
-    clear = [gain for gain in gains if stated or (gain.gain >= BETTER_BY * served and _stands_out(gain, len(ranked)))]
+    tried = 1 if stated else len(ranked)
+    clear = [gain for gain in gains if gain.gain >= BETTER_BY * served and _stands_out(gain, tried)]
     if clear:
         leading = [gain for gain in clear if gain is clear[0] or gain.tied]
         best = max(leading, key=lambda gain: gain.log_prior)
@@ -271,7 +289,7 @@ def _as_served(
         undecided=tuple(
             item.name
             for item in ranked
-            if item is not healthy and abs(lead(item.evidence, healthy.evidence)) < DECISIVE
+            if item is not healthy and not item.contradicted and abs(lead(item.evidence, healthy.evidence)) < DECISIVE
         ),
         gains=tuple(gains),
     )
@@ -307,7 +325,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 "rounds": item.evidence.rounds,
                 "agreeing": item.evidence.agreeing,
                 "fix": item.fix,
-                "ruled_out": item.ruled_out or None,
+                "contradicted": item.contradicted or None,
             }
             for item in diagnosis.ranked
         ],

@@ -187,7 +187,8 @@ def _cosines(one_FH: Bits, other_FH: Bits) -> float:
 def contradiction(feeding: Feeding, fed: Fed) -> str:
     """Why the feed cannot come from what ``fed`` says, in half a sentence; empty where it can.
 
-    Only what fewer than half of the rows bear out counts: a fault may spare or strike single rows.
+    Only what the rows show to be otherwise counts, in more than half of them: a fault may spare or strike single rows,
+    and a slot with the bits of no recorded tap may hold one that was cast on the way.
     """
     if len(fed.taps) != len(feeding.slots):
         return f"the draft was fed {len(feeding.slots)} slots, not {len(fed.taps)}"
@@ -198,7 +199,7 @@ def contradiction(feeding: Feeding, fed: Fed) -> str:
         elif fed.unrecorded:
             if slot.told:
                 return say_slot(slot)
-        elif not slot.holds(tap, fed.shift):
+        elif slot.told and not slot.holds(tap, fed.shift):
             return f"{say_slot(slot)}, and not {_say_place((tap, fed.shift))}"
     wanted = feeding.own_token if fed.own_token else feeding.next_token
     if 2 * wanted < feeding.rows:

@@ -268,11 +268,11 @@ class _Case:
             for item, info in zip(batch, replayed.variants, strict=True):
                 self._variants[item.name] = item.variant
                 table = replayed.table.filter(replayed.table["variant"] == info.name)
-                ruled_out, shown = self._held_against_feed(item)
+                contradicted, shown = self._held_against_feed(item)
                 scored = Scored(
                     item.name, item.kind, item.value, item.log_prior,
                     self._evidence(table, counts[info.name], rounds, noise=drafts_noise(item, self._checkpoint)),
-                    ruled_out=ruled_out, borne_out=shown,
+                    contradicted=contradicted, borne_out=shown,
                 )  # fmt: skip
                 kept = by_anchor(table) if whole and self._kind == DRAFTED else {}
                 found[item.name] = _Tried(item, scored, kept, counts[info.name])
@@ -294,7 +294,7 @@ class _Case:
     # ---- what the draft was fed ----
 
     def _held_against_feed(self, hypothesis: Hypothesis) -> tuple[str, bool]:
-        """How the bits that were fed rule a hypothesis out, and whether they show it. Nothing of what was observed
+        """How the bits that were fed contradict a hypothesis, and whether they show it. Nothing of what was observed
         elsewhere, on a server that may have fed its draft otherwise."""
         if self._feeding is None or self._observed is not None:
             return "", False
@@ -323,7 +323,9 @@ class _Case:
         if any(self._feeds(one.variant) == Fed(taps) for one in others):
             return []
         variant = replace(self._served, wiring=Wiring(taps))
-        return [Hypothesis("wiring.aux-layer-id", ",".join(taps), variant, others[-1].log_prior)]
+        alike = [one.log_prior for one in others if one.kind == "wiring.aux-layer-id"]
+        prior = max(alike, default=others[-1].log_prior)
+        return [Hypothesis("wiring.aux-layer-id", ",".join(taps), variant, prior)]
 
     # ---- the verdict ----
 
@@ -351,7 +353,7 @@ class _Case:
             scored,
             gains=gains,
             first_rate=rates[0] if rates else float("nan"),
-            stated=self._trained is not None and healthy.scored.borne_out,
+            stated=self._trained is not None,
         )
         fixes = self._fixes({gain.value for gain in gains})
         ranked = tuple(
@@ -450,6 +452,8 @@ class _Case:
             yield "start the server with `replay serve`, which records what it drafts round by round"
             return
         kinds = " ".join(diagnosis.undecided) + " " + (diagnosis.named or "")
+        if "weights.missing" in kinds:
+            yield "the server's log from its start: which of the draft's tensors it did not load"
         if "position." in kinds or "attn." in kinds or "kv." in kinds:
             yield "longer prompts and outputs: positions, windows and draft KV show more the longer the context"
         if self._served.steps < 3:
