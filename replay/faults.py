@@ -152,20 +152,27 @@ def parse_policy(text: str) -> Fault:
 def apply_faults(subject: Subject, faults: Sequence[Fault]) -> Subject:
     """The subject with every fault in it, one after the other.
 
-    Raises UsageError, CheckpointError or WiringError for one that does not fit the head, and UsageError where a fault
-    would undo what one before it set.
+    Raises UsageError, CheckpointError or WiringError for one that does not fit the head, and UsageError where one
+    would undo what another before it set: a field of its own, or all of its tensors.
     """
     healthy = subject
-    setters: dict[str, Fault] = {}
+    standing: list[tuple[Fault, set[str]]] = []  # of each fault, the fields in which something of it is left
     for fault in faults:
         change, before = fault.change(), replace(subject, said=frozenset())
         subject = change(before)
         names = set_fields(before, subject)
-        for name in sorted(names & setters.keys()):
-            if undone(name, before, subject, change, healthy):
-                raise UsageError(
-                    f"faults {setters[name]} and {fault} both set {name}, and only the last would be played; type one "
-                    "of them"
-                )
-        setters |= dict.fromkeys(names, fault)
+        for earlier, left in standing:
+            if met := names & left:
+                gone = undone(met, before, subject, change, healthy)
+                left -= gone
+                _refuse_undone(earlier, fault, gone - subject.checkpoint.tensors.keys() or (set() if left else gone))
+        standing.append((fault, names))
     return replace(subject, said=frozenset()) if faults else subject
+
+
+def _refuse_undone(earlier: Fault, fault: Fault, names: set[str]) -> None:
+    if names:
+        raise UsageError(
+            f"faults {earlier} and {fault} both set {min(names)}, and only the last one's would be played; type one of "
+            "them"
+        )

@@ -1,7 +1,7 @@
 """What a fault changes, and the words in which changes are written."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,25 +67,26 @@ class FaultKind:
     change: Callable[[str], Change]
 
 
-# Fields that a change may make from what is there: taps are moved, formats and skipped norms added.
-_BUILT_UP = ("wiring", "precision", "skip_norms")
-
-
 def set_fields(before: Subject, after: Subject) -> set[str]:
     """Names of what a change has set: fields of the conduct, of the config and its RoPE, tensors, and the rest."""
     old, new = _flat(before), _flat(after)
     return set(after.said) | {name for name in new if name not in old or new[name] != old[name]}
 
 
-def undone(name: str, before: Subject, after: Subject, change: Change, healthy: Subject) -> bool:
-    """Whether a change leaves nothing of the field ``name`` that another fault had set."""
-    new = _flat(after)[name]
-    if name not in _BUILT_UP:
-        return bool(new != _flat(before)[name])
+def undone(names: Iterable[str], before: Subject, after: Subject, change: Change, healthy: Subject) -> set[str]:
+    """Those of ``names``, fields that another fault had set, of which a change leaves nothing.
+
+    It then gives there what it gives alone. Where it builds on what it finds it does not: taps are moved, formats and
+    skipped norms added, rows of tensors stacked in another order.
+    """
     try:
-        return bool(new == _flat(change(healthy))[name])
+        alone = change(healthy)
     except ReplayError:  # alone it cannot be, so it builds on the other
-        return False
+        return set()
+    old, new, single = _flat(before), _flat(after), _flat(alone)
+    tensors, lone = after.checkpoint.tensors, alone.checkpoint.tensors
+    loaded = {name for name in names if name in tensors and bool((tensors[name] == lone[name]).all())}
+    return loaded | {name for name in names if name not in tensors and old[name] != new[name] == single[name]}
 
 
 def _flat(subject: Subject) -> dict[str, Any]:

@@ -100,6 +100,10 @@ CASES: dict[str, dict[str, Any]] = {
     "precision.draft-kv=fp8_e4m3": TWO_LAYERS,
     "precision.dtype-cast=fp16": {},
 }
+# Everything that was stacked in another order, lost one after the other.
+LAYOUT_LOST = "+".join(
+    ["weights.layout", *(f"weights.missing=layers.{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv")]
+)
 # Not of chains: tests/test_tree_variants.py holds both layouts against the tree's own twin.
 TREES_ONLY = {"tree.parent-kv"}
 # RoPE only knows distances, so the same offset on every row is not to be seen.
@@ -308,7 +312,20 @@ def test_a_fault_named_twice_is_refused() -> None:
         ("position.rope-params=theta:5+position.rope-params=theta:6", "both set rope.theta"),
         ("precision.dtype-cast=fp16+precision.dtype-cast=fp32", "both set precision"),
         ("weights.missing=fc+weights.missing=fc.weight", "both set fc.weight"),
-        ("weights.layout+weights.missing=layers.0.self_attn.q_proj", "both set layers.0.self_attn.q_proj.weight"),
+        ("vocab.d2t=absolute+vocab.d2t=identity", "vocab.d2t=absolute and vocab.d2t=identity both set d2t"),
+        ("vocab.d2t=identity+weights.missing=d2t", "both set d2t"),
+        (
+            "weights.missing=fc+weights.missing=norm+weights.missing=fc.weight",
+            "weights.missing=fc and weights.missing=fc.weight both set fc.weight",
+        ),
+        (
+            "weights.missing=layers.0.self_attn.q_proj+weights.layout+weights.missing=layers.0.self_attn.q_proj.weight",
+            "weights.missing=layers.0.self_attn.q_proj and weights.missing=layers.0.self_attn.q_proj.weight both set",
+        ),
+        (
+            LAYOUT_LOST,
+            "weights.layout=qkv-interleaved and weights.missing=layers.1.self_attn.v_proj both set layers.1.",
+        ),
         ("wiring.recycle-norm=post+wiring.recycle-norm=pre", "both set feedback"),
     ],
 )
@@ -327,15 +344,61 @@ def test_of_two_faults_that_set_one_field_neither_is_chosen(text: str, both: str
         "wiring.aux-layer-id=1+wiring.concat-order=fc",
         "position.rope-params=theta:5+position.rope-geometry=partial:0.5",
         "weights.missing=fc+weights.missing=norm",
+        "weights.missing=layers.0.self_attn.q_proj+weights.layout",
+        "weights.layout+weights.missing=layers.0.self_attn.q_proj",  # the keys and values stay interleaved
+        "vocab.d2t=identity+vocab.d2t=offset:1",
+        "weights.missing=d2t+vocab.d2t=offset:1",
         "precision.draft-weights=fp8+precision.draft-kv=fp8_e4m3",
     ],
 )
-def test_faults_that_meet_in_no_field_play_together(text: str) -> None:
+def test_faults_that_leave_something_of_each_other_play_together(text: str) -> None:
     healthy = healthy_subject(TWO_LAYERS)
     first, second = parse_faults(text)
     alone = [set_fields(healthy, apply_faults(healthy, (one,))) for one in (first, second)]
     assert set_fields(healthy, apply_faults(healthy, (first, second))) == alone[0] | alone[1]
     assert all(alone)
+
+
+def test_an_offset_builds_on_the_map_it_finds() -> None:
+    """Over no map at all, whichever fault took it away, each draft id is read as the next one."""
+    healthy = healthy_subject({})
+    for text in ("vocab.d2t=identity+vocab.d2t=offset:1", "weights.missing=d2t+vocab.d2t=offset:1"):
+        d2t_W = apply_faults(healthy, parse_faults(text)).checkpoint.tensors["d2t"]
+        assert d2t_W.tolist() == [1] * len(d2t_W)
+
+
+def test_rows_are_stacked_anew_whatever_they_hold() -> None:
+    healthy = healthy_subject({})
+    names = [f"layers.0.self_attn.{part}_proj" for part in "qkv"]
+    missing = f"weights.missing={names[0]}"
+    first, second, stacked, lost = (
+        torch.cat([apply_faults(healthy, parse_faults(text)).checkpoint.tensors[f"{name}.weight"] for name in names])
+        for text in (f"{missing}+weights.layout", f"weights.layout+{missing}", "weights.layout", missing)
+    )
+    as_rows = lambda rows_OI: sorted(map(tuple, rows_OI.tolist()))  # noqa: E731
+    assert as_rows(first) == as_rows(lost) and not torch.equal(first, lost)
+    queries = len(healthy.checkpoint.tensors[f"{names[0]}.weight"])
+    assert torch.equal(second, torch.cat([lost[:queries], stacked[queries:]]))
+
+
+@pytest.mark.parametrize(
+    ("hiding", "hidden"),
+    [
+        ("weights.overwritten=lm_head", "weights.missing=lm_head"),
+        ("wiring.norm=skip:norm", "weights.missing=norm"),
+        ("wiring.aux-missing=0", "wiring.aux-layer-id=0:1"),
+    ],
+)
+def test_a_fault_of_what_is_never_read_plays_as_none(hiding: str, hidden: str) -> None:
+    """README says so: whether the head reads what a fault changed is not looked at, in either order."""
+    healthy = healthy_subject({})
+    played = []
+    for text in (hiding, f"{hiding}+{hidden}", f"{hidden}+{hiding}"):
+        changed = apply_faults(healthy, parse_faults(text))
+        played.append(_traces(bound(changed), inputs(changed, healthy)))
+    assert played[0] == played[1] == played[2]
+    alone = apply_faults(healthy, parse_faults(hidden))
+    assert _traces(bound(alone), inputs(alone, healthy)) != _traces(bound(healthy), inputs(healthy, healthy))
 
 
 def test_a_name_without_value_takes_the_usual_one() -> None:
