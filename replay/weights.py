@@ -65,9 +65,8 @@ def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch
 def _rename(name: str, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     renamed: dict[str, torch.Tensor] = {}
     for original, tensor in tensors.items():
-        key = spell(
-            original.removeprefix("model.")
-        )  # even lm_head: what a server then misses is `replay check`'s to say
+        # lm_head behind model. is taken here: that a server misses it there is `replay check`'s to say.
+        key = spell(original.removeprefix("model.") if original.startswith("model.lm_head.") else original)
         if key in renamed:
             raise CheckpointError(f"draft head {name} has the tensor {key} twice, once as {original}; keep one of them")
         renamed[key] = tensor

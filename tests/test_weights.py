@@ -151,6 +151,15 @@ def test_two_spellings_of_one_tensor_are_refused() -> None:
         check_checkpoint("h", config, tensors | {"model.norm.weight": torch.ones(32)})
 
 
+@pytest.mark.parametrize("key", ["fc.weight", "lm_head.weight", "layers.0.self_attn.q_proj.weight"])
+def test_a_prefix_written_twice_is_refused(key: str) -> None:
+    """SGLang 0.5.23 models/llama_eagle3.py finds no parameter of such a name and goes on without the tensor."""
+    config, tensors = parts()
+    twice = {f"model.model.{name}" if name == key else name: tensor for name, tensor in tensors.items()}
+    with pytest.raises(CheckpointError, match=rf"lacks {re.escape(key)}, .* unexpected model\.{re.escape(key)}"):
+        check_checkpoint("h", config, twice)
+
+
 def test_deliberate_drops_may_be_there() -> None:
     """SGLang 0.5.23 replaces embed_tokens by the target's; t2d is the trainer's; inv_freq is derived."""
     config, tensors = parts()
