@@ -81,7 +81,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     show_default=True,
     metavar="RULE",
     help="Acceptance rule: greedy, or on sampled traces target-only[:single=S,acc=A], rejection or "
-    "typical[:epsilon=E,delta=D].",
+    "typical[:epsilon=E,delta=D]; repeat to compare.",
 )
 @click.option("--temperature", type=float, metavar="X", help="Must be the one that the trace was recorded at.")
 @click.option("--engine", default="sglang", show_default=True, metavar="PROFILE", help="sglang or eagle.")

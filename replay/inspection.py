@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import CheckpointError, UsageError
+from replay.head_config import ARCHITECTURES
+from replay.traces.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from replay.traces.check import Finding
     from replay.traces.reader import Trace
+
+_FIELDS_OF_HEADS = {"draft_vocab_size", "eagle_config", "num_aux_hidden_states", "target_hidden_size"}
+_GENERATES = ("ForCausalLM", "ForConditionalGeneration")  # how transformers ends the names of models that write text
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +75,62 @@ def kind_of(path: Path) -> str:
     """``trace`` or ``draft``, by the file that marks each. Raises UsageError, which says so of a target's folder."""
     if (path / "trace.json").is_file():
         return "trace"
-    if (path / "config.json").is_file():
-        if (architecture := _target_architecture(path)) is not None:
-            raise UsageError(
-                f"{path} is a target model ({architecture}), and inspect takes a trace or a draft head; type replay "
-                f"check --draft DIR --target {path} to hold a head against it"
-            )
+    if not (path / "config.json").is_file():
+        raise UsageError(
+            f"{path} is neither a trace (a folder with trace.json) nor a draft head (a folder with config.json)"
+        )
+    if (architecture := _other_architecture(path)) is None:
         return "draft"
+    if _is_target(path, architecture):
+        raise UsageError(
+            f"{path} is a target model ({architecture}), and inspect takes a trace or a draft head; type replay "
+            f"check --draft DIR --target {path} to hold a head against it"
+        )
+    if architecture in ARCHITECTURES:
+        return "draft"  # what it lacks is for a strict reading to say
     raise UsageError(
-        f"{path} is neither a trace (a folder with trace.json) nor a draft head (a folder with config.json)"
+        f"{path} is no EAGLE-3 head (its architecture is {architecture}), and inspect takes a trace or a draft head; "
+        "give another folder"
     )
 
 
-def _target_architecture(path: Path) -> str | None:
-    """The architecture of a target's folder; None where it is a draft head's, or cannot be read.
+def _other_architecture(path: Path) -> str | None:
+    """The architecture of what is no EAGLE-3 head as far as can be seen; None of a head, or of what cannot be read.
 
-    A head says Eagle in its architecture or has an ``fc``; some call themselves LlamaForCausalLM, as a target does.
+    A head says Eagle in its architecture or has an ``fc``; some call themselves LlamaForCausalLM, as a target does,
+    and state a field that only heads have. A pytorch_model.bin is not opened: that would take loading all of it.
     """
     from replay.facts import read_config
-    from replay.weight_facts import read_weights
 
     try:
-        names = read_config(path).get("architectures")
+        document = read_config(path)
+        names = document.get("architectures")
         if not isinstance(names, list) or not names or "eagle" in str(names[0]).lower():
             return None
-        has_fc = read_weights(path, whole=False, only=re.compile(r"(?:model\.)?fc\.weight")).tensors
+        if (names[0] in ARCHITECTURES and document.keys() & _FIELDS_OF_HEADS) or _has_fc(path):
+            return None
     except CheckpointError:
         return None
-    return None if has_fc else str(names[0])
+    return str(names[0])
+
+
+def _has_fc(path: Path) -> bool:
+    """Whether safetensors hold an ``fc``. Raises CheckpointError."""
+    from replay.weight_facts import read_weights
+
+    if not any((path / name).is_file() for name in (SINGLE, INDEX)):
+        return False
+    return bool(read_weights(path, whole=False, only=re.compile(r"(?:model\.)?fc\.weight")).tensors)
+
+
+def _is_target(path: Path, architecture: str) -> bool:
+    """Whether a config says so: a generating model with a target's sizes, and more layers than a lone head's one."""
+    from replay.facts import read_target_config
+
+    try:
+        return architecture.endswith(_GENERATES) and read_target_config(path).layers > 1
+    except CheckpointError:
+        return False
 
 
 def trace_facts(trace: "Trace") -> TraceFacts:

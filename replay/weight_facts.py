@@ -88,13 +88,15 @@ class Weights:
 
 
 def read_weights(folder: Path, *, whole: bool, only: "re.Pattern[str] | None" = None) -> Weights:
-    """Headers of the checkpoint in ``folder``; with ``only``, of the shards that hold names it matches.
+    """Headers of the checkpoint in ``folder``; with ``only``, of the tensors whose names it matches, in their shards.
+
+    A pytorch_model.bin is loaded whole even so.
 
     Raises CheckpointError where there are no weights, or a header cannot be trusted.
     """
     files = weight_files(folder, only)
     if files == [folder / BINARY]:
-        return _read_binary(files[0], whole)
+        return _read_binary(files[0], whole, only)
     facts: list[TensorFact] = []
     layouts: dict[str, Layout] = {}
     for file in files:
@@ -190,8 +192,8 @@ def _extent_of(values: "NDArray[np.float32]") -> Extent:
     )
 
 
-def _read_binary(path: Path, whole: bool) -> Weights:
-    loaded = load_binary(path)
+def _read_binary(path: Path, whole: bool, only: "re.Pattern[str] | None") -> Weights:
+    loaded = {name: value for name, value in load_binary(path).items() if only is None or only.fullmatch(name)}
     facts = [
         TensorFact(_TORCH_NAMES.get(str(value.dtype), str(value.dtype)), tuple(value.shape), name)
         for name, value in loaded.items()

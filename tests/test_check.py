@@ -1,6 +1,7 @@
 """`replay check`: each broken pair is named by its fault and no other, sound pairs are silent, junk is refused."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -48,6 +49,7 @@ from replay.errors import CheckpointError, ReplayError, UsageError
 from replay.facts import read_facts
 from replay.readings import readings
 from replay.server_arguments import live_server, parse_server_arguments
+from replay.weight_facts import read_weights
 
 KIMI = {"model_type": "kimi_k25", "num_hidden_layers": 61}
 GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 36}
@@ -495,6 +497,14 @@ def test_a_torch_file_is_read_as_weights_only(tmp_path: Path) -> None:
     assert check(read_facts(draft, target, weights=True)).findings == ()
     torch.save(tensors | {"d2t": torch.zeros_like(tensors["d2t"])}, draft / "pytorch_model.bin")
     assert [finding.fault for finding in check(read_facts(draft, target)).findings] == ["vocab.d2t"]
+
+
+def test_of_a_torch_file_only_what_was_asked_for_is_told(tmp_path: Path) -> None:
+    torch.save(sound_tensors(), tmp_path / "pytorch_model.bin")
+    only = read_weights(tmp_path, whole=True, only=re.compile(r"fc\.weight|norm\.weight"))
+    assert only.tensors.keys() == {"fc.weight", "norm.weight"}
+    assert only.extents is not None and only.extents.keys() == only.tensors.keys()
+    assert only.d2t is None
 
 
 # ---- foreign bytes ----

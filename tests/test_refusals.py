@@ -9,12 +9,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from heads import tiny_checkpoint, tiny_config, write_head
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from trace_maker import H, V, changed, make_header, make_request, write_trace
 
 import replay
 from replay.binding import check_fit, resolve
 from replay.cli import cli
+from replay.cli_simulate import simulate
 from replay.demo import demo_options
 from replay.errors import CheckpointError, OutputError, UsageError
 from replay.faults import FAULTS
@@ -81,17 +82,16 @@ def test_options_that_cannot_be(trace: Path, draft: Path, options: list[str], sa
     assert said in refused("simulate", trace, "--draft", draft, *options)
 
 
+def test_options_that_say_so_can_be_repeated() -> None:
+    said = {option.name for option in simulate.params if "repeat" in (getattr(option, "help", None) or "")}
+    assert said >= {"drafts", "wirings", "steps", "rules"}
+    assert said <= {option.name for option in simulate.params if getattr(option, "multiple", False)}
+
+
 def test_no_draft_and_no_trace(trace: Path, draft: Path, tmp_path: Path) -> None:
     assert "add --draft DIR" in refused("simulate", trace)
     assert "holds no trace.json" in refused("simulate", draft, "--draft", draft)
     assert "neither a trace" in refused("inspect", tmp_path)
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": H}))
-    save_file({"model.embed_tokens.weight": torch.zeros(V, H)}, target / "model.safetensors")
-    assert "is a target model (LlamaForCausalLM), and inspect takes a trace or a draft head" in refused(
-        "inspect", target
-    )
     assert "type replay simulate" in refused("report", tmp_path / "none.parquet")
 
 
@@ -113,6 +113,72 @@ def test_a_head_is_no_target_whatever_it_calls_itself(tmp_path: Path, architectu
     done = CliRunner().invoke(cli, ["inspect", str(folder), "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["layer_ids"] == [-1, 0, 1]
+
+
+SIZES = {"num_hidden_layers": 4, "hidden_size": H, "vocab_size": V}
+
+
+def write_model(folder: Path, architecture: str, weights: str | None, **config: object) -> Path:
+    """A folder of something that is no EAGLE-3 head: it embeds, and has no fc."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+    tensors = {"model.embed_tokens.weight": torch.zeros(V, H)}
+    if weights == "model.safetensors":
+        save_file(tensors, folder / weights)
+    elif weights is not None:
+        torch.save(tensors, folder / weights)
+    return folder
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", None])
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [("LlamaForCausalLM", SIZES), ("Qwen3MoeForCausalLM", SIZES),
+     ("Mistral3ForConditionalGeneration", {"text_config": SIZES})],
+)  # fmt: skip
+def test_a_target_is_told_by_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, config: dict[str, object], weights: str | None
+) -> None:
+    """With its weights and without; a pytorch_model.bin would have to be loaded whole."""
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
+    target = write_model(tmp_path / "target", architecture, weights, **config)
+    assert f"is a target model ({architecture}), and inspect takes a trace or a draft head" in refused(
+        "inspect", target
+    )
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", None])
+@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DeepseekV3ForCausalLMNextN"])
+def test_another_kind_of_draft_is_not_called_a_target(tmp_path: Path, architecture: str, weights: str | None) -> None:
+    folder = write_model(tmp_path / "draft", architecture, weights, **SIZES)
+    said = refused("inspect", folder)
+    assert f"is no EAGLE-3 head (its architecture is {architecture})" in said and "target" not in said
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "said"),
+    [
+        (None, CONFIG, "holds no weights"),
+        ("model.safetensors", CONFIG, "lacks fc.weight"),
+        ("pytorch_model.bin", CONFIG, "lacks fc.weight"),
+        (None, SIZES | {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}, "holds no weights"),
+    ],
+)
+def test_a_head_is_no_target_though_its_fc_is_not_there(
+    tmp_path: Path, weights: str | None, config: dict[str, object], said: str
+) -> None:
+    folder = write_model(
+        tmp_path / "head", "LlamaForCausalLM", weights, **{**config, "architectures": ["LlamaForCausalLM"]}
+    )
+    assert said in refused("inspect", folder)
+
+
+def test_a_head_in_a_torch_file_is_inspected(tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", {**CONFIG, "architectures": ["LlamaForCausalLM"]})
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    done = CliRunner().invoke(cli, ["inspect", str(folder), "--json"])
+    assert done.exit_code == 0, done.output
 
 
 def test_findings_keep_to_the_width_of_the_terminal(trace: Path) -> None:
