@@ -138,7 +138,19 @@ def _summary(
     played = [request for request, row in zip(requests, counts, strict=True) if row[ROUNDS] > 0]
     joint, conditional = position_rates(histogram)
     return VariantSummary(
-        **{field.name: getattr(variant, field.name) for field in fields(VariantSettings)},
+        name=variant.name,
+        draft=variant.draft,
+        wiring=variant.wiring,
+        steps=variant.steps,
+        topk=variant.topk,
+        num_draft_tokens=variant.num_draft_tokens,
+        precision=variant.precision,
+        numerics=variant.numerics,
+        kv=variant.kv,
+        verify=variant.verify,
+        temperature=variant.temperature,
+        engine=variant.engine,
+        faults=variant.faults,
         requests=len(requests),
         rounds=rounds,
         drafted=drafted,

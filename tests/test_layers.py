@@ -77,6 +77,13 @@ def test_only_the_command_is_above_its_parts() -> None:
     assert [module for module in sorted(_modules()) if "replay.cli" in set(_imports(module))] == []
 
 
+def test_only_commands_use_what_commands_share() -> None:
+    """replay.demo, replay.diagnose and replay.climb import everything below them, and no command line."""
+    commands = {module for module in _modules() if module == "replay.cli" or module.startswith("replay.cli_")}
+    assert len(commands) > 1
+    assert {module: used for module in _modules().keys() - commands if (used := commands & set(_imports(module)))} == {}
+
+
 def test_no_modules_load_each_other_in_a_circle() -> None:
     graph = {module: set(_imports(module, inside_functions=False)) - {"replay"} for module in _modules()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
