@@ -72,7 +72,7 @@ class DraftFacts:
 
 
 def kind_of(path: Path) -> str:
-    """``trace`` or ``draft``, by the file that marks each. Raises UsageError, which says so of a target's folder."""
+    """``trace`` or ``draft``, by the file that marks each. Raises UsageError, which says what the folder is instead."""
     if (path / "trace.json").is_file():
         return "trace"
     if not (path / "config.json").is_file():
@@ -97,8 +97,8 @@ def kind_of(path: Path) -> str:
 def _other_architecture(path: Path) -> str | None:
     """The architecture of what is no EAGLE-3 head as far as can be seen; None of a head, or of what cannot be read.
 
-    A head says Eagle in its architecture or has an ``fc``; some call themselves LlamaForCausalLM, as a target does,
-    and state a field that only heads have. A pytorch_model.bin is not opened: that would take loading all of it.
+    A head says Eagle in its architecture, states a field that only heads have, or has an ``fc``; some call themselves
+    LlamaForCausalLM, as a target does. A pytorch_model.bin is not opened: that would take loading all of it.
     """
     from replay.facts import read_config
 
@@ -107,7 +107,7 @@ def _other_architecture(path: Path) -> str | None:
         names = document.get("architectures")
         if not isinstance(names, list) or not names or "eagle" in str(names[0]).lower():
             return None
-        if (names[0] in ARCHITECTURES and document.keys() & _FIELDS_OF_HEADS) or _has_fc(path):
+        if document.keys() & _FIELDS_OF_HEADS or _has_fc(path):
             return None
     except CheckpointError:
         return None
