@@ -1,31 +1,16 @@
-"""What a draft was really fed, slot by slot: the feed of a trace held against its taps, bit for bit.
+"""What a draft was really fed, slot by slot: the counts that replay/feeding.py makes, judged and said.
 
-Shapes: F rows of feed, S slots of H features each; a place is a tap and a shift: row i holds the tap of row i + shift.
+A place is a tap and a shift: row i holds the tap of row i + shift.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from replay.errors import TraceCorruptError
 from replay.traces.taps import tap_index
-from replay.traces.tensors import tensor_bytes
 
-if TYPE_CHECKING:
-    import torch
-
-    from replay.traces.feed import Feed
-    from replay.traces.reader import RequestRows, Trace
-
-SHIFTS = (0, -1, 1)
-MOST_REQUESTS = 64  # whose feed is looked at
 Place = tuple[str, int]
-Bits = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +18,8 @@ class Slot:
     """Slot number ``slot`` of the head's ``fc``, in ``rows`` rows: ``zeros`` of them hold nothing but zeros.
 
     ``equal`` of the ``compared`` rows have the bits of a place; rows that have no such neighbour are not compared.
-    ``nearest`` is the place with the highest mean ``cosine``, for a slot that equals none.
+    ``nearest`` is the place with the highest mean ``cosine``, which says something of a slot that equals none and that
+    is not ``zeroed``.
     """
 
     slot: int
@@ -51,6 +37,11 @@ class Slot:
         return best if self.equal[best] else None
 
     @property
+    def zeroed(self) -> bool:
+        """Whether most rows hold zeros, to which nothing is near."""
+        return 2 * self.zeros > self.rows
+
+    @property
     def also(self) -> tuple[Place, ...]:
         """Other places that as many rows equal: which of them was fed cannot be told."""
         place = self.place
@@ -60,7 +51,7 @@ class Slot:
     def told(self) -> bool:
         """Whether more than half of the rows show what it was fed: a place or zeros."""
         place = self.place
-        return 2 * self.zeros > self.rows or (place is not None and 2 * self.equal[place] > self.compared[place])
+        return self.zeroed or (place is not None and 2 * self.equal[place] > self.compared[place])
 
     def holds(self, tap: str, shift: int) -> bool:
         """Whether at least half of the rows that could be compared have the bits of this place."""
@@ -69,7 +60,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """What the draft was fed in ``rows`` rows of ``requests`` prompts: its slots, its tokens, its positions.
+    """What the draft was fed in ``rows`` rows of ``requests`` requests: its slots, its tokens, its positions.
 
     ``next_token`` rows i embedded x[i+1], as EAGLE-3 heads are trained; ``own_token`` x[i] (a row may count for both).
     ``at_offset`` rows stood ``offset`` positions after their row, which is the commonest distance.
@@ -86,7 +77,7 @@ class Feeding:
     @property
     def wiring(self) -> tuple[str, ...] | None:
         """The taps that were fed, in order; None where a slot was fed something else or another row's."""
-        places = [slot.place if slot.told and 2 * slot.zeros <= slot.rows else None for slot in self.slots]
+        places = [slot.place if slot.told and not slot.zeroed else None for slot in self.slots]
         return tuple(place[0] for place in places if place) if all(p and not p[1] for p in places) else None
 
 
@@ -100,85 +91,6 @@ class Fed:
     zeros: tuple[int, ...] = ()
     unrecorded: bool = False
     own_token: bool = False
-
-
-# ---- compare ----
-
-
-def read_feeding(trace: "Trace", most: int = MOST_REQUESTS) -> Feeding | None:
-    """What the feeds of the first ``most`` requests that have one show; None for a trace without any.
-
-    Raises TraceCorruptError.
-    """
-    tally = _Tally(trace.header.target.hidden_size)
-    for index in range(len(trace)) if trace.fed_rows else ():
-        feed = trace.feed(index)
-        if feed is not None and tally.requests < most:
-            tally.add(feed, trace.read(index, trace.taps), f"{trace.path}: request {index}")
-    return tally.feeding() if tally.requests else None
-
-
-class _Tally:
-    """Counts over the requests so far, by slot and place; only one request's rows are in memory."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.requests = self.rows = self.slots = self.next_token = self.own_token = 0
-        self.offsets: Counter[int] = Counter()
-        self.compared: Counter[Place] = Counter()
-        self.zeros: Counter[int] = Counter()
-        self.equal: Counter[tuple[int, Place]] = Counter()
-        self.cosines: dict[tuple[int, Place], float] = {}
-
-    def add(self, feed: "Feed", rows: "RequestRows", where: str) -> None:
-        """Count one request. Raises TraceCorruptError for one with another number of slots than those before."""
-        fed_FSH = _bits(feed.features_FW).reshape(len(feed), -1, self.width)
-        if self.requests and fed_FSH.shape[1] != self.slots:
-            raise TraceCorruptError(f"{where} was fed {fed_FSH.shape[1]} slots, those before it {self.slots}")
-        row_F, token_F, tokens_T = feed.row_F.numpy(), feed.token_F.numpy(), rows.tokens.numpy()
-        self.requests, self.rows, self.slots = self.requests + 1, self.rows + len(feed), fed_FSH.shape[1]
-        self.next_token += int((token_F == tokens_T[row_F + 1]).sum())
-        self.own_token += int((token_F == tokens_T[row_F]).sum())
-        self.offsets.update((feed.position_F.numpy().astype(np.int64) - row_F).tolist())
-        self.zeros.update(dict(enumerate((fed_FSH.view(np.float32) == 0).all(2).sum(0).tolist())))
-        for shift in SHIFTS:
-            there_F = (row_F + shift >= 0) & (row_F + shift < len(tokens_T) - 1)
-            for tap, values in rows.taps.items():
-                there = _bits(values[(row_F + shift)[there_F].tolist()])
-                self._compare((tap, shift), there, fed_FSH[there_F])
-
-    def _compare(self, place: Place, rows_FH: Bits, fed_FSH: Bits) -> None:
-        self.compared[place] += len(rows_FH)
-        for slot in range(self.slots):
-            fed_FH = fed_FSH[:, slot]
-            self.equal[slot, place] += int((rows_FH == fed_FH).all(1).sum())
-            self.cosines[slot, place] = self.cosines.get((slot, place), 0.0) + _cosines(rows_FH, fed_FH)
-
-    def feeding(self) -> Feeding:
-        """What has been counted."""
-        offset, at_offset = max(self.offsets.items(), key=lambda item: (item[1], -abs(item[0])))
-        slots = tuple(self._slot(slot) for slot in range(self.slots))
-        return Feeding(self.requests, self.rows, slots, self.next_token, self.own_token, offset, at_offset)
-
-    def _slot(self, slot: int) -> Slot:
-        means = {place: self.cosines[slot, place] / count for place, count in self.compared.items() if count}
-        nearest = max(means, key=lambda place: means[place])
-        equal = {place: self.equal[slot, place] for place in self.compared}
-        return Slot(slot, self.rows, self.zeros[slot], equal, dict(self.compared), nearest, means[nearest])
-
-
-def _bits(tensor: "torch.Tensor") -> Bits:
-    """The bits of a float tensor widened to float32, which loses nothing: equal where the values and signs are."""
-    return np.frombuffer(tensor_bytes(tensor.float()), dtype=np.uint32).reshape(tuple(tensor.shape))
-
-
-def _cosines(one_FH: Bits, other_FH: Bits) -> float:
-    """The sum over the rows; -inf where NaN or Inf is among them."""
-    one, other = (bits.view(np.float32).astype(np.float64) for bits in (one_FH, other_FH))
-    if not (np.isfinite(one).all() and np.isfinite(other).all()):
-        return -math.inf
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    return float(((one * other).sum(1) / np.where(lengths > 0, lengths, 1.0)).sum())
 
 
 # ---- judge ----
@@ -216,8 +128,10 @@ def borne_out(feeding: Feeding, fed: Fed) -> bool:
 
 
 def lines(feeding: Feeding) -> Iterator[str]:
-    """A sentence for each slot, one for the tokens, one for the positions."""
-    yield from map(say_slot, feeding.slots)
+    """A sentence for each slot, which says what to do where it is not identified; one each for tokens and positions."""
+    for slot in feeding.slots:
+        named = slot.zeroed or slot.place is not None
+        yield say_slot(slot) + ("" if named else "; to name it, record more taps: `replay serve --taps ...`")
     yield _say_tokens(feeding)
     where = f"{feeding.offset:+d} of" if feeding.offset else "of"
     yield f"position: that {where} its row in {feeding.at_offset} of {feeding.rows} rows"
@@ -226,7 +140,7 @@ def lines(feeding: Feeding) -> Iterator[str]:
 def say_slot(slot: Slot) -> str:
     """``slot 1: R[3], bit for bit in 64 of 64 rows``."""
     place = slot.place
-    if 2 * slot.zeros > slot.rows:
+    if slot.zeroed:
         said = f"slot {slot.slot}: zeros in {slot.zeros} of {slot.rows} rows"
     elif place is None:
         near = (
@@ -283,5 +197,5 @@ def _slot_json(slot: Slot) -> dict[str, Any]:
         "equal": slot.equal[place] if place else 0,
         "zeros": slot.zeros,
         "also": [{"tap": tap, "shift": shift} for tap, shift in slot.also],
-        "nearest": near if place is None and math.isfinite(slot.cosine) else None,
+        "nearest": near if place is None and not slot.zeroed and math.isfinite(slot.cosine) else None,
     }

@@ -15,10 +15,11 @@ from replay.analysis.diagnosis import Diagnosis, Gain, Scored, Stratum, judge
 from replay.analysis.evidence import DRAFTED, HISTOGRAM, LENGTH
 from replay.analysis.ladder import Ladder
 from replay.analysis.limits import limits, strata
-from replay.analysis.slots import Fed, borne_out, contradiction, read_feeding
+from replay.analysis.slots import Fed, borne_out, contradiction
 from replay.binding import bind, resolve
 from replay.climb import climb
 from replay.errors import TraceError, UsageError
+from replay.feeding import read_feeding
 from replay.hypotheses import Hypothesis, drafts_noise, other_wirings, pairs, singles
 from replay.remedies import remedy
 from replay.simulation import Progress, simulate

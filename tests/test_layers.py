@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"replay": "replay", "traces": "replay.traces", "capture": "replay.capture", "analysis": "replay.analysis"}
-TOP = {"replay.demo", "replay.diagnose", "replay.climb"}  # may import everything, as replay.cli and replay.cli_* may
+# these may import everything, as replay.cli and replay.cli_* may
+TOP = {"replay.demo", "replay.diagnose", "replay.climb", "replay.feeding"}
 MAY_IMPORT = {
     "replay.errors": (),
     "replay": (),
@@ -90,6 +91,10 @@ def test_no_modules_load_each_other_in_a_circle() -> None:
 
 
 def test_analysis_needs_no_torch() -> None:
+    """Neither when it is loaded nor later."""
+    for path in (ROOT / "analysis").glob("*.py"):
+        named = [one for one in _walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(one, ast.Import)]
+        assert not {alias.name.split(".")[0] for one in named for alias in one.names} & {"torch", "safetensors"}
     modules = [module for module in sorted(_modules()) if _layer(module) == "replay.analysis"]
     modules += ["replay.traces.rounds"]
     code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {module}" for module in modules)

@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from trace_maker import H, changed, make_header, make_request, make_weights, write_trace
 
-from replay.analysis.slots import Fed, Feeding, Slot, borne_out, contradiction, lines, read_feeding, to_json
+from replay.analysis.slots import Fed, Feeding, Slot, borne_out, contradiction, lines, to_json
+from replay.errors import TraceCorruptError
+from replay.feeding import read_feeding
 from replay.traces.captured import CapturedRequest
 from replay.traces.feed import Feed
 from replay.traces.reader import Trace
@@ -145,9 +148,10 @@ def test_a_tap_that_was_not_recorded_is_not_identified(tmp_path: Path) -> None:
     assert found is not None and found.wiring is None
     slot = found.slots[1]
     assert slot.place is None and not slot.told and slot.nearest == ("3", 0) and slot.cosine > 0.99
-    assert "slot 1: not identified, no recorded tap has its bits; nearest is R[3] with cosine 1.000" in lines(found)
+    said = "slot 1: not identified, no recorded tap has its bits; nearest is R[3] with cosine 1.000"
+    assert f"{said}; to name it, record more taps: `replay serve --taps ...`" in lines(found)
     assert not contradiction(found, Fed(("2", "3")))  # it may have been cast on the way
-    assert contradiction(found, Fed(("3", "3"))) and contradiction(found, Fed(("2", "3"), unrecorded=True))
+    assert contradiction(found, Fed(("3", "3"))) and contradiction(found, Fed(("2", "3"), unrecorded=True)) == said
     assert not borne_out(found, Fed(("2", "3"), unrecorded=True))
     assert to_json(found)["slots"][1]["tap"] is None and to_json(found)["slots"][1]["nearest"]["tap"] == "3"
 
@@ -185,8 +189,42 @@ def test_a_trace_without_a_feed_has_nothing_to_say(tmp_path: Path) -> None:
     assert read_feeding(trace) is None and to_json(None) == {"slots": [], "fed": None}
 
 
-def test_only_so_many_requests_are_looked_at(tmp_path: Path) -> None:
+def test_nothing_is_near_to_zeros(tmp_path: Path) -> None:
+    found = feeding(tmp_path, [("2", 0), ("zeros", 0)])
+    assert found.slots[1].zeroed and found.slots[1].place is None
+    assert to_json(found)["slots"][1]["nearest"] is None
+
+
+def test_only_so_many_requests_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request("r0", 0), *(fed(request(f"r{seed}", seed), [("2", 0)], [2]) for seed in range(1, 4))]
-    found = read_feeding(make_trace(tmp_path, requests), most=2)
-    assert found is not None and (found.requests, found.rows) == (2, 2)
+    trace, asked = make_trace(tmp_path, requests), []
+
+    def feed_of(self: Trace, index: int, whole: Callable[[Trace, int], Feed | None] = Trace.feed) -> Feed | None:
+        asked.append(index)
+        return whole(self, index)
+
+    monkeypatch.setattr(Trace, "feed", feed_of)
+    found = read_feeding(trace, most=2)
+    assert found is not None and (found.requests, found.rows, asked) == (2, 2, [0, 1, 2])
     assert math.isclose(found.slots[0].cosine, 1.0)
+
+
+def spoil(trace: Trace, tap: str, row: int) -> None:
+    """NaN into one number of a bfloat16 tap of the first shard."""
+    layout = trace.layouts[0]
+    with layout.path.open("r+b") as file:
+        file.seek(layout.tensors[f"tap.{tap}"].start + 2 * H * row)
+        file.write(b"\xc0\x7f")
+
+
+def test_only_rows_that_are_compared_are_read(tmp_path: Path) -> None:
+    """A row of NaN elsewhere in the request is not looked at; beside a fed row it is near to nothing."""
+    trace = make_trace(tmp_path, [fed(request("r0", 0), [("2", 0), ("3", 0)], [0, 3])])
+    before = read_feeding(trace)
+    spoil(trace, "2", 6)  # rows 0 and 3 have neighbours 1, 2 and 4
+    with pytest.raises(TraceCorruptError, match="NaN"):
+        trace.read(0, trace.taps)
+    assert before is not None and read_feeding(trace) == before
+    spoil(trace, "2", 2)
+    after = read_feeding(trace)
+    assert after is not None and [slot.equal for slot in after.slots] == [slot.equal for slot in before.slots]

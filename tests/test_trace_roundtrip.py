@@ -148,6 +148,18 @@ def test_embed_is_looked_up(tmp_path: Path) -> None:
     assert torch.equal(trace.read(0, ["embed"]).taps["embed"], torch.stack([make_weights()[token] for token in ids]))
 
 
+def test_single_rows_of_a_tap(tmp_path: Path) -> None:
+    """Stored and looked up, of a request that is not the first of its shard: the rows that ``read`` gives."""
+    trace = Trace.open(write_trace(tmp_path / "t", [make_requests(3)]))
+    for tap in trace.taps:
+        whole = trace.read(2, [tap]).taps[tap]
+        rows = [len(whole) - 1, 0, 1]
+        assert torch.equal(trace.tap_rows(2, tap, rows), whole[rows])
+    assert "embed" in trace.taps
+    with pytest.raises(WiringError, match="holds no tap 3"):
+        trace.tap_rows(0, "3", [0])
+
+
 def test_a_tap_that_is_not_there(tmp_path: Path) -> None:
     trace = Trace.open(write_trace(tmp_path / "t", [make_requests(1)]))
     with pytest.raises(WiringError, match=r"holds no tap 3; it holds embed, 2, final"):

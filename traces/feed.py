@@ -1,4 +1,7 @@
-"""The feed of a request: a few rows of what a server's draft really got with the prompt. See SPEC.md, section 5.
+"""The feed of a request: a few rows of what a server's draft really got when it was prefilled. See SPEC.md, section 5.
+
+That is the prompt, or of one that came in pieces the first; where a server put the request back and prefilled it anew,
+output rows may be among them.
 
 Shapes: F rows of one request, W = slots * H features, H the target's width; T tokens, rows 0 .. T-2.
 """
@@ -80,7 +83,7 @@ def feed_tensors(feeds: Sequence[Feed | None]) -> "dict[str, list[torch.Tensor]]
     }
 
 
-def feed_rows(layout: Layout) -> int:
+def count_rows(layout: Layout) -> int:
     """How many rows of feed a shard holds, of all its requests."""
     return layout.tensors[FEATURES].shape[0] if FEATURES in layout.tensors else 0
 
@@ -118,7 +121,7 @@ def read_feed(layout: Layout, number: int, requests: int, tokens: int) -> Feed |
     """
     import torch
 
-    if not feed_rows(layout):
+    if not count_rows(layout):
         return None
     owner_F = map_rows(layout, REQUEST)
     if bool((owner_F.diff() < 0).any()) or not 0 <= int(owner_F[0]) <= int(owner_F[-1]) < requests:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, WiringError
 from replay.traces import files
 from replay.traces.captured import unfinite_row
-from replay.traces.feed import Feed, feed_rows, read_feed
+from replay.traces.feed import Feed, count_rows, read_feed
 from replay.traces.records import RequestRecord, check_same, read_table, scan_shards, to_frame
 from replay.traces.schema import TraceHeader
 from replay.traces.served import MAX_BYTES, read_served, rounds_of, served_schema
@@ -138,6 +138,19 @@ class Trace:
             source=record.source,
         )
 
+    def tap_rows(self, index: int, tap: str, rows: Sequence[int]) -> "torch.Tensor":
+        """``rows`` (0 to T-2) of one tap of request ``index`` [len(rows), width], a copy; no others are touched.
+
+        They are given as they are, NaN and Inf included. Raises WiringError for a tap that the trace lacks,
+        TraceCorruptError for impossible ids.
+        """
+        record = self.records[index]
+        if tap in self.header.taps:
+            return self._rows(record, f"tap.{tap}", record.row_start, record.rows)[list(rows)]
+        if self._is_looked_up(tap):
+            return self._embed[self.read(index, ()).tokens[list(rows)]]
+        raise self._lacks(tap)
+
     def logits(self, index: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
         """The target's choices for the n output tokens of request ``index``.
 
@@ -153,7 +166,7 @@ class Trace:
         return ids, self._finite(record, "topk_logprobs", *where), self._finite(record, "logsumexp", *where)
 
     def feed(self, index: int) -> Feed | None:
-        """What the server's draft was fed in a few rows of request ``index``'s prompt; None where that is not there.
+        """What the server's draft was fed in a few rows of request ``index``; None where that is not there.
 
         Raises TraceCorruptError for rows that cannot be.
         """
@@ -164,7 +177,7 @@ class Trace:
     @property
     def fed_rows(self) -> int:
         """How many rows ``feed`` gives, of all requests."""
-        return sum(feed_rows(layout) for layout in self.layouts)
+        return sum(count_rows(layout) for layout in self.layouts)
 
     def embed_weight(self) -> "torch.Tensor":
         """The target's embedding rows [V, H], mapped. Raises TraceError where no sidecar or checkpoint is here."""
@@ -214,9 +227,15 @@ class Trace:
     def _tap(self, record: RequestRecord, tap: str, tokens: "torch.Tensor") -> "torch.Tensor":
         if tap in self.header.taps:
             return self._finite(record, f"tap.{tap}", record.row_start, record.rows)
-        if tap == EMBED and self.header.embed == "lookup":
+        if self._is_looked_up(tap):
             return self._embed[tokens[:-1]]
-        raise WiringError(f"{self.path} holds no tap {tap}; it holds {', '.join(self.taps)}: choose among these")
+        raise self._lacks(tap)
+
+    def _is_looked_up(self, tap: str) -> bool:
+        return tap == EMBED and self.header.embed == "lookup"
+
+    def _lacks(self, tap: str) -> WiringError:
+        return WiringError(f"{self.path} holds no tap {tap}; it holds {', '.join(self.taps)}: choose among these")
 
     def _rows(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
         return map_rows(self._layouts[record.shard], name, start, start + count)
