@@ -81,6 +81,15 @@ def first_missing(recorded: Sequence[Recorded], rows: int) -> int | None:
     return reach if reach < rows else None
 
 
+def lacks_feed(entries: Sequence[Entry]) -> bool:
+    """Whether ``entries``, in the order they were recorded, end before the feed of their last prefill from position 0
+    on: it is handed over after the rows of its prefill, so a short answer may come before it."""
+    lacking = False
+    for entry in entries:
+        lacking = entry.kind != "feed" and (lacking or (entry.kind == "prefill" and entry.start == 0))
+    return lacking
+
+
 def rounds_of(entries: Sequence[Entry], tokens: int) -> tuple[ServedRound, ...]:
     """The rounds that count, of ``entries`` in the order they were recorded; T = ``tokens``.
 

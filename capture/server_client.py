@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
-from replay.capture.join import Answer, Joined, first_missing, histogram_of, join, same_histogram
+from replay.capture.join import Answer, Joined, first_missing, histogram_of, join, lacks_feed, same_histogram
 from replay.capture.server_api import RefusedError, ServerApi
 from replay.capture.server_ask import ServerOptions, generate
 from replay.capture.server_facts import ServerFacts
@@ -27,6 +27,7 @@ _BATCH_REQUESTS = 16  # finished requests are written when they are so many,
 _BATCH_BYTES = 1 << 28  # or so large,
 _BATCH_SECONDS = 5.0  # or when the first of them is so old
 _ROWS_SECONDS = 30.0  # how long rows may come after the answer
+_FEED_SECONDS = 5.0  # how long what the draft was fed may come after the answer; other requests do not wait for it
 _POLL_SECONDS = 0.05
 _ATTEMPTS = 3  # for a request whose rows do not come whole
 PROBE_TOKENS = 64  # of the first prompt, with which the way of the rows is tried
@@ -80,9 +81,9 @@ class ServerClient:
         self.tasks: queue.SimpleQueue[tuple[EncodedRequest, int]] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[_Waiting | _Refused | BaseException] = queue.SimpleQueue()
         self.refused: dict[str, str] = {}
-        self.watch = RecordingWatch(api, spool.folder)
+        self.watch = RecordingWatch(api, spool.folder, facts.no_feed)
         self.started = time.monotonic()
-        self.output_tokens = self.most_left = self.differing = self.cached = 0
+        self.output_tokens = self.most_left = self.differing = self.cached = self.unfed = 0
         self.stop = False
 
     def probe(self, request: EncodedRequest) -> Joined:
@@ -194,8 +195,7 @@ class ServerClient:
                 self.spool.poll()
                 still: list[_Waiting] = []
                 for one in waiting:
-                    tokens = len(one.request.prompt_ids) + len(one.answer.output_ids)
-                    if first_missing(self.spool.rows(one.rid), tokens - 1) is None:
+                    if self._is_whole(one):
                         self._finish(one, batch, taps)
                         left -= 1
                     elif time.monotonic() - one.since > _ROWS_SECONDS:
@@ -212,6 +212,16 @@ class ServerClient:
         finally:
             if batch.requests:  # what is whole is kept, whatever ends the run
                 self._write(batch, writer, requests)
+
+    def _is_whole(self, one: _Waiting) -> bool:
+        """Whether all its rows are there, and what the draft was fed with it, which is waited for only so long."""
+        recorded = self.spool.rows(one.rid)
+        tokens = len(one.request.prompt_ids) + len(one.answer.output_ids)
+        if first_missing(recorded, tokens - 1) is not None:
+            return False
+        if not self.facts.drafts or self.watch.no_feed or time.monotonic() - one.since > _FEED_SECONDS:
+            return True
+        return not lacks_feed([it.entry for it in recorded])
 
     def _new_answers(self) -> list[_Waiting | _Refused]:
         """Those that have come; waits a little for the first. Raises what ended a request for good."""
@@ -237,6 +247,7 @@ class ServerClient:
         if not same_histogram(histogram_of(joined.rounds), answer.counters.histogram):
             self.differing += 1
         self.cached += answer.counters.cached_tokens > 0
+        self.unfed += self.facts.drafts and joined.feed is None
         batch.requests.append(
             CapturedRequest(
                 request_id=request.request_id,
@@ -304,6 +315,9 @@ class ServerClient:
             )
         if self.cached:
             doubts.append(f"{self.cached} requests of which the server took a prefix from its cache")
+        if self.unfed:
+            why = f" ({self.watch.no_feed})" if self.watch.no_feed else ""
+            doubts.append(f"{self.unfed} requests of which it was not recorded what the draft was fed{why}")
         for text in doubts:
             self.on_event(Noted(text))
         refused = [f"{_REFUSED}{name!r} ({reason})" for name, reason in self.refused.items()]

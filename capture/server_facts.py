@@ -39,6 +39,16 @@ class ServerFacts:
         """What it records."""
         return tuple(self.manifests[0].taps) if self.manifests else ()
 
+    @property
+    def drafts(self) -> bool:
+        """Whether it feeds a draft."""
+        return any(one.wiring for one in self.manifests)
+
+    @property
+    def no_feed(self) -> str:
+        """Why it does not record what the draft is fed; empty where it does, or has no draft."""
+        return next((one.no_feed for one in self.manifests if one.no_feed), "")
+
     def target(self) -> TargetInfo:
         """The target as the server describes it. Raises TraceCorruptError."""
         values = Fields("the server's manifest: target", dict(self.manifests[0].target))

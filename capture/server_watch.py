@@ -25,10 +25,13 @@ class RecordingStoppedError(CaptureError):
 
 
 class RecordingWatch:
-    """Looks at the manifests in the launch folder, and now and then asks the server: a disk that is full holds none."""
+    """Looks at the manifests in the launch folder, and now and then asks the server: a disk that is full holds none.
 
-    def __init__(self, api: ServerApi, folder: Path) -> None:
-        self._api, self._folder = api, folder
+    ``no_feed``: why what a draft is fed is not recorded, as the manifests last said it.
+    """
+
+    def __init__(self, api: ServerApi, folder: Path, no_feed: str = "") -> None:
+        self._api, self._folder, self.no_feed = api, folder, no_feed
         self._asked = time.monotonic()
 
     def check(self) -> None:
@@ -41,6 +44,7 @@ class RecordingWatch:
         for one in manifests:
             if one.state != "recording":
                 raise RecordingStoppedError(one.reason)
+            self.no_feed = self.no_feed or one.no_feed
         if time.monotonic() - self._asked > _ASK_SECONDS:
             self._ask()
             self._asked = time.monotonic()

@@ -20,6 +20,7 @@ import importlib
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from replay.capture.sglang_model import capture_boundaries, capturing_parts
 from replay.capture.sglang_reporter import Reporter
 from replay.capture.spool import RID_PREFIX
 from replay.errors import CaptureError, ReplayError, WiringError
+from replay.traces.schema import TAP_DTYPES
 from replay.traces.taps import FINAL, default_taps, parse_taps, sort_taps, tap_index, tap_name
 
 if TYPE_CHECKING:
@@ -242,6 +244,7 @@ class _Plugin:
         self.width = 0
         self.vocabulary = 0
         self.pending: _Verify | None = None
+        self.no_feed: threading.Thread | None = None  # tells why what the draft is fed is recorded no more
 
     def refuse(self, problem: str) -> None:
         """Record nothing, for this reason; a wiring that was asked for is then no longer to be had."""
@@ -254,6 +257,15 @@ class _Plugin:
         """Recording has ended; serving goes on."""
         logger.error("replay: recording has ended, the server goes on: %s", reason)
         self.reporter.tell(state="failed", reason=reason)
+
+    def end_feed(self, reason: str) -> None:
+        """What the draft is fed is recorded no more; the target's rows are, and serving goes on."""
+        logger.error("replay: what the draft is fed is recorded no more, all else is: %s", reason)
+        # in a thread: the disk may hang, and a forward waits here
+        self.no_feed = threading.Thread(
+            target=self.reporter.tell, kwargs={"no_feed": reason}, name="replay-no-feed", daemon=True
+        )
+        self.no_feed.start()
 
     # ---- the hooks ----
 
@@ -271,16 +283,20 @@ class _Plugin:
             self.failed(f"the taps could not be set: {_in_words(error)}")
 
     def before_forward(self, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Copy a few rows of what the draft is fed with a prompt: what comes to it, not what it should be.
+        """Copy a few rows of what the draft is fed in a prefill: what comes to it, not what it should be.
 
         Before, because the head may write to its features (SGLang 0.5.23 models/llama_eagle3.py adds to them where
-        there is no fc).
+        there is no fc). Whatever goes wrong here ends no more than this: the target's rows do not need it.
         """
-        if not runner.is_draft_worker or self.recorder is None or self.recorder.failure is not None:
+        if not runner.is_draft_worker or self.recorder is None or self.recorder.failure is not None or self.no_feed:
             return
-        with self._guarded(self.recorder):
+        try:
             if forward_batch.rids and forward_batch.forward_mode.is_extend():
                 self._record_feed(forward_batch)
+        except CaptureError as error:
+            self.end_feed(str(error))
+        except _OURS as error:
+            self.end_feed(f"the rows of a draft's prefill could not be copied: {_in_words(error)}")
 
     def after_forward(self, out: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Copy the rows of a target forward; give the draft the columns it had without us."""
@@ -463,17 +479,18 @@ class _Plugin:
     def _record_feed(self, batch: Any) -> None:
         import torch
 
-        places, known = [], []
+        places, known, end = [], [], 0
         for rid, prefix, begin, end in _spans(batch):
             if prefix or begin == end or not rid.startswith(RID_PREFIX):
-                continue  # only of a prompt's first piece
+                continue  # only of a first piece: of a prompt, or of all tokens so far where the request was put back
             step = -(-(end - begin) // FED_ROWS)  # evenly over the rows, the last one among them
             first = (end - begin - 1) % step
             places.append(slice(begin + first, end, step))
             known.append((rid, range(first, end - begin, step)))
-        features = getattr(batch.spec_info, "hidden_states", None)
-        if not places or features is None or features.shape[-1] % self.width:
+        if not places:
             return
+        features = batch.spec_info.hidden_states
+        self._check_feed(batch.input_ids, batch.positions, features, end)
         tensors = {
             "feed.token": _own(torch.cat([batch.input_ids[place] for place in places])),
             "feed.position": _own(torch.cat([batch.positions[place] for place in places])),
@@ -481,6 +498,21 @@ class _Plugin:
         }
         assert self.recorder is not None
         self.recorder.submit(tensors, functools.partial(feed_rows, known))
+
+    def _check_feed(self, tokens: "torch.Tensor", positions: "torch.Tensor", features: Any, rows: int) -> None:
+        """Raises CaptureError where a draft's prefill lacks some of its ``rows``, or its features can be no slots.
+
+        Short slices would make a file of rows that disagrees with itself, and the client refuses such a file whole.
+        """
+        for name, given in (("token ids", tokens), ("positions", positions), ("rows of features", features)):
+            if given is None or len(given) < rows:
+                raise CaptureError(f"a draft's prefill of {rows} rows had {0 if given is None else len(given)} {name}")
+        dtype = str(features.dtype).removeprefix("torch.")
+        if features.dim() != 2 or features.shape[1] % self.width or not features.shape[1] or dtype not in TAP_DTYPES:
+            raise CaptureError(
+                f"the draft was fed features {dtype} {list(features.shape)}, slots are of {self.width} features in "
+                f"{', '.join(TAP_DTYPES)}"
+            )
 
     def _record_decode(self, batch: Any, full: "torch.Tensor", final: "torch.Tensor", logits: "torch.Tensor") -> None:
         size = len(batch.rids)

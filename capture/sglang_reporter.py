@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ class Reporter:
 
     def __init__(self, recording: Recording, version: str) -> None:
         self.folder = launch_folder(Path(recording.folder), recording.launch)
+        # two locks, so that a disk that hangs keeps nobody from what is said in /server_info
+        self._changing, self._writing = threading.Lock(), threading.Lock()
         self.manifest = Manifest(
             launch=recording.launch,
             pid=os.getpid(),
@@ -29,15 +32,21 @@ class Reporter:
         )
 
     def tell(self, **changes: Any) -> bool:
-        """Change the manifest; whether it is on disk. One that is not says ``failed``, to those who ask the server."""
-        self.manifest = replace(self.manifest, **changes)
+        """Change the manifest; whether it is on disk. One that is not says ``failed``, to those who ask the server.
+
+        Any thread may call it: changes are joined, and the file is the newest manifest.
+        """
+        with self._changing:
+            self.manifest = replace(self.manifest, **changes)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_manifest(self.folder, self.manifest)
+            with self._writing:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_manifest(self.folder, self.manifest)
         except OSError as error:
             logger.error("replay: cannot write to %s (%s); the server goes on unrecorded", self.folder, error.strerror)
-            if self.manifest.state in ("loading", "recording"):
-                reason = f"cannot write to {self.folder}: {error.strerror or error}"
-                self.manifest = replace(self.manifest, state="failed", reason=reason)
+            reason = f"cannot write to {self.folder}: {error.strerror or error}"
+            with self._changing:
+                if self.manifest.state in ("loading", "recording"):
+                    self.manifest = replace(self.manifest, state="failed", reason=reason)
             return False
         return True

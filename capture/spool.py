@@ -60,7 +60,8 @@ class Manifest:
 
     ``ranks``: name -> number (tp, pp, attn_tp, attn_dp, attn_cp), of ``world`` that share a model. ``wiring`` is what
     the draft is fed, in its order; ``taps`` what is recorded; both canonical names, empty where not known (yet).
-    ``target`` holds the fields of traces.schema.TargetInfo. ``reason`` says why a state is refused or failed.
+    ``target`` holds the fields of traces.schema.TargetInfo. ``reason`` says why a state is refused or failed,
+    ``no_feed`` why the target's rows are recorded and what the draft is fed is not.
     """
 
     launch: str
@@ -69,6 +70,7 @@ class Manifest:
     state: str
     writer: bool
     reason: str = ""
+    no_feed: str = ""
     ranks: Mapping[str, int] = field(default_factory=dict)
     world: int = 0
     sglang: str = ""
@@ -101,6 +103,7 @@ class Manifest:
             state=root.choice("state", STATES),
             writer=root.flag("writer"),
             reason=root.text("reason"),
+            no_feed=root.text("no_feed"),
             ranks={name: root.object("ranks").integer(name, 0, _MOST) for name in root.object("ranks").values},
             world=root.integer("world", 0, _MOST),
             sglang=root.text("sglang"),

@@ -14,16 +14,16 @@ import pytest
 import torch
 from fake_server import LAUNCH, PATTERN, STEPS, VOCABULARY, FakeServer, fake_server, make_target, next_token, two
 
-from replay.analysis.slots import read_feeding
 from replay.capture import server_client as client
 from replay.capture import server_watch as watch
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.server import capture_server
 from replay.capture.server_api import open_api
 from replay.capture.server_ask import ServerOptions
-from replay.capture.spool import chunk_names, client_lock, drop_launches, launch_folder
+from replay.capture.spool import Entry, chunk_names, client_lock, drop_launches, launch_folder
 from replay.capture.spool_reader import SpoolReader, rid_of
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
+from replay.feeding import read_feeding
 from replay.traces.reader import Trace
 
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
@@ -83,6 +83,57 @@ def test_trace_holds_what_the_draft_was_fed(options: ServerOptions) -> None:
     assert found.wiring == ("embed", "2") and (found.next_token, found.offset) == (4, 0)
     feed = trace.feed(by_id(trace)["r0"])
     assert feed is not None and (feed.row_F.tolist(), feed.token_F.tolist()) == ([1], [3])
+
+
+def test_a_feed_that_comes_after_a_short_answer_is_waited_for(options: ServerOptions, server: FakeServer) -> None:
+    """Of one-token answers it is the last that comes: after all rows, when the request has long been answered."""
+    keep = server._keep
+
+    def late(entry: Entry, tensors: dict[str, torch.Tensor]) -> None:
+        if entry.kind == "feed":
+            threading.Timer(0.4, keep, (entry, tensors)).start()
+        else:
+            keep(entry, tensors)
+
+    server._keep = late  # type: ignore[method-assign]
+    capture(replace(options, max_new_tokens=1))
+    trace = Trace.open(options.out)
+    assert all(trace.feed(index) is not None for index in range(4))
+    assert not [text for text in trace.header.missing if "was fed" in text]
+
+
+@pytest.mark.parametrize("why", ["", "moved"])
+def test_a_feed_that_never_comes_is_missing_and_ends_nothing(
+    options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """It is waited for so long, and not at all where the server says that it records none."""
+    monkeypatch.setattr(client, "_FEED_SECONDS", 60.0 if why else 0.2)
+    monkeypatch.setattr(server, "_write_feed", lambda *_: None)
+    server.manifest(no_feed=why)
+    _, events = capture(options)
+    trace = Trace.open(options.out)
+    assert (len(trace), trace.fed_rows, read_feeding(trace)) == (4, 0, None)
+    said = f"4 requests of which it was not recorded what the draft was fed{' (moved)' if why else ''}"
+    assert said in trace.header.missing and said in [event.text for event in events if isinstance(event, Noted)]
+
+
+def test_a_feed_that_ends_midway_is_waited_for_no_more(options: ServerOptions, server: FakeServer) -> None:
+    """The manifest is looked at again while a request waits: long before the wait for a feed ends."""
+    answer = server.answer
+
+    def end_feed(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body["input_ids"] == PROMPTS[1]:
+            server._write_feed = lambda *_: None  # type: ignore[method-assign]
+            server.manifest(no_feed="moved")
+        return answer(body)
+
+    server.answer = end_feed  # type: ignore[method-assign]
+    began = time.monotonic()
+    capture(replace(options, concurrency=1))
+    assert time.monotonic() - began < client._FEED_SECONDS
+    trace = Trace.open(options.out)
+    assert (len(trace), trace.fed_rows) == (4, 1)
+    assert "3 requests of which it was not recorded what the draft was fed (moved)" in trace.header.missing
 
 
 def test_embedding_that_is_a_lookup_is_not_stored(options: ServerOptions) -> None:

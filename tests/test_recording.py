@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from replay.capture import recorder as recorder_module
-from replay.capture.join import Recorded, feed_of, first_missing, join, rounds_of, same_histogram, tail_of
+from replay.capture.join import Recorded, feed_of, first_missing, join, lacks_feed, rounds_of, same_histogram, tail_of
 from replay.capture.recorder import RowRecorder, summarise_rows
 from replay.capture.recording import decode_rows, feed_rows, prefill_rows, tree_parents, verify_rows
 from replay.capture.sample import summarise_logits
@@ -354,6 +354,14 @@ def test_a_feed_counts_beside_the_rows_it_was_made_of(tmp_path: Path) -> None:
     assert feed_of(recorded[:1], 12) is None
 
 
+def test_a_feed_is_due_after_each_prefill_from_the_start() -> None:
+    feed, again = Entry("r", "feed", 0, 0, 0, fed=[1]), prefill(0, 9)
+    assert lacks_feed([prefill(0, 4)]) and lacks_feed([prefill(0, 4), prefill(4, 2)])
+    assert not lacks_feed([prefill(0, 4), feed, prefill(4, 2), verify(6, 1)])
+    assert lacks_feed([prefill(0, 4), feed, verify(6, 1), again])  # put back, its first feed counts no more
+    assert not lacks_feed([prefill(0, 4), feed, again, feed]) and not lacks_feed([prefill(8, 4)])
+
+
 def test_missing_rows_are_seen(tmp_path: Path) -> None:
     chunk = read_chunk(write_one(tmp_path, Entry("r", "prefill", 2, 4, 1)), TAPS, WIDTH)
     assert first_missing([Recorded(chunk, 0)], 6) == 0
@@ -389,7 +397,7 @@ def test_entries_that_disagree_are_refused(tmp_path: Path, entry: Entry) -> None
 
 
 def test_manifest_goes_and_comes(tmp_path: Path) -> None:
-    manifest = Manifest("0" * 16, 12, "host", "recording", True, wiring=("embed", "3"), details={"a": "b"})
+    manifest = Manifest("0" * 16, 12, "host", "recording", True, no_feed="x", wiring=("embed", "3"), details={"a": "b"})
     write_manifest(tmp_path, manifest)
     assert read_manifests(tmp_path) == [manifest]
     text = (tmp_path / "rank-12.json").read_text()

@@ -15,7 +15,6 @@ import pytest
 from rig.inprocess import sglang_module
 from rig.server import Generated, Server, end_group, start_server
 
-from replay.analysis.slots import read_feeding
 from replay.capture import sglang_plugin
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.fingerprint import fingerprint_target
@@ -27,6 +26,7 @@ from replay.capture.server_ask import ServerOptions
 from replay.capture.sglang_reporter import Reporter
 from replay.capture.spool import SPOOL, chunk_names, launch_folder, read_manifests
 from replay.errors import CaptureError, WiringError
+from replay.feeding import read_feeding
 from replay.traces.reader import Trace
 
 TEXTS = (
@@ -573,14 +573,49 @@ def test_few_rows_of_a_prompt_are_kept_as_the_draft_gets_them(tmp_path: Path) ->
     assert len(kept.made) == 1 and kept.failure is None
 
 
-def test_a_draft_that_is_not_understood_is_served_unrecorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"features": (5, 6)}, "a draft's prefill of 6 rows had 5 rows of features"),
+        ({"tokens": 4}, "a draft's prefill of 6 rows had 4 token ids"),
+        ({"positions": 0}, "a draft's prefill of 6 rows had 0 positions"),
+        ({"features": (6, 5)}, "the draft was fed features float32 [6, 5], slots are of 2 features in"),
+        ({"features": (6, 0)}, "the draft was fed features float32 [6, 0]"),
+        ({"features": (6, 3, 2)}, "the draft was fed features float32 [6, 3, 2]"),
+        ({"dtype": "float64"}, "the draft was fed features float64 [6, 6]"),
+        ({"features": None}, "a draft's prefill of 6 rows had 0 rows of features"),
+        ({"lacks": "spec_info"}, "AttributeError"),
+        ({"lacks": "positions"}, "AttributeError"),
+        ({"lacks": "extend_prefix_lens_cpu"}, "AttributeError"),
+    ],
+)
+def test_a_draft_that_is_not_understood_ends_its_feed_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], why: str
+) -> None:
+    """Said once, in the log and in the manifest; the target's rows are still recorded, and nothing half is written."""
     from types import SimpleNamespace
+
+    import torch
 
     plugin, kept = plugin_of(tmp_path), Submitted()
     plugin.width, plugin.recorder = 2, kept  # type: ignore[assignment]
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), rids=["replay-a"])  # and no more
-    plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
-    assert kept.failure is not None and "rows could not be copied" in kept.failure
+    plugin.reporter.tell(state="recording")
+    shape = change.get("features", (6, 6))
+    features = None if shape is None else torch.ones(shape, dtype=getattr(torch, change.get("dtype", "float32")))
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True), rids=["replay-a", "replay-b"],
+        input_ids=torch.arange(change.get("tokens", 6)), positions=torch.arange(change.get("positions", 6)),
+        extend_seq_lens_cpu=[4, 2], extend_prefix_lens_cpu=[0, 0], spec_info=SimpleNamespace(hidden_states=features),
+    )  # fmt: skip
+    if "lacks" in change:
+        delattr(batch, change["lacks"])
+    for _ in range(2):
+        plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
+    assert plugin.no_feed is not None and kept.made == [] and kept.failure is None
+    plugin.no_feed.join()
+    (manifest,) = read_manifests(launch_folder(tmp_path, "0" * 16))
+    assert manifest.state == "recording" and why in manifest.no_feed
+    assert [why in record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [True]
 
 
 @pytest.mark.parametrize("rids", [5, [7], ["replay-a"]])
