@@ -32,7 +32,9 @@ def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
     parts: list[RenderableType] = [verdict, Text(f"{diagnosis.why[:1].upper()}{diagnosis.why[1:]}.")]
     parts.append(Text(_numbers(diagnosis)))
     if diagnosis.feeding is not None:
-        heading = f"What the draft was fed, in {wording.counted(diagnosis.feeding.requests, 'prompt')}"
+        heading = (
+            f"What the trace's own server fed its draft, in {wording.counted(diagnosis.feeding.requests, 'request')}"
+        )
         parts += [Text(), Text(heading, style="bold"), *(bullet(line) for line in slots.lines(diagnosis.feeding))]
     if diagnosis.fix:
         parts += [Text(), Text("Fix", style="bold"), Padding(Text(diagnosis.fix), (0, 0, 0, 2))]

@@ -1,7 +1,7 @@
 """What a tree's ``slot`` layout of the draft KV costs against ``path``, wherever a sweep holds both.
 
-``slot`` is SGLang's: each column of the tree keeps its own slots, so a node whose parent stood in another column reads
-a stranger's keys and values. ``path`` is what EAGLE means: a node reads those of its ancestors.
+``slot`` is SGLang's: each column of the tree keeps its own KV slots, so a node whose parent stood in another column
+reads a stranger's keys and values. ``path`` is what EAGLE means: a node reads those of its ancestors.
 """
 
 import math

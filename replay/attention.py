@@ -20,7 +20,7 @@ class Sight:
     """What queries do not see of the committed rows below their reach.
 
     Rows before ``first_A``; and rows that left no KV, ``blank_R``, save the query's own anchor row ``own_A``, which
-    its pass has just made: a ``masked`` one takes no part, any other is a slot of zeros, with score 0 and value 0.
+    its pass has just made: a ``masked`` one takes no part, any other is a KV slot of zeros, with score 0 and value 0.
     """
 
     first_A: Tensor | None = None

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 
 # What a committed row pairs: x[i+1] with its features; its own token x[i]; or the features of the position before.
 PAIRINGS = ("next-token", "own-token", "earlier-features")
-# Which drafted rows a drafted row sees beside itself: all earlier ones; none, its slot being the only one; and itself
-# neither, where the length that attention reads was not advanced.
+# Which drafted rows a drafted row sees beside itself: all earlier ones; none, its KV slot being the only one; and
+# itself neither, where the length that attention reads was not advanced.
 CHAINS = ("grow", "overwrite", "unseen")
 # What becomes of the draft KV after verify: rows of true features replace the drafted ones; accepted drafted rows stay
 # and only what is missing is made from true features; every drafted row stays and the true ones come behind them.
@@ -47,7 +47,7 @@ class Conduct:
 
     Attention: ``window`` keys that a row sees, itself included, ``alone`` committed rows other than the anchor row are
     out of sight, ``blank_prefix`` so many prompt rows (never the last one) left no KV, ``blank_output`` rows of output
-    tokens [start, stop) left none, ``blank_fill`` whether what was left is ``zero`` slots or ``masked`` ones.
+    tokens [start, stop) left none, ``blank_fill`` whether what was left is KV slots of ``zero`` or ``masked`` ones.
 
     After verify: ``rewrite``, ``hole`` where the last accepted drafted token's row leaves no KV, ``next_row``.
     """

@@ -33,7 +33,8 @@ _REMEDIES: Mapping[str, str] = {
     "approximation off",
     "kv.prefix-reuse": "serve with --disable-radix-cache to confirm, then update to a version that keys draft KV by "
     "lookahead",
-    "kv.slot-write": "update the engine: drafted rows must have a slot each, and the attended length must grow by step",
+    "kv.slot-write": "update the engine: drafted rows must have a KV slot each, and the attended length must grow by "
+    "step",
     "kv.chunk-boundary": "raise --chunked-prefill-size above the prompts, or update to a version with the tail fix",
     "kv.skip-draft": "keep drafting on while requests run, or let the engine fill the draft KV when it resumes",
     "kv.handoff": "send the last hidden states and the draft KV along when a request moves from prefill to decode",

@@ -7,8 +7,8 @@ speculative/eagle_worker_v2.py ``draft_forward``, spec_utils.py ``select_top_k_t
 ``organize_draft_results``: probabilities are an fp32 softmax of the rounded logits, products are taken in fp32 from the
 root outward, and who stands first among equals is up to ``torch.topk``, as it is there.
 
-Draft KV of the branches: ``slot`` (SGLang) keeps one row of slots for each column, so that a node whose parent stood in
-another column attends to a stranger's rows; ``path`` (SafeAILab/EAGLE cnets.py) lets a node see its true ancestors.
+Draft KV of the branches: ``slot`` (SGLang) keeps one row of KV slots for each column, so that a node whose parent stood
+in another column attends to a stranger's rows; ``path`` (SafeAILab/EAGLE cnets.py) lets a node see its true ancestors.
 
 Suffixes as in head.py and attention.py: A anchors, P topk, R rows (anchors x P, column after column of each anchor),
 C candidates (P + (steps - 1) * P * P), G groups of P candidates with one parent (C / P), N drafted nodes of a tree.

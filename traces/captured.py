@@ -33,7 +33,7 @@ class CapturedRequest:
 
     ``taps``: name -> [T-1, width] in the dtype that the header announces; ``topk_ids`` int32 [n, k] and
     ``topk_logprobs`` float32 [n, k], most likely first; ``logsumexp`` float32 [n]. ``tail_ids`` is what the target
-    would choose after the last output token, where it was recorded; ``feed`` what a draft was fed with the prompt,
+    would choose after the last output token, where it was recorded; ``feed`` what a draft was fed in the prefill,
     where that was.
     """
 
