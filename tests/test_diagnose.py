@@ -1,13 +1,16 @@
 """Diagnosis: on servers with a known fault the right name comes first, on healthy ones none is named."""
 
 import dataclasses
+import io
 import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from served_maker import STEPS, WIRING, make_checkpoint, make_served
 
 from replay.analysis.diagnosis import DECISIVE, Gain, Scored, judge, rank, to_json
+from replay.analysis.diagnosis_report import render_diagnosis
 from replay.analysis.evidence import Evidence, ServedRound, accepted_evidence, drafted_evidence, lead
 from replay.capture.observed import Observed
 from replay.diagnose import diagnose, served_variant
@@ -180,6 +183,15 @@ def test_a_feed_that_the_header_denies_names_the_slot(
     assert found.healthy.contradicted.startswith(f"slot {slot}: ") and found.healthy.contradicted in found.why
     told = [item for item in found.ranked if item.borne_out]
     assert told and all(item.contradicted for item in found.ranked if item.kind == "wiring.aux-capture-stage")
+
+
+def test_the_page_says_whose_feed_it_is(tmp_path: Path) -> None:
+    """Also where another server was observed, of whose draft it says nothing."""
+    found = run(make_served(tmp_path, HEADS["one"], fed=WIRING.taps), observed=Observed(1.5, "given"))
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render_diagnosis(found))  # type: ignore[arg-type]
+    page = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "What the trace's own server fed its draft, in 6 requests" in page and "slot 0: R[2], bit" in page
 
 
 def test_a_wiring_that_no_hypothesis_stands_for_is_tried_as_it_was_fed(tmp_path: Path) -> None:
