@@ -151,7 +151,7 @@ def test_a_tap_that_was_not_recorded_is_not_identified(tmp_path: Path) -> None:
     said = "slot 1: not identified, no recorded tap has its bits; nearest is R[3] with cosine 1.000"
     assert f"{said}; to name it, record more taps: `replay serve --taps ...`" in lines(found)
     assert not contradiction(found, Fed(("2", "3")))  # it may have been cast on the way
-    assert contradiction(found, Fed(("3", "3"))) and contradiction(found, Fed(("2", "3"), unrecorded=True)) == said
+    assert contradiction(found, Fed(("3", "3"))) and contradiction(found, Fed(("2", "3"), unrecorded=True))
     assert not borne_out(found, Fed(("2", "3"), unrecorded=True))
     assert to_json(found)["slots"][1]["tap"] is None and to_json(found)["slots"][1]["nearest"]["tap"] == "3"
 
