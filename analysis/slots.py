@@ -15,7 +15,8 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Slot number ``slot`` of the head's ``fc``, in ``rows`` rows: ``zeros`` of them hold nothing but zeros.
+    """Slot number ``slot`` of the head's ``fc``, in ``rows`` rows: ``zeros`` of them hold nothing but zeros, ``broken``
+    of them NaN or Inf.
 
     ``equal`` of the ``compared`` rows have the bits of a place; rows that have no such neighbour are not compared.
     ``nearest`` is the place with the highest mean ``cosine``, which says something of a slot that equals none and that
@@ -29,6 +30,7 @@ class Slot:
     compared: Mapping[Place, int]
     nearest: Place
     cosine: float
+    broken: int = 0
 
     @property
     def place(self) -> Place | None:
@@ -42,6 +44,11 @@ class Slot:
         return 2 * self.zeros > self.rows
 
     @property
+    def spoiled(self) -> bool:
+        """Whether most rows hold NaN or Inf."""
+        return 2 * self.broken > self.rows
+
+    @property
     def also(self) -> tuple[Place, ...]:
         """Other places that as many rows equal: which of them was fed cannot be told."""
         place = self.place
@@ -49,9 +56,9 @@ class Slot:
 
     @property
     def told(self) -> bool:
-        """Whether more than half of the rows show what it was fed: a place or zeros."""
+        """Whether more than half of the rows show what it was fed: a place, zeros, NaN or Inf."""
         place = self.place
-        return self.zeroed or (place is not None and 2 * self.equal[place] > self.compared[place])
+        return self.zeroed or self.spoiled or (place is not None and 2 * self.equal[place] > self.compared[place])
 
     def holds(self, tap: str, shift: int) -> bool:
         """Whether at least half of the rows that could be compared have the bits of this place."""
@@ -77,7 +84,7 @@ class Feeding:
     @property
     def wiring(self) -> tuple[str, ...] | None:
         """The taps that were fed, in order; None where a slot was fed something else or another row's."""
-        places = [slot.place if slot.told and not slot.zeroed else None for slot in self.slots]
+        places = [slot.place if slot.told and not (slot.zeroed or slot.spoiled) else None for slot in self.slots]
         return tuple(place[0] for place in places if place) if all(p and not p[1] for p in places) else None
 
 
@@ -130,7 +137,7 @@ def borne_out(feeding: Feeding, fed: Fed) -> bool:
 def lines(feeding: Feeding) -> Iterator[str]:
     """A sentence for each slot, which says what to do where it is not identified; one each for tokens and positions."""
     for slot in feeding.slots:
-        named = slot.zeroed or slot.place is not None
+        named = slot.zeroed or slot.spoiled or slot.place is not None
         yield say_slot(slot) + ("" if named else "; to name it, record more taps: `replay serve --taps ...`")
     yield _say_tokens(feeding)
     where = f"{feeding.offset:+d} of" if feeding.offset else "of"
@@ -142,6 +149,8 @@ def say_slot(slot: Slot) -> str:
     place = slot.place
     if slot.zeroed:
         said = f"slot {slot.slot}: zeros in {slot.zeros} of {slot.rows} rows"
+    elif slot.spoiled:
+        return f"slot {slot.slot}: NaN or Inf in {slot.broken} of {slot.rows} rows"
     elif place is None:
         near = (
             f"nearest is {_say_place(slot.nearest)} with cosine {slot.cosine:.3f}" if math.isfinite(slot.cosine) else ""
@@ -151,6 +160,8 @@ def say_slot(slot: Slot) -> str:
         said = (
             f"slot {slot.slot}: {_say_place(place)}, bit for bit in {slot.equal[place]} of {slot.compared[place]} rows"
         )
+    if slot.broken:
+        said += f", NaN or Inf in {slot.broken} of {slot.rows}"
     if slot.also:
         said += f"; cannot be told from {', '.join(map(_say_place, slot.also))}, whose bits are the same"
     return said
@@ -196,6 +207,7 @@ def _slot_json(slot: Slot) -> dict[str, Any]:
         "rows": slot.compared[place] if place else slot.rows,
         "equal": slot.equal[place] if place else 0,
         "zeros": slot.zeros,
+        "broken": slot.broken,
         "also": [{"tap": tap, "shift": shift} for tap, shift in slot.also],
         "nearest": near if place is None and not slot.zeroed and math.isfinite(slot.cosine) else None,
     }

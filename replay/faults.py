@@ -104,7 +104,12 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     """
     if text.strip() == NONE:
         return ()
-    faults = tuple(_parse(part.strip()) for part in text.split("+"))
+    parts = [part.strip() for part in text.split("+")]
+    if NONE in parts:
+        raise UsageError(f"faults {text!r}: none stands alone; leave it out")
+    if "" in parts:
+        raise UsageError(f"faults {text!r}: one is empty; type KIND=VALUE, joined by +, or none")
+    faults = tuple(_parse(part) for part in parts)
     if len(set(faults)) < len(faults):
         raise UsageError(f"faults {text!r} name one twice; type it once")
     return faults

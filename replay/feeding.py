@@ -51,6 +51,7 @@ class _Tally:
         self.offsets: Counter[int] = Counter()
         self.compared: Counter[Place] = Counter()
         self.zeros: Counter[int] = Counter()
+        self.broken: Counter[int] = Counter()
         self.equal: Counter[tuple[int, Place]] = Counter()
         self.cosines: dict[tuple[int, Place], float] = {}
 
@@ -68,7 +69,9 @@ class _Tally:
         self.next_token += int((token_F == tokens_T[row_F + 1]).sum())
         self.own_token += int((token_F == tokens_T[row_F]).sum())
         self.offsets.update((feed.position_F.numpy().astype(np.int64) - row_F).tolist())
-        self.zeros.update(dict(enumerate((fed_FSH.view(np.float32) == 0).all(2).sum(0).tolist())))
+        values_FSH = fed_FSH.view(np.float32)
+        self.zeros.update(dict(enumerate((values_FSH == 0).all(2).sum(0).tolist())))
+        self.broken.update(dict(enumerate((~np.isfinite(values_FSH)).any(2).sum(0).tolist())))
         for place, there_F, rows_NH in self._places(index, row_F, len(tokens_T) - 1):
             self._compare(place, rows_NH, fed_FSH[there_F])
 
@@ -103,7 +106,7 @@ class _Tally:
         nearest = max(means, key=lambda place: means[place])
         equal = {place: self.equal[slot, place] for place in places}
         compared = {place: self.compared[place] for place in places}
-        return Slot(slot, self.rows, self.zeros[slot], equal, compared, nearest, means[nearest])
+        return Slot(slot, self.rows, self.zeros[slot], equal, compared, nearest, means[nearest], self.broken[slot])
 
 
 def _bits(tensor: "torch.Tensor") -> Bits:

@@ -115,9 +115,10 @@ def load_binary(path: Path) -> "dict[str, torch.Tensor]":
             # weights_only admits tensors and plain containers only.
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except _MALFORMED as error:
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        # Its own text is kept back: it advises to load the file without this protection.
         raise CheckpointError(
-            f"{path} is not a plain dictionary of tensors ({reason}); convert it to safetensors"
+            f"{path} is not a plain dictionary of tensors: it is damaged, or it holds other Python objects; copy it "
+            f"again, or save the head as {SINGLE}"
         ) from error
     if not isinstance(loaded, dict) or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items()

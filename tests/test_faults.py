@@ -296,6 +296,12 @@ def test_faults_join() -> None:
 
 
 def test_a_fault_named_twice_is_refused() -> None:
+    for text in ("none+kv.rollback=stale", "none+none"):
+        with pytest.raises(UsageError, match="none stands alone; leave it out"):
+            parse_faults(text)
+    for text in ("", "+", "kv.rollback=stale+"):
+        with pytest.raises(UsageError, match="one is empty"):
+            parse_faults(text)
     with pytest.raises(UsageError, match="name one twice"):
         parse_faults("kv.rollback+kv.rollback=stale")
 

@@ -106,7 +106,8 @@ def test_every_slot_is_named(tmp_path: Path) -> None:
     assert borne_out(found, Fed(("embed", "2", "3")))
     document = json.loads(json.dumps(to_json(found), allow_nan=False))
     assert document["slots"][1] == {
-        "slot": 1, "tap": "2", "shift": 0, "rows": 12, "equal": 12, "zeros": 0, "also": [], "nearest": None,
+        "slot": 1, "tap": "2", "shift": 0, "rows": 12, "equal": 12, "zeros": 0, "broken": 0, "also": [],
+        "nearest": None,
     }  # fmt: skip
 
 
@@ -156,6 +157,24 @@ def test_a_tap_that_was_not_recorded_is_not_identified(tmp_path: Path) -> None:
     assert to_json(found)["slots"][1]["tap"] is None and to_json(found)["slots"][1]["nearest"]["tap"] == "3"
 
 
+def test_what_is_no_number_is_said(tmp_path: Path) -> None:
+    requests = []
+    for seed in range(4):
+        one = fed(request(f"r{seed}", seed), [("2", 0), ("3", 0)], [0, 3, 6])
+        assert one.feed is not None
+        one.feed.features_FW[:, H] = math.nan
+        one.feed.features_FW[0, 0] = math.inf
+        requests.append(one)
+    found = read_feeding(make_trace(tmp_path, requests))
+    assert found is not None and found.wiring is None
+    assert list(lines(found))[:2] == [
+        "slot 0: R[2], bit for bit in 8 of 12 rows, NaN or Inf in 4 of 12",
+        "slot 1: NaN or Inf in 12 of 12 rows",
+    ]
+    assert contradiction(found, Fed(("2", "3"))).startswith("slot 1: NaN or Inf")
+    assert [slot["broken"] for slot in to_json(found)["slots"]] == [4, 12]
+
+
 def test_taps_of_equal_rows_cannot_be_told_apart(tmp_path: Path) -> None:
     requests = []
     for seed in range(4):
@@ -165,6 +184,14 @@ def test_taps_of_equal_rows_cannot_be_told_apart(tmp_path: Path) -> None:
     assert found is not None and found.slots[0].also == (("3", 0),)
     assert "slot 0: R[2], bit for bit in 12 of 12 rows; cannot be told from R[3]" in next(lines(found))
     assert not contradiction(found, Fed(("3",))) and not contradiction(found, Fed(("2",)))
+
+
+def test_a_check_finds_feeds_of_two_widths(tmp_path: Path) -> None:
+    """A shard holds one width; another of the same trace may come with another."""
+    places = [("2", 0), ("3", 0)]
+    requests = [fed(request(f"r{seed}", seed), places if seed < 2 else places[:1], [0, 3, 6]) for seed in range(4)]
+    found = [finding.what for finding in make_trace(tmp_path, requests).check() if finding.severity == "error"]
+    assert f"feeds of one server have features of {H}, {2 * H} columns; capture it again" in found
 
 
 def test_single_rows_decide_nothing() -> None:

@@ -45,6 +45,7 @@ def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -
     yield from _checksums(trace)
     shared = SharedRows()
     whole = []
+    widths: set[int] = set()
     for index, record in enumerate(trace.records):
         problems = list(_request_problems(trace, index, shared))
         if not problems:
@@ -52,6 +53,10 @@ def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -
         yield from (Finding(ERROR, record.request_id, what) for what in problems)
         doubts = (*_counter_doubts(trace, record), *_feed_doubts(trace, index))
         yield from (Finding(WARNING, record.request_id, what) for what in doubts)
+        widths |= _feed_width(trace, index)
+    if len(widths) > 1:
+        wide = ", ".join(map(str, sorted(widths)))
+        yield Finding(ERROR, None, f"feeds of one server have features of {wide} columns; capture it again")
     for request_id, what in shared_sentences(shared, [record.request_id for record in trace.records]):
         yield Finding(ERROR, request_id, what)
     for severity, owner, what in lm_head_findings(trace, whole, device, rows):
@@ -115,6 +120,15 @@ def _request_problems(trace: Trace, index: int, shared: SharedRows) -> Iterator[
     most = float(logprobs_nk.exp().sum(dim=1).max())
     if most > _MAX_PROBABILITY:
         yield f"the recorded probabilities of the top {ids_nk.shape[1]} tokens add up to {most:.4g}"
+
+
+def _feed_width(trace: Trace, index: int) -> set[int]:
+    """Columns of the request's feed, where it has one that can be read."""
+    try:
+        feed = trace.feed(index)
+    except TraceCorruptError:
+        return set()  # said among the problems
+    return set() if feed is None else {feed.features_FW.shape[1]}
 
 
 def _feed_doubts(trace: Trace, index: int) -> Iterator[str]:
