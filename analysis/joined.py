@@ -1,11 +1,11 @@
 """Rounds of one or two files brought together for a comparison, refused where they are not of one trace."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from replay.errors import TraceError, UsageError
-from replay.traces.rounds import Rounds, VariantInfo
+from replay.traces.rounds import Rounds, VariantInfo, VariantSettings
 
 if TYPE_CHECKING:
     import polars as pl
@@ -18,7 +18,7 @@ _REQUEST_FACTS = ("prompt_tokens", "output_tokens", "source", "temperature")
 @dataclass(frozen=True, slots=True)
 class Joined:
     """The requests that both have, under A and every B. ``shown`` has the variants' own names, by those in ``rounds``:
-    ``A`` and ``B``, or ``B1``, ``B2`` and on. ``files``: how many rounds files they came from.
+    ``A`` and ``B``, or ``B1``, ``B2`` and on; to a name that several have, what they differ in is added. ``files``: how many rounds files they came from.
 
     ``only_a`` and ``only_b`` name the requests that were left out because one of the two does not have them.
     """
@@ -64,9 +64,33 @@ def join(
         trace=first.trace,
         drafts={**source.drafts, **first.drafts},
     )
-    shown = {new.name: old.name for new, old in zip(renamed, [a, *others], strict=True)}
+    shown = dict(zip((new.name for new in renamed), _own_names([a, *others]), strict=True))
     only = [tuple(name for name in names if name not in common) for names in (ids_a, ids_b)]
     return Joined(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1], 1 if second is None else 2)
+
+
+def _own_names(variants: Sequence[VariantInfo]) -> list[str]:
+    """Their names; files name their variants each by itself, so two of them may use one name for different ones."""
+    names = []
+    for variant in variants:
+        alike = [other for other in variants if other.name == variant.name]
+        apart = [
+            field.name
+            for field in fields(VariantSettings)
+            if field.name != "name" and any(_setting(one, field.name) != _setting(variant, field.name) for one in alike)
+        ]
+        names.append(" ".join([variant.name, *(_setting(variant, name) for name in apart)]))
+    return names
+
+
+def _setting(variant: VariantInfo, name: str) -> str:
+    match name:
+        case "faults":
+            return "+".join(variant.faults) or "no fault"
+        case "wiring":
+            return ",".join(variant.wiring)
+        case _:
+            return f"{name}={asdict(variant)[name]}"
 
 
 def _choose_a(rounds: Rounds, wanted: str | None, *, alone: bool) -> VariantInfo:

@@ -245,6 +245,18 @@ def test_a_report_says_which_is_which() -> None:
     assert " file " not in text
 
 
+def test_one_name_for_two_variants_is_told_apart() -> None:
+    """Files name their variants each by itself: what differs is added, and nothing to a name that has no double."""
+    sound = make_rounds({make_variant("x"): [[1], [2]]}, trace=TRACE)
+    played = {
+        make_variant("x", faults=("kv.rollback=stale", "position.offset=1")): [[1], [2]],
+        make_variant("y", kv="slot"): [[1], [2]],
+    }
+    [first, second] = compare(join(sound, make_rounds(played, trace=TRACE))).pairs
+    assert first.a.variant == "x no fault" and first.b.variant == "x kv.rollback=stale+position.offset=1"
+    assert second.b.variant == "y"
+
+
 def shown(joined: Joined) -> str:
     """The report at 80 columns, white space folded."""
     console = Console(width=80, color_system=None, _environ={})
