@@ -18,7 +18,8 @@ _REQUEST_FACTS = ("prompt_tokens", "output_tokens", "source", "temperature")
 @dataclass(frozen=True, slots=True)
 class Joined:
     """The requests that both have, under A and every B. ``shown`` has the variants' own names, by those in ``rounds``:
-    ``A`` and ``B``, or ``B1``, ``B2`` and on; to a name that several have, what they differ in is added. ``files``: how many rounds files they came from.
+    ``A`` and ``B``, or ``B1``, ``B2`` and on; to a name that several have, what they differ in is added. ``files``: how
+    many rounds files they came from.
 
     ``only_a`` and ``only_b`` name the requests that were left out because one of the two does not have them.
     """
