@@ -75,7 +75,12 @@ def kind_of(path: Path) -> str:
     """``trace`` or ``draft``, by the file that marks each. Raises UsageError, which says what the folder is instead."""
     if (path / "trace.json").is_file():
         return "trace"
+    if not path.is_dir():
+        seen = f"{path} is a file" if path.exists() else f"{path} does not exist"
+        raise UsageError(f"{seen}; give the folder of a trace or of a draft head")
     if not (path / "config.json").is_file():
+        if any((path / name).is_file() for name in (SINGLE, INDEX)):
+            raise UsageError(f"{path} holds weights, but no config.json; copy that of the head beside them")
         raise UsageError(
             f"{path} is neither a trace (a folder with trace.json) nor a draft head (a folder with config.json)"
         )

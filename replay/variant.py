@@ -61,7 +61,8 @@ class Variant:
             object.__setattr__(self, "precision", str(parse_precision(self.precision)))
         _one_of("numerics", self.numerics, (None, *NUMERICS))
         if self.kv not in (None, CHAIN_KV, *TREE_KVS):
-            parse_policy(str(self.kv))
+            if (policy := parse_policy(str(self.kv))) in self.faults:
+                raise UsageError(f"kv {self.kv} is the fault {policy}, which was given as well; type one of them")
         rule = parse_rule(self.verify)
         if rule.chains_only and self.topk > 1:
             raise UsageError(

@@ -18,6 +18,7 @@ from replay.precision import parse_precision
 from replay.rows import DraftInput
 from replay.subject import Subject, set_fields
 from replay.twin import Twin, TwinRound, draft_one_round, replay_request
+from replay.variant import Variant
 from replay.walk import walk
 from replay.wiring import Wiring
 
@@ -302,6 +303,8 @@ def test_a_fault_named_twice_is_refused() -> None:
     for text in ("", "+", "kv.rollback=stale+"):
         with pytest.raises(UsageError, match="one is empty"):
             parse_faults(text)
+    with pytest.raises(UsageError, match=r"kv full-hole is the fault kv.rollback=full-hole, .* type one of them"):
+        Variant("h", kv="full-hole", faults=parse_faults("kv.rollback=full-hole"))
     with pytest.raises(UsageError, match="name one twice"):
         parse_faults("kv.rollback+kv.rollback=stale")
 

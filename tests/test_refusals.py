@@ -92,6 +92,10 @@ def test_no_draft_and_no_trace(trace: Path, draft: Path, tmp_path: Path) -> None
     assert "add --draft DIR" in refused("simulate", trace)
     assert "holds no trace.json" in refused("simulate", draft, "--draft", draft)
     assert "neither a trace" in refused("inspect", tmp_path)
+    assert "does not exist; give the folder" in refused("inspect", tmp_path / "nowhere")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors is a file; give the folder" in refused("inspect", tmp_path / "model.safetensors")
+    assert "holds weights, but no config.json" in refused("inspect", tmp_path)
     assert "type replay simulate" in refused("report", tmp_path / "none.parquet")
 
 
