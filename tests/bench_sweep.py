@@ -1,9 +1,10 @@
-"""Benchmark: one sweep of 32 variants against 32 single replays of the same trace.
+"""Benchmark: one sweep of 32 variants against 32 single replays of the same trace, for two kinds of sweep.
 
     python tests/bench_sweep.py TRACE DRAFT
 
-The variants are 2 wirings x 4 numbers of steps x 4 faults. Both sides run in one process, so that neither pays for
-imports; the single runs are one ``replay.simulate`` each. Not part of ``make test``.
+*Steps*: 4 wirings x 1 to 8 steps; all steps of a wiring come out of one run. *Faults*: 2 wirings x 1, 3, 5, 7 steps x 4
+faults; of these faults three share a first pass, and each drafts by itself from there on. Both sides run in one
+process, so that neither pays for imports; the single runs are one ``replay.simulate`` each. Not part of ``make test``.
 """
 
 from pathlib import Path
@@ -19,28 +20,32 @@ from replay.weights import Checkpoint
 FAULTS = ("none", "position.offset=1", "kv.slot-write=overwrite", "wiring.recycle-norm=other")
 
 
+WIRINGS = ("embed,3,16", "3,16,28", "3,embed,16", "embed,16,28")
+
+
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.argument("draft", type=click.Path(path_type=Path))
-@click.option("--wiring", "wirings", multiple=True, default=("embed,3,16", "3,16,28"))
+@click.option("--wiring", "wirings", multiple=True, default=WIRINGS, help="four; of faults the first two are swept")
 def main(trace: Path, draft: Path, wirings: tuple[str, ...]) -> None:
     """Print both times and their ratio; every single run is timed, the sweep once before and once after them."""
-    opened, head = replay.Trace.open(trace), replay.load_head(draft)
-    variants = sweep(
-        draft=["head"],
-        wiring=[replay.parse_wiring(text) for text in wirings],
-        steps=[1, 3, 5, 7],
-        faults=[parse_faults(text) for text in FAULTS],
-    )
-    heads = {"head": head}
-    replay.simulate(opened, heads, variants[:1])  # warm up
-    before = _seconds(opened, heads, variants)
-    single = sum(_seconds(opened, heads, [variant]) for variant in variants)
-    after = _seconds(opened, heads, variants)
-    once = (before + after) / 2
-    print(
-        f"{len(variants)} variants: one sweep {once:.1f} s ({before:.1f} and {after:.1f}), single runs {single:.1f} s: "
-          f"{once / single:.2f} of them")  # fmt: skip
+    opened, heads = replay.Trace.open(trace), {"head": replay.load_head(draft)}
+    taps = [replay.parse_wiring(text) for text in wirings]
+    faults = [parse_faults(text) for text in FAULTS]
+    for name, variants in {
+        "steps": sweep(draft=["head"], wiring=taps, steps=list(range(1, 9))),
+        "faults": sweep(draft=["head"], wiring=taps[:2], steps=[1, 3, 5, 7], faults=faults),
+    }.items():
+        replay.simulate(opened, heads, variants[:1])  # warm up
+        before = _seconds(opened, heads, variants)
+        single = sum(_seconds(opened, heads, [variant]) for variant in variants)
+        after = _seconds(opened, heads, variants)
+        once = (before + after) / 2
+        print(
+            f"{name}: {len(variants)} variants: one sweep {once:.1f} s ({before:.1f} and {after:.1f}), single runs "
+            f"{single:.1f} s: {once / single:.2f} of them",
+            flush=True,
+        )
 
 
 def _seconds(trace: replay.Trace, heads: dict[str, Checkpoint], variants: list[replay.Variant]) -> float:
