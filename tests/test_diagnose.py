@@ -1,7 +1,6 @@
 """Diagnosis: on servers with a known fault the right name comes first, on healthy ones none is named."""
 
 import dataclasses
-import io
 import math
 from pathlib import Path
 
@@ -188,9 +187,10 @@ def test_a_feed_that_the_header_denies_names_the_slot(
 def test_the_page_says_whose_feed_it_is(tmp_path: Path) -> None:
     """Also where another server was observed, of whose draft it says nothing."""
     found = run(make_served(tmp_path, HEADS["one"], fed=WIRING.taps), observed=Observed(1.5, "given"))
-    console = Console(file=io.StringIO(), width=80)
-    console.print(render_diagnosis(found))  # type: ignore[arg-type]
-    page = console.file.getvalue()  # type: ignore[attr-defined]
+    console = Console(width=80, color_system=None, _environ={})
+    with console.capture() as capture:
+        console.print(render_diagnosis(found))
+    page = capture.get()
     assert "What the trace's own server fed its draft, in 6 requests" in page and "slot 0: R[2], bit" in page
 
 
