@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from replay.analysis.acceptance import VariantSummary
+from replay.analysis.summary import VariantSummary
 
 NOTHING = "-"
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces import files
-from replay.traces.schema import Fields, parse_json
+from replay.traces.header import Fields, parse_json
 from replay.traces.tensors import NAMES, Layout, joined_shapes, pack_header, parse_layout, tensor_bytes
 
 if TYPE_CHECKING:

@@ -11,22 +11,22 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ReplayError": "replay.errors",
-    "CaptureOptions": "replay.capture.record",
-    "capture_local": "replay.capture.record",
+    "CaptureOptions": "replay.capture.local.record",
+    "capture_local": "replay.capture.local.record",
     "Trace": "replay.traces.reader",
-    "load_head": "replay.head",
-    "head_from_tensors": "replay.head",
-    "Wiring": "replay.wiring",
-    "parse_faults": "replay.faults",
-    "parse_wiring": "replay.wiring",
-    "Variant": "replay.variant",
-    "sweep": "replay.variant",
-    "simulate": "replay.simulation",
+    "load_head": "replay.head.model",
+    "head_from_tensors": "replay.head.model",
+    "Wiring": "replay.engines.wiring",
+    "parse_faults": "replay.faults.table",
+    "parse_wiring": "replay.engines.wiring",
+    "Variant": "replay.simulator.variant",
+    "sweep": "replay.simulator.variant",
+    "simulate": "replay.simulator.simulation",
     "Rounds": "replay.traces.rounds",
     "read_rounds": "replay.traces.rounds",
     "write_rounds": "replay.traces.rounds",
-    "summarise": "replay.analysis.acceptance",
-    "render": "replay.analysis.report",
+    "summarise": "replay.analysis.summary",
+    "render": "replay.analysis.report.report",
 }
 
 __all__ = [
@@ -50,17 +50,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from replay.analysis.acceptance import summarise
-    from replay.analysis.report import render
-    from replay.capture.record import CaptureOptions, capture_local
+    from replay.analysis.report.report import render
+    from replay.analysis.summary import summarise
+    from replay.capture.local.record import CaptureOptions, capture_local
+    from replay.engines.wiring import Wiring, parse_wiring
     from replay.errors import ReplayError
-    from replay.faults import parse_faults
-    from replay.head import head_from_tensors, load_head
-    from replay.simulation import simulate
+    from replay.faults.table import parse_faults
+    from replay.head.model import head_from_tensors, load_head
+    from replay.simulator.simulation import simulate
+    from replay.simulator.variant import Variant, sweep
     from replay.traces.reader import Trace
     from replay.traces.rounds import Rounds, read_rounds, write_rounds
-    from replay.variant import Variant, sweep
-    from replay.wiring import Wiring, parse_wiring
 
 
 def __getattr__(name: str) -> object:

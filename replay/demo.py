@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from replay.errors import OutputError
 
 if TYPE_CHECKING:
-    from replay.capture.record import CaptureOptions
+    from replay.capture.local.record import CaptureOptions
 
 # What the head was trained on; what a server feeds for config ids [2, 15, 27] under the +1 convention; the engines'
 # default taps; the right taps in another order; one tap off by one on either side.
@@ -38,9 +38,9 @@ def demo_options(
     An unfinished trace is gone on with. Raises CaptureError where the target's package is missing, OutputError where
     something else lies there.
     """
+    from replay.capture.demo_target import smollm2
+    from replay.capture.local.record import CaptureOptions
     from replay.capture.prompts import read_prompts
-    from replay.capture.record import CaptureOptions
-    from replay.capture.smollm2 import smollm2
     from replay.traces.writer import read_header
 
     trace = folder / "trace"

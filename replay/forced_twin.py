@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from replay.head import Head
-from replay.rows import DraftInput
+from replay.drafting.rows import DraftInput
+from replay.head.model import Head
 from replay.twin import plain_attention
 
 

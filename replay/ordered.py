@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replay.attention import attend_committed_and_chain
-from replay.head import Head, HeadOutput
-from replay.passes import choose
-from replay.rows import DraftInput
-from replay.served_products import prefill_sizes
+from replay.drafting.every_anchor import choose
+from replay.drafting.product_sizes import prefill_sizes
+from replay.drafting.rows import DraftInput
+from replay.head.attention import attend_committed_and_chain
+from replay.head.model import Head, HeadOutput
 from replay.twin import TwinRound
 
 

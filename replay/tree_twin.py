@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay.head import Head
-from replay.tree import ORPHAN, ROOT
+from replay.drafting.trees import ORPHAN, ROOT
+from replay.head.model import Head
 from replay.twin import TwinRound, plain_causal_attention
 
 

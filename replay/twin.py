@@ -10,8 +10,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from replay.engines import Numerics
-from replay.head import Head, HeadOutput
+from replay.engines.profiles import Numerics
+from replay.head.model import Head, HeadOutput
 
 
 @dataclass(frozen=True, slots=True)

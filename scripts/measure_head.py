@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from write_text import END, PREFIX, REPLY
 
-from replay.accept import continuations, count_accepted, served_walk
-from replay.head import Head
-from replay.passes import draft_every_anchor
-from replay.rows import DraftInput
-from replay.weights import read_checkpoint
+from replay.checkpoint.checkpoint import read_checkpoint
+from replay.drafting.every_anchor import draft_every_anchor
+from replay.drafting.rows import DraftInput
+from replay.head.model import Head
+from replay.verify.accept import continuations, count_accepted, served_walk
 
 TAPS = (3, 16)
 

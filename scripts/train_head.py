@@ -2,8 +2,8 @@
 
     python scripts/train_head.py --target SMOLLM2 --text text.jsonl.gz:FEATURES --out head/ --minutes 30
 
-The forward is replay's own (`replay.head.Head`), fed from fp32 master weights through bf16; only the attention over
-batches of equal length and the loss live here. Loss: cross-entropy against the target's distribution restricted to
+The forward is replay's own (`replay.head.model.Head`), fed from fp32 master weights through bf16; only the attention
+over batches of equal length and the loss live here. Loss: cross-entropy against the target's distribution restricted to
 the draft vocabulary, on answer positions; step j of the training-time test feeds back the head's own states and
 weighs 0.8^j. Muon moves the eight matrices, AdamW the rest. Every `--score-every` minutes the head is scored by the
 replayed accept length on held-out conversations (every 20th of the first text file) and on `--prompts`, and written
@@ -30,11 +30,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from write_text import read_rows
 
-from replay.head import Head, HeadOutput
-from replay.head_config import HeadConfig, parse_config
-from replay.head_tensors import expected_tensors
-from replay.rows import DraftInput
-from replay.weights import Checkpoint, check_checkpoint
+from replay.checkpoint.checkpoint import Checkpoint, check_checkpoint
+from replay.checkpoint.config import HeadConfig, parse_config
+from replay.checkpoint.tensor_table import expected_tensors
+from replay.drafting.rows import DraftInput
+from replay.head.model import Head, HeadOutput
 
 HELD_OUT = 20  # every 20th conversation of the first text file
 MATRICES = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

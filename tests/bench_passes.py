@@ -14,10 +14,10 @@ import click
 import torch
 
 import replay
-from replay.binding import build_head, draft_input, resolve
-from replay.packs import PACK_ROWS
-from replay.passes import draft_every_anchor
-from replay.rows import DraftInput
+from replay.drafting.every_anchor import draft_every_anchor
+from replay.drafting.rows import DraftInput
+from replay.simulator.binding import build_head, draft_input, resolve
+from replay.simulator.inputs import PACK_ROWS
 from replay.twin import replay_request
 
 

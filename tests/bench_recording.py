@@ -22,11 +22,11 @@ import click
 from rig.server import Server, start_server
 
 import replay
+from replay.capture.client.answers import ServerOptions
+from replay.capture.client.capture import capture_server
 from replay.capture.events import Event, Finished, Planned
-from replay.capture.recording import RECORD_VARIABLE
-from replay.capture.serve import ServeOptions, prepare
-from replay.capture.server import capture_server
-from replay.capture.server_ask import ServerOptions
+from replay.capture.plugin.launch import ServeOptions, prepare
+from replay.capture.plugin.recording import RECORD_VARIABLE
 from replay.demo import sample_head, sample_prompts
 
 
@@ -163,7 +163,7 @@ def main(
     new_tokens: int, concurrency: int,
 ) -> None:  # fmt: skip
     """Print both rates, turn by turn, and what recording costs."""
-    from replay.capture.smollm2 import smollm2
+    from replay.capture.demo_target import smollm2
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -13,9 +13,9 @@ from time import perf_counter
 import click
 
 import replay
-from replay.faults import parse_faults
-from replay.variant import sweep
-from replay.weights import Checkpoint
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.faults.table import parse_faults
+from replay.simulator.variant import sweep
 
 FAULTS = ("none", "position.offset=1", "kv.slot-write=overwrite", "wiring.recycle-norm=other")
 

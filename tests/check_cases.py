@@ -11,11 +11,11 @@ from heads import random_tensors, tiny_config
 from safetensors.torch import save_file
 from torch import Tensor
 
-from replay.check import Outcome, check
-from replay.facts import read_facts
-from replay.head_config import parse_config
-from replay.server_arguments import parse_server_arguments
-from replay.wiring import parse_wiring
+from replay.check.facts import read_facts
+from replay.check.run import Outcome, check
+from replay.check.server import parse_server_arguments
+from replay.checkpoint.config import parse_config
+from replay.engines.wiring import parse_wiring
 
 LAYERS, HIDDEN, VOCABULARY = 30, 32, 96
 DEFAULT_IDS = [1, 14, 26]  # R[2], R[15] and R[27] of 30 layers, as SGLang counts

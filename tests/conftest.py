@@ -27,6 +27,6 @@ import pytest  # noqa: E402
 @pytest.fixture(scope="session")
 def target_dir() -> Path:
     """SmolLM2-135M-Instruct as a bf16 checkpoint (30 layers, hidden 576, vocabulary 49,152, tied embedding)."""
-    from replay.capture.smollm2 import smollm2
+    from replay.capture.demo_target import smollm2
 
     return smollm2()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from replay.capture.recorder import summarise_rows
+from replay.capture.plugin.recorder import summarise_rows
 from replay.capture.spool import Entry, Manifest, launch_folder, write_chunk, write_manifest
 
 VOCABULARY = 16

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from replay.head_config import HeadConfig, parse_config
-from replay.head_tensors import expected_tensors
-from replay.weights import Checkpoint, check_checkpoint
+from replay.checkpoint.checkpoint import Checkpoint, check_checkpoint
+from replay.checkpoint.config import HeadConfig, parse_config
+from replay.checkpoint.tensor_table import expected_tensors
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

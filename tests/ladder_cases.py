@@ -6,7 +6,7 @@ from typing import Any
 import polars as pl
 from rounds_maker import Accepted, make_rounds, make_variant
 
-from replay.analysis.ladder import Factor, Replays
+from replay.analysis.ladder.ladder import Factor, Replays
 
 Steps = Sequence[int]
 # By request: anchors with a known target, with one in the draft vocabulary, right, right so far; by step.

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from replay.weights import Checkpoint
+from replay.checkpoint.checkpoint import Checkpoint
 
 # Target ids [R] to go on with after step 0, 1, ..., given the logits [R, W] of that step.
 NextIds: TypeAlias = Callable[[int, Tensor], Tensor]

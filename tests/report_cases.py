@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rounds_maker import Accepted, make_rounds, make_variant
 
-from replay.analysis.acceptance import summarise
-from replay.analysis.peers import peer_metrics, render_peers
-from replay.analysis.report import render
+from replay.analysis.report.peers import peer_metrics, render_peers
+from replay.analysis.report.report import render
+from replay.analysis.summary import summarise
 from replay.traces.rounds import Rounds
 
 GOLDEN = Path(__file__).parent / "golden"

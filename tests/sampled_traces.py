@@ -11,7 +11,7 @@ import sampler
 from transformers import AutoTokenizer, PreTrainedModel
 
 import replay
-from replay.capture.record import CaptureOptions, capture_local
+from replay.capture.local.record import CaptureOptions, capture_local
 from replay.demo import sample_head, sample_prompts
 from replay.traces.taps import FINAL
 from replay.traces.writer import CapturedRequest, TraceWriter

@@ -12,18 +12,18 @@ import torch
 from heads import tiny_checkpoint
 from trace_maker import make_header, make_request, make_weights
 
-from replay.binding import bind, build_head, draft_input, resolve
-from replay.faults import parse_faults
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.engines.wiring import Wiring
+from replay.faults.table import parse_faults
+from replay.simulator.binding import bind, build_head, draft_input, resolve
+from replay.simulator.variant import Variant
 from replay.traces.captured import CapturedRequest
 from replay.traces.feed import Feed
+from replay.traces.header import TapInfo, TraceHeader
 from replay.traces.reader import Trace
-from replay.traces.schema import TapInfo, TraceHeader
-from replay.traces.served import served_schema
+from replay.traces.server_rounds import served_schema
 from replay.traces.writer import TraceWriter
 from replay.twin import draft_one_round, replay_request
-from replay.variant import Variant
-from replay.weights import Checkpoint
-from replay.wiring import Wiring
 
 LAYERS, WIDTH = 8, 16
 WIRING = Wiring(("2", "4", "5"))

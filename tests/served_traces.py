@@ -5,10 +5,10 @@ from pathlib import Path
 from rig.server import start_server
 
 import replay
-from replay.capture.recording import RECORD_VARIABLE
-from replay.capture.serve import ServeOptions, prepare
-from replay.capture.server import capture_server
-from replay.capture.server_ask import ServerOptions
+from replay.capture.client.answers import ServerOptions
+from replay.capture.client.capture import capture_server
+from replay.capture.plugin.launch import ServeOptions, prepare
+from replay.capture.plugin.recording import RECORD_VARIABLE
 from replay.demo import sample_head, sample_prompts
 
 

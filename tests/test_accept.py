@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from replay.accept import Round, continuations, count_accepted, served_walk
+from replay.verify.accept import Round, continuations, count_accepted, served_walk
 
 Ints = NDArray[np.int64]
 

@@ -12,10 +12,10 @@ import pytest
 from rounds_maker import make_rounds, make_variant
 
 from replay.analysis import bootstrap
-from replay.analysis.acceptance import summarise, to_json
 from replay.analysis.bootstrap import percentile_interval, ratios, resampled_sums
 from replay.analysis.gaps import Gap, gaps, observed_gaps
-from replay.analysis.peers import peer_metrics
+from replay.analysis.report.peers import peer_metrics
+from replay.analysis.summary import summarise, to_json
 from replay.errors import UsageError
 from replay.traces.rounds import Rounds
 
@@ -237,9 +237,9 @@ def test_analysis_runs_without_torch() -> None:
         "sys.path.insert(0, sys.argv[1])\n"
         "from rounds_maker import make_rounds, make_variant\n"
         "from rich.console import Console\n"
-        "from replay.analysis.acceptance import summarise, to_json\n"
-        "from replay.analysis.peers import peer_metrics, render_peers\n"
-        "from replay.analysis.report import render\n"
+        "from replay.analysis.summary import summarise, to_json\n"
+        "from replay.analysis.report.peers import peer_metrics, render_peers\n"
+        "from replay.analysis.report.report import render\n"
         "rounds = make_rounds({make_variant('near'): [[3, 0], [1]]})\n"
         "to_json(rounds, summarise(rounds))\n"
         "Console().print(render(rounds, summarise(rounds)), render_peers(peer_metrics(rounds, 'near')))\n"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replay.capture import record
 from replay.capture.encode import EncodedRequest
-from replay.capture.record import CaptureOptions, Event, Finished, Planned, Progress, capture_local, plan_batches
-from replay.capture.sample import Sampling, choose, summarise_logits
+from replay.capture.local import record
+from replay.capture.local.record import CaptureOptions, Event, Finished, Planned, Progress, capture_local, plan_batches
+from replay.capture.local.sampling import Sampling, choose, summarise_logits
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
 from replay.traces.reader import Trace
 from replay.traces.taps import FINAL
@@ -313,7 +313,7 @@ def test_scaled_or_capped_logits_are_refused(tmp_path: Path, kind: str, changes:
 
 
 def interrupt_after(batches: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    from replay.capture import generate
+    from replay.capture.local import generate
 
     real, calls = generate.run_batch, []
 
@@ -434,7 +434,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_bad_row_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from replay.capture import local_target
+    from replay.capture.local import target as local_target
 
     def load_target(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")

@@ -14,16 +14,16 @@ import pytest
 import torch
 from fake_server import LAUNCH, PATTERN, STEPS, VOCABULARY, FakeServer, fake_server, make_target, next_token, two
 
-from replay.capture import server_client as client
-from replay.capture import server_watch as watch
+from replay.capture.client import requests as client
+from replay.capture.client import watch
+from replay.capture.client.answers import ServerOptions
+from replay.capture.client.api import open_api
+from replay.capture.client.capture import capture_server
+from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.events import CaptureResult, Event, Noted
-from replay.capture.server import capture_server
-from replay.capture.server_api import open_api
-from replay.capture.server_ask import ServerOptions
 from replay.capture.spool import Entry, chunk_names, client_lock, drop_launches, launch_folder
-from replay.capture.spool_reader import SpoolReader, rid_of
+from replay.diagnosis.feed import read_feeding
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
-from replay.feeding import read_feeding
 from replay.traces.reader import Trace
 
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
@@ -46,7 +46,7 @@ def options(tmp_path: Path, server: FakeServer) -> ServerOptions:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.capture.server_api._LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("replay.capture.client.api._LONGEST_PAUSE", 0.01)
 
 
 def capture(options: ServerOptions) -> tuple[CaptureResult, list[Event]]:

@@ -43,13 +43,13 @@ from check_cases import (
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from replay.check import RULES, check
-from replay.cli import cli
+from replay.check.facts import read_facts
+from replay.check.layer_ids import readings
+from replay.check.run import RULES, check
+from replay.check.server import live_server, parse_server_arguments
+from replay.checkpoint.headers import read_weights
+from replay.cli.app import cli
 from replay.errors import CheckpointError, ReplayError, UsageError
-from replay.facts import read_facts
-from replay.readings import readings
-from replay.server_arguments import live_server, parse_server_arguments
-from replay.weight_facts import read_weights
 
 KIMI = {"model_type": "kimi_k25", "num_hidden_layers": 61}
 GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 36}
@@ -750,7 +750,7 @@ def test_a_trace_adds_coverage(tmp_path: Path) -> None:
 
     from trace_maker import make_request, write_trace
 
-    from replay.facts import count_emitted
+    from replay.check.facts import count_emitted
     from replay.traces.reader import Trace
 
     requests = [make_request(f"r{seed}", seed) for seed in range(3)]

@@ -25,7 +25,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _commands() -> list[str]:
-    from replay.cli import cli
+    from replay.cli.app import cli
 
     return sorted(cli.commands)
 
@@ -36,7 +36,7 @@ def test_help_imports_nothing_heavy(command: str | None) -> None:
     done = _python("-c", HELP, json.dumps(arguments))
     assert done.stdout.startswith("Usage: replay"), done.stdout
     loaded = set(json.loads(done.stderr.splitlines()[-1]))
-    assert {"replay.cli", "click"} <= loaded
+    assert {"replay.cli.app", "click"} <= loaded
     assert loaded.isdisjoint(HEAVY), sorted(loaded.intersection(HEAVY))
 
 
@@ -59,7 +59,7 @@ def test_a_full_stdout_is_refused_in_a_sentence() -> None:
     with open("/dev/full", "w") as full:
         for arguments in (["--help"], ["faults"], ["faults", "--json"]):
             ran = subprocess.run(
-                [sys.executable, "-c", "from replay.cli import main; main()", *arguments],
+                [sys.executable, "-c", "from replay.cli.app import main; main()", *arguments],
                 stdout=full, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
             assert ran.returncode == 1

@@ -11,19 +11,19 @@ from heads import random_tensors, tiny_config
 from trace_maker import H, V, changed, make_request, write_trace
 
 import replay
-from replay.analysis.ladder import Ladder
-from replay.binding import build_head, resolve
-from replay.climb import COMMON, FIELDS, climb, ideal_variant, list_factors, mix
+from replay.analysis.ladder.ladder import Ladder
+from replay.checkpoint.checkpoint import Checkpoint, check_checkpoint
+from replay.checkpoint.config import parse_config
+from replay.diagnosis.ladder import COMMON, FIELDS, climb, ideal_variant, list_factors, mix
+from replay.engines.wiring import Wiring
 from replay.errors import UsageError, WiringError
-from replay.faults import parse_faults
-from replay.head import Head
-from replay.head_config import parse_config
-from replay.rungs import score_anchors
+from replay.faults.table import parse_faults
+from replay.head.model import Head
+from replay.simulator.binding import build_head, resolve
+from replay.simulator.teacher_forced import score_anchors
+from replay.simulator.variant import Variant
 from replay.traces.reader import Trace
 from replay.twin import draft_one_round, plain_causal_attention
-from replay.variant import Variant
-from replay.weights import Checkpoint, check_checkpoint
-from replay.wiring import Wiring
 
 TRAINED = Wiring(("2", "final"))
 SWAPPED = Wiring(("final", "2"))
@@ -137,7 +137,7 @@ def _every_anchor(trace: Trace, request_id: str) -> pl.DataFrame:
 
 def test_packs_change_no_count(trace: Trace, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = score_anchors(trace, checkpoint, ideal())
-    monkeypatch.setattr("replay.packs.PACK_ROWS", 30)
+    monkeypatch.setattr("replay.simulator.inputs.PACK_ROWS", 30)
     seen: list[int] = []
     assert score_anchors(trace, checkpoint, ideal(), on_event=lambda event: seen.append(event.done)).equals(whole)
     assert seen == [1, 2, 3, 4]

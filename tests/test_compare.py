@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from rich.console import Console
 from rounds_maker import make_rounds, make_variant
 
-from replay.analysis.compare import Comparison, Pair, compare, holm
-from replay.analysis.compare_report import answer, doubts, render_comparison
-from replay.analysis.joined import Joined, join
-from replay.cli import cli
+from replay.analysis.compare.compare import Comparison, Pair, compare, holm
+from replay.analysis.compare.pairing import Joined, join
+from replay.analysis.compare.report import answer, doubts, render_comparison
+from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
 from replay.traces.rounds import Rounds, table_schema, write_rounds
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 import replay
-from replay.capture.record import CaptureOptions, capture_local
+from replay.capture.local.record import CaptureOptions, capture_local
 from replay.demo import sample_head, sample_prompts
 
 PROMPTS = 24

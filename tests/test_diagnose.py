@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 from served_maker import STEPS, WIRING, make_checkpoint, make_served
 
-from replay.analysis.diagnosis import DECISIVE, Gain, Scored, judge, rank, to_json
-from replay.analysis.diagnosis_report import render_diagnosis
-from replay.analysis.evidence import Evidence, ServedRound, accepted_evidence, drafted_evidence, lead
+from replay.analysis.diagnosis.evidence import Evidence, ServedRound, accepted_evidence, drafted_evidence, lead
+from replay.analysis.diagnosis.report import render_diagnosis
+from replay.analysis.diagnosis.verdict import DECISIVE, Gain, Scored, judge, rank, to_json
 from replay.capture.observed import Observed
-from replay.diagnose import diagnose, served_variant
+from replay.diagnosis.diagnose import diagnose, served_variant
+from replay.engines.wiring import Wiring
 from replay.errors import TraceError, UsageError
+from replay.simulator.variant import Variant
 from replay.traces.reader import Trace
-from replay.variant import Variant
-from replay.wiring import Wiring
 
 HEADS = {"one": make_checkpoint(0), "another": make_checkpoint(7, rope_theta=500.0)}
 

@@ -27,9 +27,9 @@ from heads import random_tensors, tiny_config, write_head
 from trace_maker import H, V, changed, make_header, make_request, write_trace
 
 import replay
-from replay.cli import cli
-from replay.head_config import parse_config
-from replay.traces.schema import TapInfo
+from replay.checkpoint.config import parse_config
+from replay.cli.app import cli
+from replay.traces.header import TapInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from toy_target import Toy, greedy_draft_rounds, rejection_rounds, shares_by_coin
 
-from replay.accept import count_accepted, served_walk
-from replay.expected import (
+from replay.verify.accept import count_accepted, served_walk
+from replay.verify.expectation import (
     Offers,
     chain_parents,
     draw_accepted,
@@ -15,7 +15,7 @@ from replay.expected import (
     follow_path,
     keep_probabilities,
 )
-from replay.verify import Rule, parse_rule
+from replay.verify.rules import Rule, parse_rule
 
 SEEDS = range(6)
 RULES = ["target-only", "target-only:single=0.5,acc=0.7", "target-only:acc=0.4", "typical", "typical:epsilon=0.3"]

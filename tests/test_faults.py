@@ -9,18 +9,18 @@ import pytest
 import torch
 from heads import target_tables, tiny_checkpoint
 
-from replay.conduct import HEALTHY, Conduct
+from replay.drafting.every_anchor import draft_every_anchor, first_pass
+from replay.drafting.round_by_round import walk
+from replay.drafting.rows import DraftInput
+from replay.engines.behaviour import HEALTHY, Conduct
+from replay.engines.precision import parse_precision
+from replay.engines.wiring import Wiring
 from replay.errors import ReplayError, UsageError
-from replay.faults import FAULTS, Fault, apply_faults, parse_faults, parse_policy
-from replay.head import Head
-from replay.passes import draft_every_anchor, first_pass
-from replay.precision import parse_precision
-from replay.rows import DraftInput
-from replay.subject import Subject, set_fields
+from replay.faults.change import Subject, set_fields
+from replay.faults.table import FAULTS, Fault, apply_faults, parse_faults, parse_policy
+from replay.head.model import Head
+from replay.simulator.variant import Variant
 from replay.twin import Twin, TwinRound, draft_one_round, replay_request
-from replay.variant import Variant
-from replay.walk import walk
-from replay.wiring import Wiring
 
 STEPS = 4
 LAYERS = 8
@@ -254,7 +254,7 @@ def test_a_walk_runs_prompts_in_products_of_their_own_size(monkeypatch: pytest.M
         sizes.append(len(x))
         return linear(x, *arguments)
 
-    monkeypatch.setattr("replay.head.functional.linear", spy)
+    monkeypatch.setattr("replay.head.model.functional.linear", spy)
     tokens_T, taps, _ = request(7, 16)
     features_RKD = torch.cat([taps[tap] for tap in TAPS], dim=-1).to(head.dtype)
     walk(head, [DraftInput(tokens_T, features_RKD, 7)], STEPS)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from heads import target_tables, tiny_checkpoint
 
-from replay.conduct import Conduct
-from replay.engines import ENGINES, NUMERICS
-from replay.forced import force_every_anchor, path_tokens
+from replay.drafting.every_anchor import draft_every_anchor, first_pass
+from replay.drafting.path_probability import force_every_anchor, path_tokens
+from replay.drafting.rows import DraftInput
+from replay.engines.behaviour import Conduct
+from replay.engines.profiles import ENGINES, NUMERICS
 from replay.forced_twin import force_one_anchor
-from replay.head import Head
-from replay.passes import draft_every_anchor, first_pass
-from replay.rows import DraftInput
+from replay.head.model import Head
 
 HEADS = {
     "plain": {},

@@ -13,9 +13,9 @@ import pytest
 from ladder_cases import COUNTS, VARIANTS, make_anchors, make_replays
 from rich.console import Console
 
-from replay.analysis.ladder import Ladder, Replays, build_ladder, to_json
-from replay.analysis.ladder_report import answer, render_ladder
-from replay.analysis.shapley import shapley, subsets
+from replay.analysis.ladder.ladder import Ladder, Replays, build_ladder, to_json
+from replay.analysis.ladder.report import answer, render_ladder
+from replay.analysis.ladder.shapley import shapley, subsets
 from replay.errors import UsageError
 
 LEVELS = {

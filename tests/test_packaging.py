@@ -9,20 +9,25 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = SETTINGS["tool"]["setuptools"]
 
 
-def test_every_folder_with_an_init_is_listed() -> None:
-    folders = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/__init__.py")}
-    folders = {folder for folder in folders if folder.split("/")[0] not in ("build", "dist", "tests")}
-    assert folders == set(SETUPTOOLS["package-dir"].values())
-    assert set(SETUPTOOLS["packages"]) == set(SETUPTOOLS["package-dir"])
+FOLDERS = {package: folder for package, folder in SETUPTOOLS["package-dir"].items()}
 
 
-def test_no_python_file_lies_where_it_is_not_installed() -> None:
-    nested = [
-        path.relative_to(ROOT).as_posix()
-        for folder in SETUPTOOLS["package-dir"].values()
-        for path in (ROOT / folder).glob("*/**/*.py")
-    ]
-    assert nested == []
+def _package(folder: Path) -> str:
+    """``replay.capture.local`` of ``capture/local``."""
+    root = next(package for package, top in FOLDERS.items() if top == folder.relative_to(ROOT).parts[0])
+    return ".".join([root, *folder.relative_to(ROOT).parts[1:]])
+
+
+def test_every_folder_that_holds_python_is_listed() -> None:
+    folders = {path.parent for top in FOLDERS.values() for path in (ROOT / top).rglob("*.py")}
+    assert sorted(map(_package, folders)) == sorted(SETUPTOOLS["packages"])
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+def test_no_python_lies_beside_the_folders_that_are_installed() -> None:
+    """Beside them only tests and scripts, which are not installed."""
+    tops = {path.relative_to(ROOT).parts[0] for path in ROOT.glob("[!.]*/**/*.py")} - {"build", "dist"}
+    assert tops == {*FOLDERS.values(), "tests", "scripts"}
 
 
 def test_every_data_file_pattern_finds_something() -> None:

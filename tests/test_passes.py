@@ -7,14 +7,14 @@ import pytest
 import torch
 from heads import target_tables, tiny_checkpoint
 
-from replay.accept import continuations, count_accepted, served_walk
-from replay.engines import ENGINES, NUMERICS
-from replay.head import Head, filled_rows
+from replay.drafting.every_anchor import draft_every_anchor
+from replay.drafting.product_sizes import products_of_rows, served_spans
+from replay.drafting.rows import DraftInput
+from replay.engines.profiles import ENGINES, NUMERICS
+from replay.head.model import Head, filled_rows
 from replay.ordered import replay_in_order
-from replay.passes import draft_every_anchor
-from replay.rows import DraftInput
-from replay.served_products import products_of_rows, served_spans
 from replay.twin import draft_one_round, replay_request
+from replay.verify.accept import continuations, count_accepted, served_walk
 
 HEADS = {
     "plain": {},
@@ -161,7 +161,7 @@ def products_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every product from here on."""
     seen: list[int] = []
     linear = torch.nn.functional.linear
-    monkeypatch.setattr("replay.head.functional.linear", lambda x, *rest: seen.append(len(x)) or linear(x, *rest))
+    monkeypatch.setattr("replay.head.model.functional.linear", lambda x, *rest: seen.append(len(x)) or linear(x, *rest))
     return seen
 
 
@@ -187,7 +187,7 @@ def test_products_of_16_bits_run_over_few_numbers_of_rows(monkeypatch: pytest.Mo
     alone = head.logits(x_RE)
     seen: set[int] = set()
     linear = torch.nn.functional.linear
-    monkeypatch.setattr("replay.head.functional.linear", lambda x, *rest: seen.add(len(x)) or linear(x, *rest))
+    monkeypatch.setattr("replay.head.model.functional.linear", lambda x, *rest: seen.add(len(x)) or linear(x, *rest))
     for rows in range(1000, 1200):
         found = head.logits(torch.cat([x_RE, x_RE.new_ones(rows - 3, x_RE.shape[1])]))
         assert len(found) == rows and torch.allclose(found[:3].float(), alone.float(), rtol=2**-7, atol=2**-7)
@@ -205,7 +205,7 @@ def test_long_requests_run_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch)
     head = make_head("two layers", dtype=torch.float32)
     (item,) = requests(head, [(5, 30)])
     (whole,) = draft_every_anchor(head, [item], 3)
-    monkeypatch.setattr("replay.attention._BLOCK", 4 * 33 * 2)
+    monkeypatch.setattr("replay.head.attention._BLOCK", 4 * 33 * 2)
     (blocked,) = draft_every_anchor(head, [item], 3)
     assert torch.equal(whole.drafted_AK, blocked.drafted_AK)
 

@@ -17,12 +17,12 @@ from heads import target_tables, tiny_checkpoint
 from peer_heads import SpecForge, Speculators, teacher_forced
 from torch import Tensor
 
-from replay import passes
-from replay.engines import ENGINES, NUMERICS
-from replay.head import Head, load_head
-from replay.passes import draft_every_anchor
-from replay.rows import DraftInput
-from replay.weights import Checkpoint
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.drafting import every_anchor as passes
+from replay.drafting.every_anchor import draft_every_anchor
+from replay.drafting.rows import DraftInput
+from replay.engines.profiles import ENGINES, NUMERICS
+from replay.head.model import Head, load_head
 
 STEPS = 5
 LENGTH = 24

@@ -13,24 +13,24 @@ from torch import Tensor
 from torch.nn import functional
 from trace_maker import make_four, write_trace
 
-from replay.cli import cli
-from replay.conduct import HEALTHY, Conduct
-from replay.emulation import check_precision, linear_names
-from replay.engines import ENGINES
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.cli.app import cli
+from replay.drafting.every_anchor import draft_every_anchor, first_pass
+from replay.drafting.round_by_round import walk
+from replay.drafting.rows import DraftInput
+from replay.drafting.trees import TreeSize, draft_every_tree
+from replay.engines.behaviour import HEALTHY, Conduct
+from replay.engines.precision import Format, fused_name, parse_format, parse_precision, with_kv
+from replay.engines.profiles import ENGINES
 from replay.errors import UsageError
-from replay.head import Head
+from replay.head.emulation import check_precision, linear_names
+from replay.head.model import Head
+from replay.head.quantise import quantise, quantise_weight
 from replay.ordered import replay_in_order
-from replay.passes import draft_every_anchor, first_pass
-from replay.precision import Format, fused_name, parse_format, parse_precision, with_kv
-from replay.quantise import quantise, quantise_weight
-from replay.ranking import TOGETHER, one_by_one
-from replay.rows import DraftInput
-from replay.tree import TreeSize, draft_every_tree
+from replay.simulator.precision_ranking import TOGETHER, one_by_one
+from replay.simulator.variant import Variant
 from replay.tree_twin import draft_one_tree
 from replay.twin import draft_one_round, replay_request
-from replay.variant import Variant
-from replay.walk import walk
-from replay.weights import Checkpoint
 
 # ---- what may be typed ----
 
@@ -406,7 +406,7 @@ def test_a_borrowed_lm_head_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(tuple(weight.shape))
         return quantise_weight(weight, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("replay.emulation.quantise_weight", counted)
+    monkeypatch.setattr("replay.head.emulation.quantise_weight", counted)
     head_in("lm_head=fp8", draft_vocab_size=None)
     assert made == [(96, 32)]
 

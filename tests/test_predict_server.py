@@ -10,9 +10,9 @@ import torch
 from served_traces import served_trace
 
 import replay
-from replay.binding import build_head, draft_input, resolve
 from replay.demo import sample_head
 from replay.ordered import replay_in_order
+from replay.simulator.binding import build_head, draft_input, resolve
 
 PROMPTS = 8
 NEW_TOKENS = 32

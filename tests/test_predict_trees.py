@@ -9,9 +9,9 @@ import torch
 from served_traces import served_trace
 
 import replay
-from replay.binding import build_head, draft_input, resolve
 from replay.demo import sample_head
-from replay.tree import TreeSize, draft_every_tree
+from replay.drafting.trees import TreeSize, draft_every_tree
+from replay.simulator.binding import build_head, draft_input, resolve
 
 PROMPTS = 4
 NEW_TOKENS = 32

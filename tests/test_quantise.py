@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from replay.precision import Format, parse_format
-from replay.quantise import quantise, quantise_weight, round_e2m1, round_to_grid
+from replay.engines.precision import Format, parse_format
+from replay.head.quantise import quantise, quantise_weight, round_e2m1, round_to_grid
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -113,7 +113,7 @@ def test_a_format_equals_its_twin(text: str, role: str) -> None:
 @pytest.mark.parametrize(("text", "role"), [key for key in TWINS if key[1] == "weight"])
 def test_a_weight_made_in_parts_is_the_same(text: str, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, form = rows(), parse_format(text, role)
-    monkeypatch.setattr("replay.quantise._BLOCK", 2 * x.shape[1])
+    monkeypatch.setattr("replay.head.quantise._BLOCK", 2 * x.shape[1])
     assert torch.equal(quantise_weight(x, form, torch.float32), quantise(x, form))
     assert torch.equal(quantise_weight(x, form, torch.bfloat16), quantise(x, form).bfloat16())
 

@@ -8,12 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from replay.capture import recorder as recorder_module
-from replay.capture.join import Recorded, feed_of, first_missing, join, lacks_feed, rounds_of, same_histogram, tail_of
-from replay.capture.recorder import RowRecorder, summarise_rows
-from replay.capture.recording import decode_rows, feed_rows, prefill_rows, tree_parents, verify_rows
-from replay.capture.sample import summarise_logits
-from replay.capture.sglang_facts import without_secrets
+from replay.capture.client.join import (
+    Recorded,
+    feed_of,
+    first_missing,
+    join,
+    lacks_feed,
+    rounds_of,
+    same_histogram,
+    tail_of,
+)
+from replay.capture.local.sampling import summarise_logits
+from replay.capture.plugin import recorder as recorder_module
+from replay.capture.plugin.facts import without_secrets
+from replay.capture.plugin.recorder import RowRecorder, summarise_rows
+from replay.capture.plugin.recording import decode_rows, feed_rows, prefill_rows, tree_parents, verify_rows
 from replay.capture.spool import (
     Entry,
     Manifest,

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from trace_maker import H, V, changed, make_header, make_request, write_trace
 
 import replay
-from replay.binding import check_fit, resolve
-from replay.cli import cli
-from replay.cli_simulate import simulate
+from replay.cli.app import cli
+from replay.cli.simulate import simulate
 from replay.demo import demo_options
+from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError, OutputError, UsageError
-from replay.faults import FAULTS
-from replay.traces.schema import TapInfo
-from replay.wiring import Wiring
+from replay.faults.table import FAULTS
+from replay.simulator.binding import check_fit, resolve
+from replay.traces.header import TapInfo
 
 CONFIG = tiny_config(hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]})
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rounds_maker import make_rounds, make_variant
 
 from replay.analysis import wording
-from replay.analysis.acceptance import summarise
-from replay.analysis.report import Report, answer, assess, observed_sentence
+from replay.analysis.report.report import Report, answer, assess, observed_sentence
+from replay.analysis.summary import summarise
 from replay.traces.rounds import Rounds
 
 

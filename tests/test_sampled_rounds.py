@@ -7,12 +7,12 @@ import pytest
 from sampled_traces import Sampled, sample_trace
 
 import replay
-from replay.binding import build_head, draft_input, resolve
 from replay.demo import sample_head
-from replay.estimate import open_target
-from replay.expected import expected_walk, keep_probabilities
-from replay.forced import force_every_anchor, path_tokens
-from replay.variant import Variant
+from replay.drafting.path_probability import force_every_anchor, path_tokens
+from replay.simulator.binding import build_head, draft_input, resolve
+from replay.simulator.variant import Variant
+from replay.verify.estimator import open_target
+from replay.verify.expectation import expected_walk, keep_probabilities
 
 STEPS = 3
 WIRING = replay.parse_wiring("embed,3,16")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import replay
-from replay.capture import serve as serve_module
-from replay.capture.recording import RECORD_VARIABLE, Recording
-from replay.capture.serve import ServeOptions, open_folder, prepare
-from replay.capture.sglang_facts import server_url
+from replay.capture.plugin import launch as serve_module
+from replay.capture.plugin.facts import server_url
+from replay.capture.plugin.launch import ServeOptions, open_folder, prepare
+from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
 from replay.capture.spool import chunk_names, read_manifests
 from replay.errors import CaptureError, OutputError, UsageError
 
@@ -120,7 +120,7 @@ def test_plugin_is_installed_with_this_package() -> None:
     serve_module._check_plugin()
     entry = next(one for one in metadata.entry_points(group="sglang.srt.plugins") if one.name == serve_module.PLUGIN)
     environment = {key: value for key, value in os.environ.items() if key != RECORD_VARIABLE}
-    assert entry.value == "replay.capture.sglang_plugin:activate"
+    assert entry.value == "replay.capture.plugin.plugin:activate"
     # idle unless asked for: not even SGLang is imported
     code = f"import sys; from {entry.module} import {entry.attr}; {entry.attr}(); assert 'sglang' not in sys.modules"
     subprocess.run([sys.executable, "-I", "-c", code], check=True, env=environment)
@@ -133,7 +133,7 @@ def run_fake(tmp_path: Path, body: str, *typed: str, json_wanted: bool = False) 
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(body)
     script = (
-        "from importlib import metadata; from replay.cli import main\n"
+        "from importlib import metadata; from replay.cli.app import main\n"
         "version = metadata.version; metadata.version = lambda n: '0.5.23' if n == 'sglang' else version(n)\n"
         "main()"
     )

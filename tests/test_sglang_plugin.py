@@ -15,18 +15,18 @@ import pytest
 from rig.inprocess import sglang_module
 from rig.server import Generated, Server, end_group, start_server
 
-from replay.capture import sglang_plugin
+from replay.capture.client.answers import ServerOptions
+from replay.capture.client.capture import capture_server
 from replay.capture.events import CaptureResult, Event, Noted
-from replay.capture.fingerprint import fingerprint_target
-from replay.capture.recorder import RowRecorder
-from replay.capture.recording import RECORD_VARIABLE, Recording
-from replay.capture.serve import ServeOptions, prepare
-from replay.capture.server import capture_server
-from replay.capture.server_ask import ServerOptions
-from replay.capture.sglang_reporter import Reporter
+from replay.capture.plugin import plugin as sglang_plugin
+from replay.capture.plugin.launch import ServeOptions, prepare
+from replay.capture.plugin.recorder import RowRecorder
+from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.reporter import Reporter
 from replay.capture.spool import SPOOL, chunk_names, launch_folder, read_manifests
+from replay.capture.target_files import fingerprint_target
+from replay.diagnosis.feed import read_feeding
 from replay.errors import CaptureError, WiringError
-from replay.feeding import read_feeding
 from replay.traces.reader import Trace
 
 TEXTS = (
@@ -128,7 +128,7 @@ def capture_until_killed(server: Server, prompts: Path, out: Path) -> dict[str, 
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replay.capture.server_client._BATCH_REQUESTS", 1)
+        patch.setattr("replay.capture.client.requests._BATCH_REQUESTS", 1)
         with pytest.raises(CaptureError, match="--resume"):
             capture_server(options(server, prompts, out, concurrency=1, retries=1), lambda _: None)
     thread.join()
@@ -342,7 +342,7 @@ def test_requests_of_others_are_not_recorded(captured: Callable[[str], Captured]
 def test_a_model_that_cannot_capture_a_tap_is_named() -> None:
     from types import SimpleNamespace
 
-    from replay.capture.sglang_model import capture_boundaries, capturing_parts
+    from replay.capture.plugin.model import capture_boundaries, capturing_parts
 
     core = SimpleNamespace(layers=[None] * 4, layers_to_capture=[])
     model = SimpleNamespace(model=core, logits_processor=SimpleNamespace(keep_last_hidden_states=False))
@@ -359,7 +359,7 @@ def test_a_model_that_cannot_capture_a_tap_is_named() -> None:
 def test_a_model_that_captures_otherwise_is_left_as_it_was() -> None:
     from types import SimpleNamespace
 
-    from replay.capture.sglang_model import capture_boundaries
+    from replay.capture.plugin.model import capture_boundaries
 
     layers = [SimpleNamespace(_is_layer_to_capture=one == 2) for one in range(3)] + [SimpleNamespace()]
     core = SimpleNamespace(layers=layers, layers_to_capture=[2])

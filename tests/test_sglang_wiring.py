@@ -11,10 +11,10 @@ import pytest
 import torch
 from rig.inprocess import sglang_module
 
-from replay.capture.sglang_model import capture_boundaries, capturing_parts
+from replay.capture.plugin.model import capture_boundaries, capturing_parts
+from replay.engines.wiring import engine_ids, parse_wiring, sglang_wiring
 from replay.errors import CaptureError, WiringError
 from replay.traces.taps import tap_index
-from replay.wiring import engine_ids, parse_wiring, sglang_wiring
 
 LAYERS = 61
 CLASSES = {  # model type in replay: module and class in sglang.srt.models

@@ -10,13 +10,13 @@ import pytest
 import torch
 from trace_maker import H, changed, make_header, make_request, make_weights, write_trace
 
-from replay.analysis.slots import Fed, Feeding, Slot, borne_out, contradiction, lines, to_json
+from replay.analysis.diagnosis.feed import Fed, Feeding, Slot, borne_out, contradiction, lines, to_json
+from replay.diagnosis.feed import read_feeding
 from replay.errors import TraceCorruptError
-from replay.feeding import read_feeding
 from replay.traces.captured import CapturedRequest
 from replay.traces.feed import Feed
+from replay.traces.header import TapInfo
 from replay.traces.reader import Trace
-from replay.traces.schema import TapInfo
 
 TAPS = ("2", "3", "final")
 LOOKUP = make_weights()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from replay.capture import smollm2 as module
-from replay.capture.smollm2 import build_once, cache_folder, smollm2
+from replay.capture import demo_target as module
+from replay.capture.demo_target import build_once, cache_folder, smollm2
 from replay.errors import CheckpointError, OutputError
 
 MADE_FROM: dict[str, object] = {"recipe": 1}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rig.inprocess import sglang_module
 
-from replay.target_probability import Bounds, Sampling, TargetProbability
+from replay.verify.target_probability import Bounds, Sampling, TargetProbability
 
 V, ROWS = 50, 12
 SAMPLINGS = [

@@ -10,11 +10,11 @@ import pytest
 import torch
 from trace_maker import K, V, changed, make_header, make_request, make_requests, make_weights, write_trace
 
-from replay.traces import lm_head_check
+from replay.traces import check_lm_head as lm_head_check
 from replay.traces.check import Finding
+from replay.traces.header import TapInfo
 from replay.traces.lm_head import recompute, ulp
 from replay.traces.reader import Trace
-from replay.traces.schema import TapInfo
 from replay.traces.writer import CapturedRequest, ServerCounters, TraceWriter
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from replay.traces.header import CaptureSettings, EngineInfo, TapInfo, TargetInfo, WeightsInfo
 from replay.traces.reader import Trace
-from replay.traces.schema import CaptureSettings, EngineInfo, TapInfo, TargetInfo, WeightsInfo
 
 GOLDEN = Path(__file__).parent / "golden" / "trace-v1"
 

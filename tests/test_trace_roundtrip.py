@@ -15,9 +15,9 @@ from trace_maker import H, V, changed, make_header, make_request, make_requests,
 
 from replay.errors import CaptureError, OutputError, TraceCorruptError, TraceError, TraceIncompleteError, WiringError
 from replay.traces.feed import Feed
+from replay.traces.header import TraceHeader
 from replay.traces.reader import Trace
-from replay.traces.schema import TraceHeader
-from replay.traces.served import read_served
+from replay.traces.server_rounds import read_served
 from replay.traces.writer import ServerCounters, TraceWriter
 
 BITS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32}

@@ -7,7 +7,9 @@ from importlib.resources import files as resources
 import pytest
 from trace_maker import make_header
 
-from replay.traces import feed, files, records, schema, served
+from replay.traces import feed, files, records
+from replay.traces import header as schema
+from replay.traces import server_rounds as served
 from replay.traces.captured import CapturedRequest
 
 SPEC = resources("replay.traces").joinpath("SPEC.md").read_text()

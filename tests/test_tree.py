@@ -7,21 +7,12 @@ import pytest
 import torch
 from test_passes import make_head, requests
 
-from replay.accept import continuations, count_accepted, count_accepted_in_tree, served_walk
-from replay.head import Head
-from replay.passes import draft_every_anchor
-from replay.rows import DraftInput
-from replay.tree import (
-    ORPHAN,
-    ROOT,
-    Candidates,
-    Trees,
-    TreeSize,
-    draft_every_tree,
-    grow_in_blocks,
-    keep_best,
-)
+from replay.drafting.every_anchor import draft_every_anchor
+from replay.drafting.rows import DraftInput
+from replay.drafting.trees import ORPHAN, ROOT, Candidates, Trees, TreeSize, draft_every_tree, grow_in_blocks, keep_best
+from replay.head.model import Head
 from replay.tree_twin import TwinNode, accept_in_tree, draft_one_tree, replay_request_with_trees
+from replay.verify.accept import continuations, count_accepted, count_accepted_in_tree, served_walk
 
 SHAPES = [(2, 1, 3), (2, 3, 5), (3, 2, 13), (3, 4, 8), (4, 3, 8), (5, 5, 32)]  # topk, steps, num_draft_tokens
 
@@ -69,8 +60,8 @@ def test_blocks_of_anchors_and_of_logits_change_no_tree(kv: str, monkeypatch: py
     inputs = requests(head, [(3, 9), (1, 14), (6, 2)])
     shape = {"topk": 3, "steps": 3, "num_draft_tokens": 8, "kv": kv}
     whole = grow_trees(head, inputs, **shape)
-    monkeypatch.setattr("replay.tree._BLOCK_ROWS", 3 * 5 + 1)
-    monkeypatch.setattr("replay.tree._BLOCK_LOGITS", 40 * 7)
+    monkeypatch.setattr("replay.drafting.trees._BLOCK_ROWS", 3 * 5 + 1)
+    monkeypatch.setattr("replay.drafting.trees._BLOCK_LOGITS", 40 * 7)
     for trees, blocked in zip(whole, grow_trees(head, inputs, **shape), strict=True):
         assert nodes(trees) == nodes(blocked)
 

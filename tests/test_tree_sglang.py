@@ -11,9 +11,9 @@ from rig.inprocess import sglang_module
 from test_passes import requests
 from torch import Tensor
 
-from replay import tree
-from replay.head import Head
-from replay.tree import ORPHAN, ROOT, TreeSize, draft_every_tree
+from replay.drafting import trees as tree
+from replay.drafting.trees import ORPHAN, ROOT, TreeSize, draft_every_tree
+from replay.head.model import Head
 
 Proposal = tuple[Tensor, Tensor, Tensor]
 

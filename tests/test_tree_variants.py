@@ -12,17 +12,17 @@ from rounds_maker import make_rounds, make_variant
 from trace_maker import make_four, write_trace
 
 import replay
-from replay.analysis.report import assess
-from replay.binding import build_head, draft_input, resolve
-from replay.cli import cli
+from replay.analysis.report.report import assess
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.cli.app import cli
 from replay.errors import UsageError
-from replay.simulation import simulate
+from replay.simulator.binding import build_head, draft_input, resolve
+from replay.simulator.simulation import simulate
+from replay.simulator.variant import Variant, name_variants, sweep
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds, VariantInfo
 from replay.tree_twin import replay_request_with_trees
 from replay.twin import replay_request
-from replay.variant import Variant, name_variants, sweep
-from replay.weights import Checkpoint
 
 
 @pytest.fixture

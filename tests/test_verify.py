@@ -9,9 +9,9 @@ from rig.inprocess import sglang_module
 from toy_target import shares_by_coin
 
 from replay.errors import UsageError
-from replay.expected import draw_accepted, keep_probabilities
-from replay.variant import Variant, sweep
-from replay.verify import Rule, parse_rule, taken_shares
+from replay.simulator.variant import Variant, sweep
+from replay.verify.expectation import draw_accepted, keep_probabilities
+from replay.verify.rules import Rule, parse_rule, taken_shares
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,18 @@ from heads import INVENTED, invented_checkpoint, write_head
 from trace_maker import V, changed, make_four, make_header, make_request, make_weights, write_trace
 
 import replay
-from replay.binding import build_head, draft_input, resolve
-from replay.cli import cli
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.cli.app import cli
 from replay.errors import TraceCorruptError, UsageError
 from replay.forced_twin import force_one_anchor
-from replay.simulation import simulate
+from replay.simulator.binding import build_head, draft_input, resolve
+from replay.simulator.simulation import simulate
+from replay.simulator.variant import Variant, sweep
 from replay.traces.captured import CapturedRequest
 from replay.traces.reader import Trace
 from replay.traces.rounds import METADATA_KEY, Rounds, VariantInfo, read_rounds, write_rounds
 from replay.traces.taps import FINAL
 from replay.tree_twin import draft_one_tree
-from replay.variant import Variant, sweep
-from replay.weights import Checkpoint
 
 HEAT = 2.5  # logits of the invented target are large
 

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import replay
-from replay.engines import ENGINES
+from replay.checkpoint.checkpoint import check_checkpoint, read_checkpoint
+from replay.checkpoint.config import HeadConfig, parse_config, read_config
+from replay.engines.profiles import ENGINES
 from replay.errors import CheckpointError
-from replay.head import Head
-from replay.head_config import HeadConfig, parse_config, read_config
+from replay.head.model import Head
 from replay.twin import plain_causal_attention
-from replay.weights import check_checkpoint, read_checkpoint
 
 Tensors = dict[str, Tensor]
 RICH = {

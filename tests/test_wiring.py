@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
+from replay.engines.wiring import Wiring, check_wiring, default_wiring, engine_ids, parse_wiring, sglang_wiring
 from replay.errors import UsageError, WiringError
 from replay.traces.taps import default_taps, parse_tap, parse_taps, sort_taps
-from replay.wiring import Wiring, check_wiring, default_wiring, engine_ids, parse_wiring, sglang_wiring
 
 # ---- the grammar of taps ----
 

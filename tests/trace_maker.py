@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from replay.traces.schema import CaptureSettings, EngineInfo, TapInfo, TargetInfo, TraceHeader
+from replay.traces.header import CaptureSettings, EngineInfo, TapInfo, TargetInfo, TraceHeader
 from replay.traces.writer import CapturedRequest, TraceWriter
 
 V, H, K, LAYERS = 64, 16, 4, 4

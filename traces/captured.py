@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError
 from replay.traces.feed import Feed, check_feed
+from replay.traces.header import TAP_DTYPES, TraceHeader
 from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, RequestRecord
-from replay.traces.schema import TAP_DTYPES, TraceHeader
 
 if TYPE_CHECKING:
     import torch

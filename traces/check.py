@@ -10,7 +10,7 @@ from pathlib import Path
 
 from replay.errors import TraceCorruptError
 from replay.traces import files
-from replay.traces.lm_head_check import lm_head_findings
+from replay.traces.check_lm_head import lm_head_findings
 from replay.traces.reader import Trace
 from replay.traces.records import RequestRecord
 from replay.traces.shared_rows import SharedRows, shared_sentences

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError, TraceCorruptError
-from replay.traces.schema import TAP_DTYPES, TraceHeader
+from replay.traces.header import TAP_DTYPES, TraceHeader
 from replay.traces.tensors import NAMES, Layout, map_rows
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, W
 from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
+from replay.traces.header import TraceHeader
 from replay.traces.records import RequestRecord, check_same, read_table, scan_shards, to_frame
-from replay.traces.schema import TraceHeader
-from replay.traces.served import MAX_BYTES, read_served, rounds_of, served_schema
+from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.taps import EMBED, sort_taps
 from replay.traces.tensors import Layout, map_rows
 from replay.traces.weights import find_weight, load_weight

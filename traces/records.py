@@ -17,7 +17,7 @@ from replay.errors import TraceCorruptError, TraceVersionError
 from replay.traces.feed import check_layout
 from replay.traces.fields import Fields, parse_json
 from replay.traces.files import shard_name, shard_number
-from replay.traces.schema import MAX_COUNT, MAX_VOCAB, VERSION, TraceHeader
+from replay.traces.header import MAX_COUNT, MAX_VOCAB, VERSION, TraceHeader
 from replay.traces.tensors import NAMES, Layout, parse_layout
 
 if TYPE_CHECKING:

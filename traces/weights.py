@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from replay.errors import TraceCorruptError, TraceError
 from replay.traces import files
-from replay.traces.schema import TraceHeader
+from replay.traces.header import TraceHeader
 from replay.traces.tensors import Layout, map_rows, parse_layout
 
 if TYPE_CHECKING:

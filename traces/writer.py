@@ -16,9 +16,9 @@ from replay.traces import files
 from replay.traces.captured import CapturedRequest, ServerCounters, check_request, check_weights, request_tensors
 from replay.traces.feed import feed_tensors
 from replay.traces.fields import parse_json
+from replay.traces.header import FORMAT, TraceHeader, WeightsInfo
 from replay.traces.records import RequestRecord, expected_tensors, placed, scan_shards, shard_metadata, to_frame
-from replay.traces.schema import FORMAT, TraceHeader, WeightsInfo
-from replay.traces.served import merge_rounds, read_served, rounds_of
+from replay.traces.server_rounds import merge_rounds, read_served, rounds_of
 from replay.traces.tensors import joined_shapes, pack_header, tensor_bytes
 
 if TYPE_CHECKING:

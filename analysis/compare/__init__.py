@@ -1,0 +1,1 @@
+"""Two variants on the same requests and anchors."""

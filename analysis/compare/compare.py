@@ -1,0 +1,222 @@
+"""Two variants of a replay of one trace against each other, request by request and anchor by anchor.
+
+Every difference is B minus A. Served walks diverge after the first round in which they accept unequally and may meet
+again, so two tables are made: of all rounds, as a server would show them, and of the common anchors, the rounds of
+both that start with the same tokens, where nothing differs but the draft.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from replay.analysis.bootstrap import DEFAULT_RESAMPLES
+from replay.analysis.compare.common_anchors import CommonAnchors, common_anchors
+from replay.analysis.compare.pairing import Joined
+from replay.analysis.counts import ACCEPTED, CUT, DRAFTED, ROUNDS, Counts, Mask, per_request, ratio
+from replay.analysis.gaps import Gap, paired_gaps
+from replay.analysis.summary import JsonObject, json_value
+from replay.traces.rounds import RequestInfo, VariantInfo
+
+# "The same" for a reader who asks whether a change costs anything that matters.
+WITHIN = 0.01
+LEVEL = 0.05
+MOST_REQUESTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Counts of one variant over the requests compared; ``accept_length`` = (accepted + rounds) / rounds."""
+
+    variant: str
+    rounds: int
+    accepted: int
+    drafted: int
+    cut_rounds: int
+    accept_length: float
+
+
+@dataclass(frozen=True, slots=True)
+class CategoryGap:
+    """The requests of one category (None: those without one)."""
+
+    category: str | None
+    requests: int
+    a: Side
+    b: Side
+    difference: float
+    ci95: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGap:
+    """One request: its rounds and accept length under both."""
+
+    request_id: str
+    category: str | None
+    rounds_a: int
+    rounds_b: int
+    accept_length_a: float
+    accept_length_b: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """B against A over the ``requests`` that have rounds under both; ``without_rounds`` others have none under one.
+
+    ``verdict``: ``better`` or ``worse`` where the interval of the difference excludes 0 and, among several pairs, the p
+    value adjusted after Holm is at most 0.05; ``same`` where no resample tells the two apart; else ``cannot tell``.
+    ``within_1_percent``: the whole interval lies within 1 % of the smaller accept length; None without an interval.
+    ``most_different`` are the requests whose numbers of rounds differ most.
+    """
+
+    a: Side
+    b: Side
+    requests: int
+    without_rounds: int
+    difference: float
+    ci95: tuple[float, float]
+    p_value: float
+    p_holm: float
+    verdict: str
+    within_1_percent: bool | None
+    anchors: CommonAnchors
+    categories: tuple[CategoryGap, ...]
+    most_different: tuple[RequestGap, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Every pair that was compared. ``only_a`` and ``only_b`` name requests that are in one file only."""
+
+    requests: int
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+    seed: int
+    resamples: int
+
+    def to_json(self) -> JsonObject:
+        """The document of ``replay compare --json``: the fields by name, null in place of nan."""
+        document: JsonObject = json_value(asdict(self))
+        return document
+
+
+def compare(joined: Joined, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:
+    """Every variant B of ``joined`` against its A (see ``join``), by paired bootstrap over requests."""
+    counts = per_request(joined.rounds)
+    against = counts.pop(joined.a.name)
+    gaps = paired_gaps(counts, against, seed=seed, resamples=resamples)
+    adjusted = holm({name: gap.p_value for name, gap in gaps.items()})
+    pairs = tuple(
+        _pair(joined, b, against, counts[b.name], gaps[b.name], adjusted[b.name], seed=seed, resamples=resamples)
+        for b in joined.others
+    )
+    return Comparison(len(joined.rounds.requests), joined.only_a, joined.only_b, pairs, seed, resamples)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """P values adjusted for their number, nan left out (Holm, Scandinavian Journal of Statistics 6, 1979, page 65)."""
+    known = sorted((p, name) for name, p in p_values.items() if not math.isnan(p))
+    adjusted = dict.fromkeys(p_values, math.nan)
+    largest = 0.0
+    for place, (p, name) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - place) * p))
+        adjusted[name] = largest
+    return adjusted
+
+
+def verdict(gap: Gap, p_holm: float, *, several: bool) -> str:
+    """The rule that ``Pair`` states."""
+    if gap.verdict == "equal":
+        return "same"
+    if several and not p_holm <= LEVEL:
+        return "cannot tell"
+    return gap.verdict
+
+
+def within(gap: Gap, length_a: float, length_b: float) -> bool | None:
+    """Whether the interval lies within 1 % of the smaller accept length; None without an interval."""
+    low, high = gap.ci95
+    if math.isnan(low):
+        return None
+    margin = WITHIN * min(length_a, length_b)
+    return -margin <= low and high <= margin
+
+
+def _pair(
+    joined: Joined,
+    b: VariantInfo,
+    counts_a: Counts,
+    counts_b: Counts,
+    gap: Gap,
+    p_holm: float,
+    *,
+    seed: int,
+    resamples: int,
+) -> Pair:
+    both: Mask = (counts_a[:, ROUNDS] > 0) & (counts_b[:, ROUNDS] > 0)
+    side_a = _side(joined.shown[joined.a.name], counts_a[both])
+    side_b = _side(joined.shown[b.name], counts_b[both])
+    return Pair(
+        a=side_a,
+        b=side_b,
+        requests=int(both.sum()),
+        without_rounds=int((~both).sum()),
+        difference=gap.difference,
+        ci95=gap.ci95,
+        p_value=gap.p_value,
+        p_holm=p_holm,
+        verdict=verdict(gap, p_holm, several=len(joined.others) > 1),
+        within_1_percent=within(gap, side_a.accept_length, side_b.accept_length),
+        anchors=common_anchors(joined.rounds, joined.a, b, seed=seed, resamples=resamples),
+        categories=_categories(joined, b, counts_a, counts_b, both, seed=seed, resamples=resamples),
+        most_different=_most_different(joined.rounds.requests, counts_a, counts_b, both),
+    )
+
+
+def _side(name: str, counts: Counts) -> Side:
+    total = counts.sum(axis=0)
+    rounds, accepted, drafted, cut = (int(total[column]) for column in (ROUNDS, ACCEPTED, DRAFTED, CUT))
+    return Side(name, rounds, accepted, drafted, cut, ratio(accepted + rounds, rounds))
+
+
+def _categories(
+    joined: Joined, b: VariantInfo, counts_a: Counts, counts_b: Counts, both: Mask, *, seed: int, resamples: int
+) -> tuple[CategoryGap, ...]:
+    """In the order in which they first come; empty where no request has one."""
+    named = [request.category for request in joined.rounds.requests]
+    found = []
+    for category in dict.fromkeys(named) if any(named) else ():
+        chosen = both & np.array([name == category for name in named], dtype=np.bool_)
+        if not chosen.any():
+            continue
+        gap = paired_gaps({"b": counts_b[chosen]}, counts_a[chosen], seed=seed, resamples=resamples)["b"]
+        side_a = _side(joined.shown[joined.a.name], counts_a[chosen])
+        side_b = _side(joined.shown[b.name], counts_b[chosen])
+        found.append(CategoryGap(category, int(chosen.sum()), side_a, side_b, gap.difference, gap.ci95))
+    return tuple(found)
+
+
+def _most_different(
+    requests: Sequence[RequestInfo], counts_a: Counts, counts_b: Counts, both: Mask
+) -> tuple[RequestGap, ...]:
+    """The requests whose rounds differ most, the largest difference first, those that do not differ left out."""
+    apart = np.where(both, np.abs(counts_b[:, ROUNDS] - counts_a[:, ROUNDS]), 0)
+    order = [int(row) for row in np.argsort(-apart, kind="stable")[:MOST_REQUESTS] if apart[row]]
+    return tuple(
+        RequestGap(
+            requests[row].request_id,
+            requests[row].category,
+            int(counts_a[row, ROUNDS]),
+            int(counts_b[row, ROUNDS]),
+            _length(counts_a[row]),
+            _length(counts_b[row]),
+        )
+        for row in order
+    )
+
+
+def _length(row: Counts) -> float:
+    return ratio(int(row[ACCEPTED] + row[ROUNDS]), int(row[ROUNDS]))

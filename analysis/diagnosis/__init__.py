@@ -1,0 +1,1 @@
+"""The statistics of a diagnosis, and how it is shown."""

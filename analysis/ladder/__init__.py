@@ -1,0 +1,1 @@
+"""From the training metric down to what a server showed, step by step."""

@@ -1,0 +1,1 @@
+"""One rounds file, shown."""

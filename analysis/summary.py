@@ -1,0 +1,223 @@
+"""Rounds → one summary for each variant: counts first, ratios made from them.
+
+Definitions (SGLang's, as its decode log and per-request counters use them): ``accepted`` leaves the bonus token out;
+accept length = sum(accepted + 1) / rounds; ``histogram[a]`` = rounds with exactly a accepted tokens. A cut round
+counts as a round like every other. ``nan`` stands where a ratio has no denominator; JSON says null there.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from replay.analysis.bootstrap import DEFAULT_RESAMPLES
+from replay.analysis.counts import (
+    ROUNDS,
+    Counts,
+    alike,
+    histograms,
+    length_interval,
+    lengths,
+    per_request,
+    position_rates,
+    ratio,
+    stacked_sums,
+)
+from replay.analysis.expected_length import ExpectedSummary, summarise_expected
+from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the server reported for the same requests.
+
+    ``requests`` of them reported something. ``accept_length`` = 1 + accepted / rounds where the server gave a
+    histogram, else output tokens / rounds, its own definition. ``histogram`` is empty where none was given.
+    """
+
+    rounds: int
+    accept_length: float
+    histogram: tuple[int, ...]
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class VariantSummary(VariantSettings):
+    """One variant, its counts and ratios; the fields down to ``expected`` are the JSON of ``replay simulate --json``.
+
+    ``position_joint[j-1]`` = rounds with at least j accepted / rounds; ``position_conditional[j-1]`` = the same
+    over the rounds with at least j-1. ``accept_length_server`` = completion tokens / verify rounds as SGLang's
+    ``meta_info`` counts it (requests without a round are left out; the first token of a request comes from prefill and
+    counts, tokens past the end do not).
+    """
+
+    requests: int
+    rounds: int
+    drafted: int
+    accepted: int
+    output_tokens: int
+    accept_length: float
+    accept_length_ci95: tuple[float, float]
+    accept_length_server: float
+    histogram: tuple[int, ...]
+    position_joint: tuple[float, ...]
+    position_conditional: tuple[float, ...]
+    all_anchors_accept_length: float
+    ties: int
+    seconds: float
+    observed: Observed | None
+    expected: ExpectedSummary | None
+    played_requests: int
+    cut_rounds: int
+    anchors: int
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted / drafted tokens; nan without drafted tokens."""
+        return ratio(self.accepted, self.drafted)
+
+
+# Needed to explain a summary, not part of the documented JSON.
+_NOT_IN_JSON = {"played_requests", "cut_rounds", "anchors"}
+
+
+def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> list[VariantSummary]:
+    """One summary for each variant, in the order of ``rounds.variants``.
+
+    The interval is a percentile bootstrap over the requests that have a round, the same draws for all variants;
+    (nan, nan) when fewer than two requests have one.
+    """
+    counts = per_request(rounds)
+    intervals = _intervals(rounds, counts, seed=seed, resamples=resamples)
+    spread = histograms(rounds)
+    return [
+        _summary(
+            variant,
+            rounds.requests,
+            counts[variant.name],
+            spread[variant.name],
+            intervals[variant.name],
+            _expected(variant, seed=seed, resamples=resamples),
+        )
+        for variant in rounds.variants
+    ]
+
+
+def _expected(variant: VariantInfo, *, seed: int, resamples: int) -> ExpectedSummary | None:
+    found = variant.expected
+    return None if found is None else summarise_expected(found, seed=seed, resamples=resamples)
+
+
+def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
+    """The document of ``replay simulate --json``: JSON values only, null in place of nan."""
+    return {"trace": rounds.trace, "draft": rounds.drafts, "variants": [_variant_json(row) for row in summaries]}
+
+
+def _intervals(
+    rounds: Rounds, counts: dict[str, Counts], *, seed: int, resamples: int
+) -> dict[str, tuple[float, float]]:
+    """By variant the interval of its accept length."""
+    found: dict[str, tuple[float, float]] = {}
+    for names, played in alike({name: rows[:, ROUNDS] > 0 for name, rows in counts.items()}):
+        sums = stacked_sums([counts[name][played] for name in names], seed=seed, resamples=resamples)
+        found |= {name: length_interval(lengths(sums[i]), played) for i, name in enumerate(names)}
+    return found
+
+
+def _summary(
+    variant: VariantInfo,
+    requests: Sequence[RequestInfo],
+    counts: Counts,
+    histogram: Counts,
+    interval: tuple[float, float],
+    expected: ExpectedSummary | None,
+) -> VariantSummary:
+    rounds, accepted, drafted, cut = (int(total) for total in counts.sum(axis=0))
+    played = [request for request, row in zip(requests, counts, strict=True) if row[ROUNDS] > 0]
+    joint, conditional = position_rates(histogram)
+    return VariantSummary(
+        name=variant.name,
+        draft=variant.draft,
+        wiring=variant.wiring,
+        steps=variant.steps,
+        topk=variant.topk,
+        num_draft_tokens=variant.num_draft_tokens,
+        precision=variant.precision,
+        numerics=variant.numerics,
+        kv=variant.kv,
+        verify=variant.verify,
+        temperature=variant.temperature,
+        engine=variant.engine,
+        faults=variant.faults,
+        requests=len(requests),
+        rounds=rounds,
+        drafted=drafted,
+        accepted=accepted,
+        output_tokens=sum(request.output_tokens for request in requests),
+        accept_length=ratio(accepted + rounds, rounds),
+        accept_length_ci95=interval,
+        accept_length_server=ratio(sum(request.output_tokens for request in played), rounds),
+        histogram=tuple(int(count) for count in histogram),
+        position_joint=joint,
+        position_conditional=conditional,
+        all_anchors_accept_length=ratio(variant.anchors_accepted + variant.anchors, variant.anchors),
+        ties=variant.ties,
+        seconds=variant.seconds,
+        observed=observed(requests),
+        expected=expected,
+        played_requests=len(played),
+        cut_rounds=cut,
+        anchors=variant.anchors,
+    )
+
+
+def observed(requests: Sequence[RequestInfo]) -> Observed | None:
+    """The server's own rounds over ``requests``; None when it reported none.
+
+    Only requests with a histogram count when any has one, so that the two definitions are never mixed.
+    """
+    counted = [request for request in requests if request.observed_rounds]
+    drawn = [request.observed_histogram for request in counted if request.observed_histogram]
+    if drawn:
+        histogram = [0] * max(map(len, drawn))
+        for counts in drawn:
+            for accepted, count in enumerate(counts):
+                histogram[accepted] += count
+        rounds = sum(histogram)
+        tokens = rounds + sum(accepted * count for accepted, count in enumerate(histogram))
+        return Observed(rounds, ratio(tokens, rounds), tuple(histogram), len(drawn))
+    if counted:
+        rounds = sum(request.observed_rounds or 0 for request in counted)
+        tokens = sum(request.output_tokens for request in counted)
+        return Observed(rounds, ratio(tokens, rounds), (), len(counted))
+    return None
+
+
+def _variant_json(summary: VariantSummary) -> JsonObject:
+    row = {f.name: json_value(getattr(summary, f.name)) for f in fields(summary) if f.name not in _NOT_IN_JSON}
+    seen = summary.observed
+    row["observed"] = (
+        None
+        if seen is None
+        else {
+            "rounds": seen.rounds,
+            "accept_length": json_value(seen.accept_length),
+            "histogram": list(seen.histogram),
+        }
+    )
+    expected = summary.expected
+    row["expected"] = None if expected is None else json_value(asdict(expected))
+    return row
+
+
+def json_value(value: object) -> Any:
+    """``value`` as JSON has it: lists for tuples, null for what is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, tuple | list):
+        return [json_value(item) for item in value]
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
+    return value

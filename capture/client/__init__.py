@@ -1,0 +1,1 @@
+"""Capture from a running server over HTTP."""

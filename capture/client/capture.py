@@ -1,0 +1,164 @@
+"""``replay capture --server``: drive a recording server with a prompt file, and make a trace of what it recorded.
+
+Each request gets an id of this client's own and a cache salt of its own, so that no cached prefix takes the place of
+rows. Its answer comes over HTTP, its rows through the spool; both are joined, and finished requests go into the trace
+in batches. A server without the plugin gives answers only: see capture/stock.py.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING
+
+import replay
+from replay.capture.client.answers import ServerOptions
+from replay.capture.client.api import ServerApi, open_api
+from replay.capture.client.facts import ServerFacts, check_same_server, read_facts
+from replay.capture.client.join import Joined
+from replay.capture.client.requests import PROBE_TOKENS, ServerClient
+from replay.capture.client.spool_reader import SpoolReader
+from replay.capture.encode import EncodedRequest, Limits, encode_prompts
+from replay.capture.events import CaptureResult, Event, Loading, Noted
+from replay.capture.options import check_numbers, check_place, settings_of
+from replay.capture.prompts import PromptFile, read_prompts
+from replay.capture.spool import RID_PREFIX, SPOOL
+from replay.errors import OutputError, PromptError, TraceError, UsageError
+from replay.traces.files import HEADER
+from replay.traces.header import TapInfo, TraceHeader
+from replay.traces.taps import EMBED, FINAL, parse_taps, sort_taps
+
+if TYPE_CHECKING:
+    import torch
+
+
+def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) -> CaptureResult:
+    """Capture every row of a prompt file from a server. Finished requests are safe; ``resume`` does what is missing.
+
+    Raises UsageError, PromptError, CaptureError, OutputError and TraceError; what can be refused is refused before the
+    first prompt is sent.
+    """
+    check_numbers(
+        options,
+        ("--timeout", options.timeout, options.timeout > 0, "above 0"),
+        ("--retries", options.retries, options.retries >= 0, "0 or more"),
+    )
+    prompts = read_prompts(options.prompts)
+    check_place(options, beside=(SPOOL,))
+    api = open_api(options.server, options.api_key, timeout=options.timeout, retries=options.retries)
+    facts = read_facts(api, options.recording)
+    if not facts.recording and (options.out / HEADER).exists():
+        raise OutputError(
+            f"{options.out} holds a trace, and {api.url} does not record: start it by replay serve, or type another -o"
+        )
+    requests = encode(prompts, facts, options)
+    on_event(Loading(facts.model_path, len(requests)))
+    if not facts.recording:
+        from replay.capture.client.without_plugin import capture_stock
+
+        return capture_stock(options, api, facts, requests, on_event)
+    return _capture_recorded(options, prompts, api, facts, requests, on_event)
+
+
+def encode(prompts: PromptFile, facts: ServerFacts, options: ServerOptions) -> list[EncodedRequest]:
+    """Token ids of every row, by the server's tokenizer. Raises PromptError, CaptureError."""
+    forced = next((row for row in prompts.rows if row.response is not None or row.output_ids is not None), None)
+    if forced is not None:
+        raise PromptError(
+            f"{prompts.place(forced)} gives the output, and a server only generates: take it out, or capture it with "
+            "--model"
+        )
+    tokenizer, vocab_size = None, facts.vocab_size
+    if any(row.input_ids is None for row in prompts.rows):
+        from replay.capture.local.target import open_target
+
+        files = open_target(facts.tokenizer_path)
+        tokenizer, vocab_size = files.tokenizer, vocab_size or files.limits.vocab_size
+    limits = Limits(vocab_size or (1 << 31) - 1, facts.context)
+    return encode_prompts(prompts, tokenizer, limits, raw=options.raw, max_new_tokens=options.max_new_tokens)
+
+
+def _capture_recorded(
+    options: ServerOptions,
+    prompts: PromptFile,
+    api: ServerApi,
+    facts: ServerFacts,
+    requests: Sequence[EncodedRequest],
+    on_event: Callable[[Event], None],
+) -> CaptureResult:
+    from replay.traces.writer import TraceWriter, read_header
+
+    target = facts.target()
+    taps = _wanted_taps(options, facts, target.layers)
+    assert facts.spool is not None
+    header = _header(options, prompts, facts, taps)
+    if options.resume and (options.out / HEADER).exists():
+        check_same_server(read_header(options.out).engine, header.engine, options.out)
+    name = f"{RID_PREFIX}{secrets.token_hex(8)}"
+    with SpoolReader(facts.spool, facts.taps, target.hidden_size, name) as spool:
+        client = ServerClient(options, api, facts, spool, on_event)
+        probe = client.probe(requests[0])
+        weights, lookup, lacking = _weights_and_lookup(options, header, probe, requests[0])
+        if lacking:
+            on_event(Noted(f"the trace will lack {lacking}"))
+            header = replace(header, missing=(*header.missing, lacking))
+        stored = sort_taps([FINAL, *(tap for tap in taps if tap != EMBED), *([] if lookup else [EMBED])])
+        info = TapInfo(target.dtype, target.hidden_size)
+        header = replace(header, taps={tap: info for tap in stored}, embed="lookup" if lookup else "stored")
+        begin = TraceWriter.resume if options.resume else partial(TraceWriter.create, force=options.force)
+        with begin(options.out, header) as writer:
+            if weights is not None and options.weights:
+                writer.write_target_weights(*weights)
+            return client.run(requests, writer, stored)
+
+
+def _wanted_taps(options: ServerOptions, facts: ServerFacts, layers: int) -> tuple[str, ...]:
+    """What goes into the trace: what was asked for, and always what the draft is fed. Raises UsageError."""
+    if options.taps is None:
+        return facts.taps
+    wanted = parse_taps(options.taps, layers=layers)
+    lacking = [tap for tap in wanted if tap not in facts.taps]
+    if lacking:
+        raise UsageError(
+            f"--taps {','.join(lacking)} are not recorded by the server (it records {','.join(facts.taps)}): start it "
+            "by replay serve with these taps"
+        )
+    return sort_taps([FINAL, *wanted, *facts.manifests[0].wiring])
+
+
+def _header(options: ServerOptions, prompts: PromptFile, facts: ServerFacts, taps: Sequence[str]) -> TraceHeader:
+    target = facts.target()
+    missing = [
+        "for each request, the target's choices beyond its last verify (those within it are its tail_ids)",
+        *(["verify rounds of a server: it drafts nothing"] if not facts.manifests[0].wiring else []),
+        *(["the server's random numbers: it draws its own, --seed has no effect"] if options.temperature > 0 else []),
+    ]
+    return TraceHeader(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        replay_version=replay.__version__,
+        target=target,
+        engine=facts.engine(),
+        taps={tap: TapInfo(target.dtype, target.hidden_size) for tap in taps},
+        topk=min(facts.manifests[0].topk, target.vocab_size),
+        capture=settings_of(options, prompts),
+        missing=tuple(missing),
+    )
+
+
+def _weights_and_lookup(
+    options: ServerOptions, header: TraceHeader, probe: Joined, request: EncodedRequest
+) -> "tuple[tuple[torch.Tensor, torch.Tensor | None] | None, bool, str]":
+    """The target's weights, whether R[0] is a lookup in its embedding, and what is missing of them, in words."""
+    import torch
+
+    from replay.traces.weights import load_weight
+
+    try:
+        embed = load_weight(options.out, header, EMBED)
+        lm_head = None if header.target.tie_word_embeddings else load_weight(options.out, header, "lm_head")
+    except TraceError as error:
+        return None, False, f"the target's embedding and output rows ({error})"
+    ids = torch.tensor(request.prompt_ids[:PROBE_TOKENS])
+    lookup = torch.equal(embed[ids].to(probe.taps[EMBED].dtype), probe.taps[EMBED][: len(ids)])
+    return (embed, lm_head), lookup, ""

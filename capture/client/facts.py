@@ -1,0 +1,179 @@
+"""What a server says of itself before anything is asked of it: /model_info, /server_info, its manifests."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from replay.capture.client.api import ServerApi
+from replay.capture.spool import Manifest, launch_folder, read_manifests
+from replay.errors import CaptureError, TraceCorruptError, TraceError
+from replay.traces.header import MAX_COUNT, EngineInfo, Fields, TargetInfo
+from replay.traces.taps import FINAL
+
+# details that decide rows or rounds: those of one trace come from servers that agree in them and in all speculative_*
+_DECISIVE = ("wiring", "server_wiring", "dtype", "quantization", "kv_cache_dtype", "draft_fingerprint")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """``spool`` is where its rows can be read here, ``manifests`` one of each of its processes; empty where stock."""
+
+    version: str
+    model_path: str
+    tokenizer_path: str
+    vocab_size: int | None
+    context: int | None
+    arguments: Mapping[str, Any]
+    spool: Path | None
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def recording(self) -> bool:
+        """Whether it records."""
+        return self.spool is not None
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """What it records."""
+        return tuple(self.manifests[0].taps) if self.manifests else ()
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it feeds a draft."""
+        return any(one.wiring for one in self.manifests)
+
+    @property
+    def no_feed(self) -> str:
+        """Why it does not record what the draft is fed; empty where it does, or has no draft."""
+        return next((one.no_feed for one in self.manifests if one.no_feed), "")
+
+    def target(self) -> TargetInfo:
+        """The target as the server describes it. Raises TraceCorruptError."""
+        values = Fields("the server's manifest: target", dict(self.manifests[0].target))
+        read: dict[Any, Callable[[str], Any]] = {
+            str: values.text,
+            bool: values.flag,
+            int: lambda name: values.integer(name, 1, MAX_COUNT),
+            int | None: lambda name: values.optional_integer(name, 1, MAX_COUNT),
+        }
+        return TargetInfo(**{item.name: read[item.type](item.name) for item in fields(TargetInfo)})
+
+    def engine(self) -> EngineInfo:
+        """The header's engine: version, wiring as served, arguments, draft config."""
+        first = self.manifests[0]
+        details = {
+            **first.details,
+            "wiring": ",".join(first.wiring),
+            "server_wiring": ",".join(first.server_wiring),
+            "ranks": str(first.world),
+        }
+        return EngineInfo("sglang", first.sglang, details)
+
+
+def read_facts(api: ServerApi, recording: Path | None) -> ServerFacts:
+    """Ask a server what it is. ``recording``: where its recording folder is seen here, if elsewhere than there.
+
+    Raises CaptureError: no answer, not ready, no SGLang, a recording that is refused, has failed, lacks a rank, or
+    lies where this process cannot read it.
+    """
+    model = api.get("/model_info", "/get_model_info")  # the latter: their names of old
+    info = api.get("/server_info", "/get_server_info")
+    if not isinstance(model, dict) or not isinstance(info, dict):
+        raise CaptureError(f"{api.url} answers no JSON objects: --server takes the address of an SGLang server")
+    if model.get("is_generation") is False:
+        raise CaptureError(f"{api.url} serves an embedding model: start it with a model that generates")
+    states = [state for state in _list(info.get("internal_states")) if isinstance(state, dict)]
+    folder, manifests = _recording(states, recording, api.url)
+    path = str(model.get("model_path") or "")
+    return ServerFacts(
+        version=str(info.get("version") or ""),
+        model_path=path,
+        tokenizer_path=str(model.get("tokenizer_path") or path),
+        vocab_size=None if not manifests else int(manifests[0].target["vocab_size"]),
+        context=_context(states, manifests),
+        arguments=states[0] if states else info,
+        spool=folder,
+        manifests=manifests,
+    )
+
+
+def check_same_server(begun: EngineInfo, running: EngineInfo, trace: Path) -> None:
+    """Refuse to go on with ``trace`` by a server that drafts or computes in another way. Raises TraceError.
+
+    Traces of other engines are left to TraceWriter.resume, which names both.
+    """
+    if begun.name != running.name:
+        return
+    speculative = {name for name in (*begun.details, *running.details) if name.startswith("speculative_")}
+    for name in (*_DECISIVE, *sorted(speculative), "draft_config"):  # the long one last
+        before, now = (engine.details.get(name) for engine in (begun, running))
+        if before != now:
+            raise TraceError(
+                f"{trace} was begun on a server with {name} {_told(before)}, the running one has {_told(now)}: start "
+                "the server as before, or type another -o"
+            )
+
+
+def _told(value: str | None) -> str:
+    return "unset" if value is None else repr(value)
+
+
+def _recording(
+    states: Sequence[Mapping[str, Any]], seen_here: Path | None, url: str
+) -> tuple[Path | None, tuple[Manifest, ...]]:
+    told = [state["replay"] for state in states if isinstance(state.get("replay"), dict)]
+    if not told:
+        return None, ()
+    if len(told) != len(states):
+        raise CaptureError(f"{len(told)} of {len(states)} schedulers of {url} record: restart it by replay serve")
+    for one in told:
+        if one.get("state") != "recording":
+            raise CaptureError(
+                f"{url} does not record ({one.get('state')}: {one.get('reason')}): mend this and restart it by "
+                "replay serve"
+            )
+    there, launch, host = (str(told[0].get(name)) for name in ("folder", "launch", "host"))
+    folder = launch_folder(seen_here or Path(there), launch)
+    manifests = read_manifests(folder)
+    if not manifests:
+        raise CaptureError(
+            f"{url} records into {there} on {host}, and {folder} is not to be read here: run this command on {host} "
+            "and copy the finished trace, or share that folder and name it here with --recording"
+        )
+    _check_manifests(manifests, launch, states, url)
+    return folder, tuple(manifests)
+
+
+def _check_manifests(manifests: Sequence[Manifest], launch: str, states: Sequence[Mapping[str, Any]], url: str) -> None:
+    world = states[0].get("world_size")
+    if isinstance(world, int) and len(manifests) != world:
+        raise CaptureError(
+            f"{url} has {world} ranks, {len(manifests)} of them wrote a manifest: see its log and restart it by replay "
+            "serve"
+        )
+    first = manifests[0]
+    for one in manifests:
+        if one.launch != launch or one.state != "recording":
+            raise CaptureError(
+                f"rank {json.dumps(dict(one.ranks))} of {url} does not record ({one.state}: {one.reason}): see its log "
+                "and restart it by replay serve"
+            )
+        if (one.taps, one.wiring, one.topk, one.dtype) != (first.taps, first.wiring, first.topk, first.dtype):
+            raise CaptureError(f"the ranks of {url} record different taps: restart it by replay serve")
+    if FINAL not in first.taps:
+        raise TraceCorruptError(f"the manifests of {url} name no tap {FINAL}")
+    if not any(one.writer for one in manifests):
+        raise CaptureError(f"no rank of {url} writes rows: see its log and restart it by replay serve")
+
+
+def _context(states: Sequence[Mapping[str, Any]], manifests: Sequence[Manifest]) -> int | None:
+    lengths = [state.get("context_length") for state in states[:1]]
+    lengths += [one.target.get("max_position_embeddings") for one in manifests[:1]]
+    known = [length for length in lengths if isinstance(length, int) and not isinstance(length, bool)]
+    return min(known) if known else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,180 @@
+"""What can be had from an SGLang server without the plugin: outputs, their log-probabilities, and its own counters.
+
+A trace needs rows of the target, so this makes none. It writes ``responses.jsonl`` into the folder, one request a line
+as soon as it is answered: ``id``, ``category``, ``input_ids`` and ``output_ids`` (so the file is a prompt file which
+``replay capture --model`` follows, to get rows for these very outputs), ``finish_reason``, ``logprobs`` of the output,
+``server`` with completion_tokens, verify_rounds, histogram and cached_tokens (what ``observed.py`` reads), and
+``asked``: the target and the sampling, which ``--resume`` goes on with and with no other.
+"""
+
+import json
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from replay.capture.client.answers import ServerOptions, generate
+from replay.capture.client.api import RefusedError, ServerApi
+from replay.capture.client.facts import ServerFacts
+from replay.capture.client.join import Answer
+from replay.capture.encode import EncodedRequest
+from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
+from replay.capture.spool import RID_PREFIX
+from replay.errors import CaptureError, OutputError, TraceError
+
+RESPONSES = "responses.jsonl"
+
+
+def capture_stock(
+    options: ServerOptions,
+    api: ServerApi,
+    facts: ServerFacts,
+    requests: Sequence[EncodedRequest],
+    on_event: Callable[[Event], None],
+) -> CaptureResult:
+    """Ask for everything that is not in ``responses.jsonl`` yet. Raises CaptureError, OutputError."""
+    path = options.out / RESPONSES
+    asked = _asked(options, facts)
+    done = _begin(path, options, requests, asked)
+    todo = [one for one in requests if one.request_id not in done]
+    prompt_tokens = sum(len(one.prompt_ids) for one in todo)
+    left = sum(one.max_new_tokens for one in todo)
+    on_event(
+        Noted(
+            f"{api.url} (SGLang {facts.version}) does not record: {path} gets its outputs and counters, and no rows, "
+            "so nothing can be simulated on them; for a trace, start it by replay serve, or give this file to replay "
+            "capture --model as --prompts"
+        )
+    )
+    on_event(Planned(len(requests), len(done), prompt_tokens, left))
+    started, tokens, finished = time.monotonic(), 0, len(done)
+    refused: dict[str, str] = {}
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            for request, answer in _answers(todo, options, api):
+                left -= request.max_new_tokens
+                if isinstance(answer, RefusedError):
+                    refused[request.request_id] = answer.reason
+                    on_event(Noted(f"the server refused request {request.request_id!r} ({answer.reason})"))
+                    continue
+                file.write(json.dumps(_row(request, answer, asked), ensure_ascii=False) + "\n")
+                file.flush()
+                tokens, finished = tokens + len(answer.output_ids), finished + 1
+                seconds = time.monotonic() - started
+                on_event(Progress(finished, len(requests), tokens, left, seconds, tokens / seconds if seconds else 0.0))
+    except KeyboardInterrupt:
+        raise CaptureError(
+            f"interrupted: {finished} of {len(requests)} answers are safe in {path}; type the same command with "
+            "--resume to go on"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"cannot write to {path}: {error.strerror}; mend this and type --resume") from error
+    seconds = time.monotonic() - started
+    answered = len(todo) - len(refused)
+    result = CaptureResult(options.out, len(requests), answered, prompt_tokens, tokens, seconds, (), "", refused)
+    on_event(Finished(result))
+    return result
+
+
+def _answers(
+    todo: Sequence[EncodedRequest], options: ServerOptions, api: ServerApi
+) -> Iterator[tuple[EncodedRequest, Answer | RefusedError]]:
+    tasks: queue.SimpleQueue[EncodedRequest] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[EncodedRequest, Answer | RefusedError] | BaseException] = queue.SimpleQueue()
+    for one in todo:
+        tasks.put(one)
+
+    def ask(request: EncodedRequest, rid: str, again: int) -> Answer:
+        return generate(api, request, f"{rid}-{again}", options, logprobs=True)
+
+    def work() -> None:
+        try:
+            while True:
+                request = tasks.get_nowait()
+                rid = f"{RID_PREFIX}{secrets.token_hex(8)}"
+                try:
+                    answers.put((request, api.patiently(partial(ask, request, rid))))
+                except RefusedError as error:
+                    answers.put((request, error))
+        except queue.Empty:
+            return
+        except BaseException as error:  # raised where the answers are read
+            answers.put(error)
+
+    for _ in range(min(options.concurrency, len(todo))):
+        threading.Thread(target=work, name="replay-request", daemon=True).start()
+    for _ in todo:
+        one_answer = answers.get()
+        if isinstance(one_answer, BaseException):
+            raise one_answer
+        yield one_answer
+
+
+def _asked(options: ServerOptions, facts: ServerFacts) -> dict[str, Any]:
+    """What all answers of one file share."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k")
+    return {"target": facts.model_path, **{name: getattr(options, name) for name in names}}
+
+
+def _row(request: EncodedRequest, answer: Answer, asked: dict[str, Any]) -> dict[str, Any]:
+    logprobs = answer.meta.get("output_token_logprobs")
+    return {
+        "id": request.request_id,
+        "category": request.category,
+        "input_ids": list(request.prompt_ids),
+        "output_ids": list(answer.output_ids),
+        "finish_reason": answer.finish_reason,
+        "logprobs": [one[0] for one in logprobs] if isinstance(logprobs, list) else None,
+        "server": asdict(answer.counters),
+        "asked": asked,
+    }
+
+
+def _begin(path: Path, options: ServerOptions, requests: Sequence[EncodedRequest], asked: dict[str, Any]) -> set[str]:
+    """Make the folder; the ids that are answered already. A last line that was cut off is taken away.
+
+    Raises OutputError; TraceError where the answers are to other prompts, or were asked for in another way.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if options.force:
+            path.unlink(missing_ok=True)
+        if not path.exists():
+            return set()
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+    except OSError as error:
+        raise OutputError(f"cannot write to {path}: {error.strerror}; choose another -o") from error
+    try:
+        rows = {row["id"]: (row["input_ids"], row["asked"]) for row in map(json.loads, whole.splitlines())}
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutputError(f"{path} holds other lines than answers: type --force, or another -o") from error
+    prompts = {one.request_id: list(one.prompt_ids) for one in requests}
+    for name, (prompt, before) in rows.items():
+        _check_same(path, name, (prompts.get(name), asked), (prompt, before))
+    return set(rows)
+
+
+def _check_same(path: Path, name: str, now: tuple[Any, dict[str, Any]], begun: tuple[Any, Any]) -> None:
+    """Raises TraceError where an answer is one to another question."""
+    for key, value in now[1].items():
+        before = begun[1].get(key) if isinstance(begun[1], dict) else None
+        if before != value:
+            raise TraceError(
+                f"{path} was begun with {key} {before!r}, now it is {value!r}: resume with the former, or type --force "
+                "to begin anew"
+            )
+    if now[0] != begun[0]:
+        seen = "is not among the prompts" if now[0] is None else "has another prompt now"
+        raise TraceError(
+            f"{path} holds an answer to {name!r}, which {seen}: resume with the same prompts, or type --force to begin "
+            "anew"
+        )

@@ -1,0 +1,1 @@
+"""Capture with a Transformers target in this process."""

@@ -1,0 +1,168 @@
+"""One batch of requests through a local target: generation, or following a forced output, with every row recorded.
+
+Row i of a request is the target's state once it has consumed tokens x_0..x_i; with L prompt and n output tokens there
+are rows 0..L+n-2, and row L-1+j is the one that chose output token j. Rows are kept as they were computed on the way:
+the prompt's in one pass, then one a step. Prompts are padded on the left, so that a batch decodes in one cache slot.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from replay.capture.encode import EncodedRequest
+from replay.capture.local.sampling import Sampling, choose, summarise_logits
+from replay.capture.local.target import LocalTarget
+from replay.traces.taps import FINAL
+from replay.traces.writer import CapturedRequest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from replay.capture.local.sampling import LogitsSummary
+
+_LOGIT_ROWS = 256  # rows of [V] logits held at once when many are wanted
+
+OnStep = Callable[[int, int], None]  # output tokens of the batch so far, and how many may still come
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A request on its way: rows by tap (each [rows, width]), logits summaries by step, tokens chosen."""
+
+    request: EncodedRequest
+    generator: "torch.Generator"
+    rows: "dict[str, list[Tensor]]"
+    summaries: "list[LogitsSummary]" = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+def run_batch(
+    target: LocalTarget,
+    requests: Sequence[EncodedRequest],
+    taps: Sequence[str],
+    *,
+    sampling: Sampling,
+    topk: int,
+    on_step: OnStep,
+) -> list[CapturedRequest]:
+    """Record a batch, all of it generated or all of it forced; the results stand in the order of ``requests``."""
+    import torch
+
+    with torch.inference_mode(), target.recording(taps):
+        if requests[0].forced_ids is not None:
+            return _force(target, requests, taps, topk, on_step)
+        growing = [_Growing(request, request_generator(sampling.seed, request.request_id), {}) for request in requests]
+        _generate(target, growing, sampling, topk, on_step)
+    return [_captured(one, taps, sampling) for one in growing]
+
+
+def request_generator(seed: int, request_id: str) -> "torch.Generator":
+    """Random numbers of one request: the same whatever else is in its batch, and whenever it runs."""
+    import torch
+
+    digest = hashlib.sha256(f"{seed}\0{request_id}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def _pad_left(target: LocalTarget, prompts: Sequence[Sequence[int]]) -> "tuple[Tensor, Tensor, Tensor]":
+    """Ids, mask and positions, each [B, S]; padding has id 0, mask 0 and position 0."""
+    import torch
+
+    width = max(len(ids) for ids in prompts)
+    ids_BS = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], device=target.device)
+    mask_BS = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=target.device)
+    return ids_BS, mask_BS, (mask_BS.cumsum(1) - 1).clamp(min=0)
+
+
+def _generate(target: LocalTarget, growing: Sequence[_Growing], sampling: Sampling, topk: int, on_step: OnStep) -> None:
+    import torch
+
+    ids_BS, mask_BM, positions_BS = _pad_left(target, [one.request.prompt_ids for one in growing])
+    cache = target.new_cache()
+    seen = target.forward(ids_BS, mask_BM, positions_BS, cache)
+    for b, one in enumerate(growing):
+        length = len(one.request.prompt_ids)
+        one.rows = {name: [rows_BSW[b, -length:].cpu()] for name, rows_BSW in seen.items()}
+    live, position_B1, tokens = list(growing), positions_BS[:, -1:], 0
+    while True:
+        chosen = _choose_tokens(target, live, seen[FINAL][:, -1], sampling, topk)
+        tokens += len(live)
+        kept = [i for i, one in enumerate(live) if not one.finish_reason]
+        on_step(tokens, sum(live[i].request.max_new_tokens - len(live[i].output_ids) for i in kept))
+        if not kept:
+            return
+        if len(kept) < len(live):
+            index = torch.tensor(kept, device=target.device)
+            cache.batch_select_indices(index)
+            mask_BM, position_B1, live = mask_BM[index], position_B1[index], [live[i] for i in kept]
+        ids_B1 = torch.tensor([[chosen[i]] for i in kept], device=target.device)
+        mask_BM, position_B1 = torch.cat([mask_BM, mask_BM.new_ones(len(live), 1)], dim=1), position_B1 + 1
+        seen = target.forward(ids_B1, mask_BM, position_B1, cache)
+        for name, rows_B1W in seen.items():
+            for one, rows_1W in zip(live, rows_B1W.cpu().unbind(), strict=True):
+                one.rows[name].append(rows_1W)
+
+
+def _choose_tokens(
+    target: LocalTarget, live: Sequence[_Growing], final_BH: "Tensor", sampling: Sampling, topk: int
+) -> list[int]:
+    """The next token of every live request, from its last row; notes those that have ended with it."""
+    logits_BV = target.lm_head(final_BH)
+    summary = summarise_logits(logits_BV, topk)
+    greedy = summary.topk_ids[:, 0].tolist()
+    chosen: list[int] = []
+    for b, one in enumerate(live):
+        token = greedy[b] if sampling.temperature == 0 else choose(logits_BV[b].float().cpu(), sampling, one.generator)
+        one.summaries.append(summary.rows(b, b + 1))
+        one.output_ids.append(token)
+        if token in target.eos_ids:
+            one.finish_reason = "stop"
+        elif len(one.output_ids) == one.request.max_new_tokens:
+            one.finish_reason = "length"
+        chosen.append(token)
+    return chosen
+
+
+def _force(
+    target: LocalTarget, requests: Sequence[EncodedRequest], taps: Sequence[str], topk: int, on_step: OnStep
+) -> list[CapturedRequest]:
+    """All rows of given outputs in one pass."""
+    import torch
+
+    consumed = [(*request.prompt_ids, *(request.forced_ids or ()))[:-1] for request in requests]
+    seen = target.forward(*_pad_left(target, consumed), None)
+    result: list[CapturedRequest] = []
+    for b, request in enumerate(requests):
+        count = len(request.forced_ids or ())
+        final_NH = seen[FINAL][b, -count:]
+        parts = [summarise_logits(target.lm_head(part_NH), topk) for part_NH in torch.split(final_NH, _LOGIT_ROWS)]
+        one = _Growing(request, torch.Generator(), {}, parts, list(request.forced_ids or ()), "forced")
+        one.rows = {name: [rows_BSW[b, -len(consumed[b]) :].cpu()] for name, rows_BSW in seen.items()}
+        result.append(_captured(one, taps, Sampling()))
+    on_step(sum(request.max_new_tokens for request in requests), 0)
+    return result
+
+
+def _captured(one: _Growing, taps: Sequence[str], sampling: Sampling) -> CapturedRequest:
+    import torch
+
+    return CapturedRequest(
+        request_id=one.request.request_id,
+        category=one.request.category,
+        prompt_ids=list(one.request.prompt_ids),
+        output_ids=one.output_ids,
+        finish_reason=one.finish_reason,
+        source="generated" if one.request.forced_ids is None else "forced",
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        taps={name: torch.cat(one.rows[name]) for name in taps},
+        topk_ids=torch.cat([part.topk_ids for part in one.summaries]),
+        topk_logprobs=torch.cat([part.topk_logprobs for part in one.summaries]),
+        logsumexp=torch.cat([part.logsumexp for part in one.summaries]),
+        tail_ids=[],
+        server=None,
+    )

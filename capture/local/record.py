@@ -1,0 +1,232 @@
+"""Record a prompt file with a target in this process: prompts to batches, each batch to the trace as it ends."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING
+
+import replay
+from replay.capture.encode import EncodedRequest, encode_prompts
+from replay.capture.events import CaptureOptions, CaptureResult, Event, Finished, Loading, Noted, Planned, Progress
+from replay.capture.local.sampling import Sampling
+from replay.capture.options import check_numbers, check_place, settings_of
+from replay.capture.prompts import PromptFile, read_prompts
+from replay.capture.target_files import fingerprint_target
+from replay.errors import CaptureError
+from replay.traces.header import EngineInfo, TapInfo, TargetInfo, TraceHeader
+from replay.traces.taps import EMBED, FINAL, default_taps, parse_taps, sort_taps
+
+if TYPE_CHECKING:
+    from replay.capture.local.target import LocalTarget, TargetFiles
+    from replay.traces.writer import TraceWriter
+
+__all__ = [
+    "CaptureOptions",
+    "CaptureResult",
+    "Event",
+    "Finished",
+    "Loading",
+    "Noted",
+    "Planned",
+    "Progress",
+    "capture_local",
+    "plan_batches",
+]
+
+_BATCH_TOKENS = 32_768  # of a batch at most, padding and outputs included; one request alone may have more
+_BATCH_BYTES = 1 << 30  # of a batch's recorded rows at most, likewise
+_CHECK_TOKENS = 128  # of the first prompt, on which the hooks are held against the target's own hidden states
+
+
+def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) -> CaptureResult:
+    """Record every row of a prompt file with a Transformers target in this process.
+
+    Each finished batch is safe on disk; after an interruption the same call with ``resume`` does only what is missing.
+    Raises UsageError, PromptError, CaptureError, OutputError and TraceError, the first two before weights are read.
+    """
+    check_numbers(options, ("--topk", options.topk, options.topk >= 1, "1 or more"))
+    prompts = read_prompts(options.prompts)
+    check_place(options)
+    from replay.capture.local.target import check_target, load_target, open_target
+    from replay.traces.writer import TraceWriter
+
+    files = open_target(options.model)
+    taps = default_taps(files.layers) if options.taps is None else parse_taps(options.taps, layers=files.layers)
+    requests = encode_prompts(
+        prompts, files.tokenizer, files.limits, raw=options.raw, max_new_tokens=options.max_new_tokens
+    )
+    on_event(Loading(files.name, len(requests)))
+    for note in _notes(requests, options):
+        on_event(Noted(note))
+    try:
+        target = load_target(files, dtype=options.dtype, device=options.device)
+        lookup = check_target(target, requests[0].prompt_ids[:_CHECK_TOKENS])
+        # A lookup is not stored: a reader makes it from the token ids. Anything else always is, or it would be lost.
+        taps = sort_taps([FINAL, *(tap for tap in taps if tap != EMBED), *([] if lookup else [EMBED])])
+        header = _header(options, prompts, files, target, taps, lookup)
+    except KeyboardInterrupt:
+        raise CaptureError("interrupted while the target was loaded: type the same command with --resume") from None
+    begin = TraceWriter.resume if options.resume else partial(TraceWriter.create, force=options.force)
+    with begin(options.out, header) as writer:
+        return _Recorder(options, target, writer, taps, on_event).run(requests, header.embed)
+
+
+def _notes(requests: Sequence[EncodedRequest], options: CaptureOptions) -> Iterator[str]:
+    short = [one for one in requests if one.forced_ids is None and one.max_new_tokens < options.max_new_tokens]
+    if short:
+        yield (
+            f"{len(short)} of {len(requests)} requests reach the end of the target's context before "
+            f"{options.max_new_tokens} new tokens ({short[0].request_id!r} after {short[0].max_new_tokens})"
+        )
+
+
+def _header(
+    options: CaptureOptions,
+    prompts: PromptFile,
+    files: "TargetFiles",
+    target: "LocalTarget",
+    taps: Sequence[str],
+    lookup: bool,
+) -> TraceHeader:
+    import torch
+    import transformers
+
+    config, dtype = files.config, str(target.embed_weight.dtype).removeprefix("torch.")
+    vocab_size, hidden_size = target.embed_weight.shape
+    return TraceHeader(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        replay_version=replay.__version__,
+        target=TargetInfo(
+            name=files.name,
+            path=options.model if files.name == options.model else str(files.folder.resolve()),
+            architecture=type(target.model).__name__,
+            model_type=config.model_type,
+            layers=files.layers,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            dtype=dtype,
+            tie_word_embeddings=target.lm_head_weight is None,
+            max_position_embeddings=files.limits.context,
+            fingerprint=fingerprint_target(files.folder),
+        ),
+        engine=EngineInfo(
+            name="transformers",
+            version=transformers.__version__,
+            details={
+                "torch": torch.__version__,
+                "device": str(target.device),
+                "attention": str(target.model.config._attn_implementation),
+                "concurrency": str(options.concurrency),
+            },
+        ),
+        taps={tap: TapInfo(dtype, hidden_size) for tap in taps},
+        topk=min(options.topk, vocab_size),
+        capture=settings_of(options, prompts),
+        embed="lookup" if lookup else "stored",
+        missing=("the target's choice after the last output token of each request", "verify rounds of a server"),
+    )
+
+
+def plan_batches(
+    requests: Sequence[EncodedRequest], *, most_requests: int, most_tokens: int
+) -> list[list[EncodedRequest]]:
+    """Batches of like length, forced and generated ones apart, longest first (so too little memory shows at once).
+
+    A batch has at most ``most_requests`` requests and, unless it is a single one, at most ``most_tokens`` tokens when
+    all of them are as long as its longest prompt and its longest output.
+    """
+    batches: list[list[EncodedRequest]] = []
+    for forced in (False, True):
+        batch: list[EncodedRequest] = []
+        same = [one for one in requests if (one.forced_ids is not None) is forced]
+        for one in sorted(same, key=lambda one: (-len(one.prompt_ids), one.max_new_tokens)):
+            width = max(len(other.prompt_ids) for other in [*batch, one])
+            width += max(other.max_new_tokens for other in [*batch, one])
+            if batch and (len(batch) == most_requests or (len(batch) + 1) * width > most_tokens):
+                batches.append(batch)
+                batch = []
+            batch.append(one)
+        if batch:
+            batches.append(batch)
+    return batches
+
+
+class _Recorder:
+    """Runs the batches of one capture and tells how far it is."""
+
+    def __init__(
+        self,
+        options: CaptureOptions,
+        target: "LocalTarget",
+        writer: "TraceWriter",
+        taps: tuple[str, ...],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self.options, self.target, self.writer, self.taps, self.on_event = options, target, writer, taps, on_event
+        self.sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)
+        self.started = time.monotonic()
+        self.requests = self.requests_done = 0
+        self.output_tokens = self.most_output_tokens = 0
+
+    def run(self, requests: Sequence[EncodedRequest], embed: str) -> CaptureResult:
+        done = set(self.writer.done_ids)
+        todo = [one for one in requests if one.request_id not in done]
+        self.requests, self.requests_done = len(requests), len(requests) - len(todo)
+        self.most_output_tokens = sum(one.max_new_tokens for one in todo)
+        prompt_tokens = sum(len(one.prompt_ids) for one in todo)
+        self.on_event(Planned(self.requests, self.requests_done, prompt_tokens, self.most_output_tokens))
+        try:
+            if self.options.weights:
+                self.writer.write_target_weights(self.target.embed_weight, self.target.lm_head_weight)
+            # Planned over all requests, so that a resumed capture has the batches it would have had.
+            weight = self.target.embed_weight
+            row_bytes = len(self.taps) * weight.shape[1] * weight.element_size()
+            most_tokens = min(_BATCH_TOKENS, _BATCH_BYTES // row_bytes)
+            for batch in plan_batches(requests, most_requests=self.options.concurrency, most_tokens=most_tokens):
+                missing = [one for one in batch if one.request_id not in done]
+                if missing:
+                    self._record(missing)
+            self.writer.finish()
+        except KeyboardInterrupt:
+            raise CaptureError(
+                f"interrupted: {self.requests_done} of {self.requests} requests are safe in {self.options.out}; "
+                "type the same command with --resume to go on"
+            ) from None
+        seconds = time.monotonic() - self.started
+        result = CaptureResult(
+            self.options.out, self.requests, len(todo), prompt_tokens, self.output_tokens, seconds, self.taps, embed
+        )
+        self.on_event(Finished(result))
+        return result
+
+    def _record(self, batch: Sequence[EncodedRequest]) -> None:
+        import torch
+
+        from replay.capture.local.generate import run_batch
+
+        before = self.output_tokens
+        most_later = self.most_output_tokens - sum(one.max_new_tokens for one in batch)
+
+        def on_step(tokens: int, left: int) -> None:
+            self.output_tokens = before + tokens
+            self._tell(most_later + left)
+
+        try:
+            rows = run_batch(
+                self.target, batch, self.taps, sampling=self.sampling, topk=self.options.topk, on_step=on_step
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            raise CaptureError(
+                f"the device has no memory for a batch of {len(batch)} requests, {self.requests_done} of "
+                f"{self.requests} are safe: type the same command with --resume and a smaller --concurrency"
+            ) from error
+        self.writer.add(rows)
+        self.requests_done += len(batch)
+        self.most_output_tokens = most_later
+        self._tell(most_later)
+
+    def _tell(self, tokens_left: int) -> None:
+        seconds = time.monotonic() - self.started
+        rate = self.output_tokens / seconds if seconds > 0 else 0.0
+        self.on_event(Progress(self.requests_done, self.requests, self.output_tokens, tokens_left, seconds, rate))

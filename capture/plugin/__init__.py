@@ -1,0 +1,1 @@
+"""Recording inside a running SGLang server. The only room that imports sglang."""

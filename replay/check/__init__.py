@@ -1,0 +1,1 @@
+"""The lint: what a head, its target and a server say of themselves, held against known faults."""

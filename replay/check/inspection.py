@@ -1,0 +1,236 @@
+"""What lies in a trace or a draft head's folder: counted, then rendered. Behind ``replay inspect``."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay.checkpoint.config import ARCHITECTURES
+from replay.errors import CheckpointError, UsageError
+from replay.traces.weights import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from replay.traces.check import Finding
+    from replay.traces.reader import Trace
+
+_FIELDS_OF_HEADS = {"draft_vocab_size", "eagle_config", "num_aux_hidden_states", "target_hidden_size"}
+_GENERATES = ("ForCausalLM", "ForConditionalGeneration")  # how transformers ends the names of models that write text
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFacts:
+    """A trace in numbers; tokens and bytes are sums over its requests and files."""
+
+    path: str
+    state: str
+    target: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    engine: str
+    taps: tuple[str, ...]
+    topk: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    categories: dict[str, int]
+    finish_reasons: dict[str, int]
+    sources: dict[str, int]
+    temperature: float
+    max_new_tokens: int
+    observed_requests: int
+    fed_rows: int
+    missing: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """A draft head in numbers, and the layer ids that its config states."""
+
+    path: str
+    parameters: int
+    bytes: int
+    hidden_size: int
+    target_hidden_size: int
+    taps: int
+    layers: int
+    attention: str
+    intermediate_size: int
+    vocabulary: str
+    lm_head: str
+    rope: str
+    switches: tuple[str, ...]
+    dtype: str | None
+    layer_ids: tuple[int, ...] | None
+    notes: tuple[str, ...]
+
+
+def kind_of(path: Path) -> str:
+    """``trace`` or ``draft``, by the file that marks each. Raises UsageError, which says what the folder is instead."""
+    if (path / "trace.json").is_file():
+        return "trace"
+    if not path.is_dir():
+        seen = f"{path} is a file" if path.exists() else f"{path} does not exist"
+        raise UsageError(f"{seen}; give the folder of a trace or of a draft head")
+    if not (path / "config.json").is_file():
+        if any((path / name).is_file() for name in (SINGLE, INDEX)):
+            raise UsageError(f"{path} holds weights, but no config.json; copy that of the head beside them")
+        raise UsageError(
+            f"{path} is neither a trace (a folder with trace.json) nor a draft head (a folder with config.json)"
+        )
+    if (architecture := _other_architecture(path)) is None:
+        return "draft"
+    if _is_target(path, architecture):
+        raise UsageError(
+            f"{path} is a target model ({architecture}), and inspect takes a trace or a draft head; type replay "
+            f"check --draft DIR --target {path} to hold a head against it"
+        )
+    if architecture in ARCHITECTURES:
+        return "draft"  # what it lacks is for a strict reading to say
+    raise UsageError(
+        f"{path} is no EAGLE-3 head (its architecture is {architecture}), and inspect takes a trace or a draft head; "
+        "give another folder"
+    )
+
+
+def _other_architecture(path: Path) -> str | None:
+    """The architecture of what is no EAGLE-3 head as far as can be seen; None of a head, or of what cannot be read.
+
+    A head says Eagle in its architecture, states a field that only heads have, or has an ``fc``; some call themselves
+    LlamaForCausalLM, as a target does. A pytorch_model.bin is not opened: that would take loading all of it.
+    """
+    from replay.check.facts import read_config
+
+    try:
+        document = read_config(path)
+        names = document.get("architectures")
+        if not isinstance(names, list) or not names or "eagle" in str(names[0]).lower():
+            return None
+        if document.keys() & _FIELDS_OF_HEADS or _has_fc(path):
+            return None
+    except CheckpointError:
+        return None
+    return str(names[0])
+
+
+def _has_fc(path: Path) -> bool:
+    """Whether safetensors hold an ``fc``. Raises CheckpointError."""
+    from replay.checkpoint.headers import read_weights
+
+    if not any((path / name).is_file() for name in (SINGLE, INDEX)):
+        return False
+    return bool(read_weights(path, whole=False, only=re.compile(r"(?:model\.)?fc\.weight")).tensors)
+
+
+def _is_target(path: Path, architecture: str) -> bool:
+    """Whether a config says so: a generating model with a target's sizes, and more layers than a lone head's one."""
+    from replay.check.facts import read_target_config
+
+    try:
+        return architecture.endswith(_GENERATES) and read_target_config(path).layers > 1
+    except CheckpointError:
+        return False
+
+
+def trace_facts(trace: "Trace") -> TraceFacts:
+    """Count what ``trace`` holds, from its header and request table alone."""
+    header, requests = trace.header, trace.requests
+    return TraceFacts(
+        path=str(trace.path),
+        state=header.state,
+        target=header.target.name,
+        layers=header.target.layers,
+        hidden_size=header.target.hidden_size,
+        vocab_size=header.target.vocab_size,
+        dtype=header.target.dtype,
+        engine=f"{header.engine.name} {header.engine.version}",
+        taps=tuple(trace.taps),
+        topk=header.topk,
+        requests=len(requests),
+        prompt_tokens=int(requests["prompt_tokens"].sum()),
+        output_tokens=int(requests["output_tokens"].sum()),
+        categories=dict(Counter(category or "none" for category in requests["category"])),
+        finish_reasons=dict(Counter(requests["finish_reason"])),
+        sources=dict(Counter(requests["source"])),
+        temperature=header.capture.temperature,
+        max_new_tokens=header.capture.max_new_tokens,
+        observed_requests=int(requests["server_verify_rounds"].count()),
+        fed_rows=trace.fed_rows,
+        missing=tuple(header.missing),
+        bytes=sum(file.stat().st_size for file in trace.path.iterdir() if file.is_file()),
+    )
+
+
+def draft_facts(path: Path) -> DraftFacts:
+    """Load a head strictly and count it. Raises CheckpointError."""
+    from replay.checkpoint.checkpoint import read_checkpoint
+
+    checkpoint = read_checkpoint(path)
+    config, tensors = checkpoint.config, checkpoint.tensors
+    flags = ("norm_before_fc", "fc_norm", "norm_output", "fc_bias", "attention_bias", "mlp_bias")
+    rope = f"{config.rope.type}, theta {config.rope.theta:g}"
+    if config.rope.type != "default":
+        rope += f", factor {config.rope.factor:g}"
+    return DraftFacts(
+        path=str(path),
+        parameters=sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.target_hidden_size,
+        taps=config.num_taps,
+        layers=config.num_layers,
+        attention=f"{config.num_heads} heads, {config.num_kv_heads} key-value heads, {config.head_dim} features each",
+        intermediate_size=config.intermediate_size,
+        vocabulary=f"{config.draft_vocab_size} of {config.vocab_size} tokens",
+        lm_head=config.lm_head,
+        rope=f"{rope}, up to position {config.max_position_embeddings}",
+        switches=tuple(flag for flag in flags if getattr(config, flag)),
+        dtype=config.dtype,
+        layer_ids=config.layer_ids,
+        notes=checkpoint.notes,
+    )
+
+
+def render_facts(facts: TraceFacts | DraftFacts) -> "RenderableType":
+    """Two columns: what, and how much."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in asdict(facts).items():
+        table.add_row(name.replace("_", " "), Text(_spell(name, value)))  # Text: names may hold square brackets
+    return table
+
+
+def render_findings(findings: "Sequence[Finding]") -> "RenderableType":
+    """What a self-check found: how severe, and a paragraph each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        request = "" if finding.request_id is None else f"{finding.request_id}: "
+        table.add_row(f"{finding.severity}:", Text(request + finding.what))
+    return table
+
+
+def _spell(name: str, value: Any) -> str:
+    if value is None:
+        return "not stated"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
+    if isinstance(value, tuple | list):
+        return ", ".join(str(item) for item in value) or "none"
+    if name == "bytes":
+        return f"{value / 1e6:,.1f} MB"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,121 @@
+"""Which taps each engine and version feeds for the layer ids that a draft's config states, and where it looks for them.
+
+One list of ids means different taps to different engines, and one engine's place for them is another's blind spot.
+Sources: SGLang 0.5.23 model_executor/model_runner_components/spec_aux_hidden_state.py and models/*.py
+(set_eagle3_layers_to_capture), sgl-project/sglang#25454 and #32334; vLLM 0.32 v1/worker/gpu_model_runner.py and
+v1/worker/gpu/spec_decode/eagle/eagle3_utils.py; SpecForge 0.2; SafeAILab/EAGLE eagle/model/.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from replay.check.facts import Draft, Target
+from replay.engines.wiring import (
+    DEFAULT_PLUS_ONE,
+    FIRST_ID_DECIDES,
+    LAST_ID_DECIDES,
+    Wiring,
+    default_wiring,
+    sglang_wiring,
+)
+from replay.errors import WiringError
+from replay.traces.taps import tap_index, tap_name
+
+SGLANG, SGLANG_OLD = "SGLang 0.5.23", "SGLang before #25454"
+VLLM_1, VLLM_2 = "vLLM 0.32 (V1 runner)", "vLLM 0.32 (V2 runner)"
+EAGLE, SPECFORGE = "EAGLE", "SpecForge 0.2"
+NESTED = "eagle_config.eagle_aux_hidden_state_layer_ids"
+TOP = "eagle_aux_hidden_state_layer_ids"
+INNER = "eagle_config.layer_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class StatedIds:
+    """Layer ids in each of the places where somebody writes or reads them."""
+
+    nested: tuple[int, ...] | None
+    top: tuple[int, ...] | None
+    inner: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one engine feeds: R indices in the order fed, None where it fails; ``place`` it read, None: its default."""
+
+    engine: str
+    taps: tuple[int, ...] | None
+    place: str | None
+    failure: str = ""
+
+    def __str__(self) -> str:
+        return self.failure if self.taps is None else spell_taps(self.taps)
+
+
+def stated_ids(draft: Draft) -> StatedIds:
+    """Raises CheckpointError where one is no list of whole numbers."""
+    return StatedIds(
+        draft.eagle.ids("eagle_aux_hidden_state_layer_ids"),
+        draft.config.ids("eagle_aux_hidden_state_layer_ids"),
+        draft.eagle.ids("layer_ids"),
+    )
+
+
+def model_type(target: Target) -> str:
+    """The model type that SGLang's class is decided by."""
+    for kind in target.model_types:
+        if kind in FIRST_ID_DECIDES | LAST_ID_DECIDES | DEFAULT_PLUS_ONE:
+            return kind
+    return target.model_types[-1] if target.model_types else "llama"
+
+
+def readings(draft: Draft, target: Target) -> dict[str, Reading]:
+    """What every engine feeds this head from this target, by engine."""
+    ids, layers, kind = stated_ids(draft), target.layers, model_type(target)
+    default = indices_of(default_wiring(layers))
+    verbatim = _verbatim(VLLM_1, layers, (ids.top, TOP), (ids.nested, NESTED), (ids.inner, INNER), default=default)
+    listed = [
+        _sglang(SGLANG, ids.nested, kind, layers),
+        _sglang(SGLANG_OLD, ids.nested, "llama" if kind in FIRST_ID_DECIDES | LAST_ID_DECIDES else kind, layers),
+        verbatim,
+        _verbatim(VLLM_2, layers, (ids.top, TOP), (ids.inner, INNER), default=default),
+        Reading(EAGLE, default, None),
+        Reading(SPECFORGE, tuple(index + 1 for index in ids.nested) if ids.nested else default,
+                NESTED if ids.nested else None),
+    ]  # fmt: skip
+    return {reading.engine: reading for reading in listed}
+
+
+def indices_of(wiring: Wiring) -> tuple[int, ...]:
+    """R indices of a wiring; -1 stands for ``final``, which no ids give."""
+    return tuple(-1 if (index := tap_index(name)) is None else index for name in wiring.taps)
+
+
+def spell_taps(indices: Sequence[int]) -> str:
+    """``R[2,15,27]``."""
+    return f"R[{','.join(map(str, indices))}]"
+
+
+def wiring_of(indices: Sequence[int]) -> Wiring:
+    """The wiring of R indices."""
+    return Wiring(tuple(tap_name(index) for index in indices))
+
+
+def _sglang(engine: str, ids: tuple[int, ...] | None, kind: str, layers: int) -> Reading:
+    try:
+        return Reading(
+            engine, indices_of(sglang_wiring(ids, model_type=kind, layers=layers)), None if ids is None else NESTED
+        )
+    except WiringError as error:
+        return Reading(engine, None, NESTED, str(error))
+
+
+def _verbatim(
+    engine: str, layers: int, *places: tuple[tuple[int, ...] | None, str], default: tuple[int, ...]
+) -> Reading:
+    """vLLM: R indices as they stand, in layer order, each once."""
+    for ids, place in places:
+        if ids:
+            if not 0 <= min(ids) <= max(ids) <= layers:
+                return Reading(engine, None, place, f"{engine} has taps 0 to {layers}, the ids are {list(ids)}")
+            return Reading(engine, tuple(sorted(set(ids))), place)
+    return Reading(engine, default, None)

@@ -1,0 +1,70 @@
+"""What `replay check` shows: one block a finding, or one line that nothing was found."""
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from replay.check.facts import Facts
+from replay.check.finding import ERROR, WARNING, Finding
+from replay.check.run import Outcome
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_STYLES = {ERROR: "bold red", WARNING: "bold yellow"}
+
+
+def render_outcome(outcome: Outcome, facts: Facts) -> "RenderableType":
+    """Findings, what each engine would feed, what was looked at."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for finding in outcome.findings:
+        parts += [_block(finding), Text()]
+    parts.append(_summary(outcome, facts))
+    if outcome.fed:
+        parts.append(Text("taps: " + _fed(outcome.fed)))
+    parts.append(Text(f"checked: {', '.join(outcome.checked)}"))
+    for option, whats in outcome.unchecked.items():
+        parts.append(Text(f"not checked without {option}: {', '.join(whats)}"))
+    return Group(*parts)
+
+
+def _block(finding: Finding) -> "RenderableType":
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Text.assemble((finding.severity, _STYLES.get(finding.severity, "bold")), " ", (finding.fault, "bold"))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in (
+        ("what", finding.what),
+        ("where", f"{finding.file}, {finding.field}"),
+        ("seen", finding.seen),
+        ("expected", finding.expected),
+        ("fix", finding.fix),
+    ):
+        grid.add_row(name, Text(value))
+    return Group(head, Padding(grid, (0, 0, 0, 2)))
+
+
+def _summary(outcome: Outcome, facts: Facts) -> "RenderableType":
+    from rich.text import Text
+
+    pair = f"{facts.draft.name} on {facts.target.name}, {facts.server.engine}"
+    if not outcome.findings:
+        return Text(f"nothing found: {pair}", style="bold")
+    counts = [(severity, len(list(group))) for severity, group in groupby(outcome.findings, lambda one: one.severity)]
+    spelled = ", ".join(f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in counts)
+    return Text(f"{spelled}: {pair}", style="bold")
+
+
+def _fed(fed: dict[str, str]) -> str:
+    """Engines that feed alike, together."""
+    alike: dict[str, list[str]] = {}
+    for engine, taps in fed.items():
+        alike.setdefault(taps if taps.startswith("R[") else "none", []).append(engine)
+    return "; ".join(f"{taps} by {', '.join(engines)}" for taps, engines in alike.items())

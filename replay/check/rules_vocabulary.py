@@ -1,0 +1,143 @@
+"""Rules on the vocabulary map: target id = draft id + d2t[draft id]."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from replay.check.facts import Facts
+from replay.check.finding import ERROR, WARNING, Finding
+
+_FAULT = "vocab.d2t"
+_REBUILD = "rebuild d2t from the t2d and token counts of the training run, and export the head again"
+_LEAST_COVERAGE, _BAD_COVERAGE = 0.9, 0.5  # of a trace's emitted tokens
+
+
+def vocabulary_map(facts: Facts) -> Iterator[Finding]:
+    """d2t: there, of the right kind, in range, rising, and an offset. At most one finding."""
+    draft, target = facts.draft, facts.target
+    tensor, values = draft.tensors.get("d2t"), draft.weights.d2t
+    vocabulary, size = draft.config.count("vocab_size") or 0, draft.config.count("draft_vocab_size")
+
+    def found(what: str, seen: object, expected: object, fix: str = _REBUILD, place: str = "d2t") -> Finding:
+        file = draft.weights.file if place == "d2t" else draft.config.where
+        return Finding(_FAULT, ERROR, what, file, place, str(seen), str(expected), fix)
+
+    if tensor is None:
+        if size is not None and size < vocabulary:
+            yield found(f"the head drafts over {size} of {vocabulary} tokens and has no map from them, so "
+                        "draft ids are "
+                        "taken for target ids", "absent", f"[{size}] integers")  # fmt: skip
+        return
+    if values is None:
+        yield found(f"d2t is {tensor.dtype} of shape {list(tensor.shape)}", f"{tensor.dtype} {list(tensor.shape)}",
+                    "a vector of int64")  # fmt: skip
+        return
+    if tensor.dtype in ("BOOL", "U8", "I8", "I16"):
+        yield found(f"d2t is {tensor.dtype}, which cannot hold offsets into {target.vocab_size} tokens", tensor.dtype,
+                    "I64")  # fmt: skip
+        return
+    if size is None:
+        yield found("the head has a map but draft_vocab_size is null, so its lm_head is the target's, over other "
+                    "tokens", "null", len(values), f'write "draft_vocab_size": {len(values)}',
+                    "draft_vocab_size")  # fmt: skip
+        return
+    if len(values) != size:
+        yield found(f"d2t maps {len(values)} draft ids, the head has {size}", len(values), size)
+        return
+    ids = [row + offset for row, offset in enumerate(values)]
+    rising = all(low < high for low, high in pairwise(ids))
+    t2d = draft.weights.t2d
+    in_range = bool(ids) and min(ids) >= 0 and max(ids) < target.vocab_size
+    if not any(values) and size < vocabulary:
+        if t2d is None or sum(map(bool, t2d[:size])) != size:
+            yield found(f"d2t is zero throughout: it maps the {size} draft ids to the first {size} target ids",
+                        "all zero", "offsets")  # fmt: skip
+    elif _absolute(values, target.vocab_size) and (
+        not in_range or not rising or (t2d is not None and _marks(t2d, values) and not _marks(t2d, ids))
+    ):
+        yield found("d2t holds target ids and not offsets: engines add the draft id to them", f"{values[0]} to "
+                    f"{values[-1]}, rising", "offsets: target id - draft id",
+                    "subtract the draft ids: d2t - arange(len(d2t))")  # fmt: skip
+    elif not in_range:
+        row = next(row for row, index in enumerate(ids) if not 0 <= index < target.vocab_size)
+        yield found(f"d2t maps draft id {row} to target id {ids[row]}, outside of the {target.vocab_size} "
+                    "tokens of the "
+                    "target", ids[row], f"0 to {target.vocab_size - 1}")  # fmt: skip
+    elif not rising:
+        row = next(row for row, (low, high) in enumerate(pairwise(ids)) if low >= high)
+        twice = len(ids) - len(set(ids))
+        yield found(f"d2t does not rise: draft ids {row} and {row + 1} map to {ids[row]} and {ids[row + 1]}"
+                    + (f"; {twice} target ids are mapped to twice" if twice else ""),
+                    f"{ids[row]}, {ids[row + 1]}", "strictly rising target ids")  # fmt: skip
+    else:
+        yield from _against_mask(facts, ids)
+
+
+def _absolute(values: Sequence[int], vocabulary: int) -> bool:
+    """Whether a map's numbers, taken as target ids, would be a map."""
+    return values[0] >= 0 and values[-1] < vocabulary and all(low < high for low, high in pairwise(values))
+
+
+def _marks(mask: Sequence[int], ids: Sequence[int]) -> bool:
+    return max(ids) < len(mask) and all(mask[index] for index in ids)
+
+
+def _against_mask(facts: Facts, ids: list[int]) -> Iterator[Finding]:
+    """t2d, the training side's mask of the same tokens; engines do not use it."""
+    draft = facts.draft
+    tensor, mask = draft.tensors.get("t2d"), draft.weights.t2d
+    if tensor is None:
+        return
+
+    def found(what: str, seen: object, expected: object, severity: str = WARNING) -> Finding:
+        return Finding(_FAULT, severity, what + "; engines use d2t", draft.weights.file, "t2d", str(seen),
+                       str(expected),
+                       "find out which of the two the head was trained with: the other is from another "
+                       "run")  # fmt: skip
+
+    if mask is None:
+        yield found(f"t2d is {tensor.dtype} of shape {list(tensor.shape)}", tensor.dtype, "a vector of BOOL")
+        return
+    vocabulary = draft.config.count("vocab_size") or 0
+    if len(mask) not in (vocabulary, facts.target.vocab_size):
+        yield found(f"t2d marks tokens of a vocabulary of {len(mask)}", len(mask), vocabulary)
+        return
+    marked = sum(map(bool, mask))
+    if marked != len(ids):
+        yield found(f"t2d marks {marked} tokens, d2t maps {len(ids)}", marked, len(ids))
+    elif any(index >= len(mask) or not mask[index] for index in ids):
+        odd = [index for index in ids if index >= len(mask) or not mask[index]]
+        yield found(f"t2d does not mark {len(odd)} of the {len(ids)} tokens that d2t maps to", odd[0], "marked",
+                    ERROR if 2 * len(odd) > len(ids) else WARNING)  # fmt: skip
+
+
+def vocabulary_size(facts: Facts) -> Iterator[Finding]:
+    """The two configs' vocabularies."""
+    draft, target = facts.draft, facts.target
+    vocabulary, size = draft.config.count("vocab_size") or 0, draft.config.count("draft_vocab_size")
+    if size is not None and size > vocabulary:
+        yield Finding(_FAULT, ERROR, f"the head drafts over {size} tokens of a vocabulary of {vocabulary}",
+                      draft.config.where, "draft_vocab_size", str(size), f"at most {vocabulary}",
+                      "write the sizes that the head was trained with")  # fmt: skip
+    elif vocabulary != target.vocab_size:
+        yield Finding(_FAULT, WARNING, f"the head counts {vocabulary} tokens, the target {target.vocab_size}: it was "
+                      "made for another tokenizer or another padding", draft.config.where, "vocab_size",
+                      str(vocabulary), str(target.vocab_size),
+                      f'write "vocab_size": {target.vocab_size} where only the padding differs, else take a head made '
+                      "for this target")  # fmt: skip
+
+
+def coverage(facts: Facts) -> Iterator[Finding]:
+    """How much of what a trace emitted the head can draft at all: a ceiling on acceptance."""
+    values, emitted = facts.draft.weights.d2t, facts.emitted
+    size = facts.draft.config.count("draft_vocab_size")
+    total = sum(emitted.values()) if emitted else 0
+    if not emitted or not total or values is None or size is None or len(values) != size:
+        return
+    known = {row + offset for row, offset in enumerate(values)}
+    share = sum(count for token, count in emitted.items() if token in known) / total
+    if share < _LEAST_COVERAGE:
+        yield Finding(_FAULT, ERROR if share < _BAD_COVERAGE else WARNING,
+                      f"the head can draft {share:.1%} of the {total} tokens that the trace emitted, "
+                      "whatever it learned",
+                      facts.draft.weights.file, "d2t", f"{share:.3f}", f"{_LEAST_COVERAGE} or more",
+                      "train a head with a draft vocabulary chosen from this target's own outputs")  # fmt: skip

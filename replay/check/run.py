@@ -1,0 +1,100 @@
+"""`replay check`: a draft head, a target and a server's arguments held against the fault table, without a trace.
+
+To add a rule, write a function from Facts to findings beside its kind (rules_*.py) and put it into RULES.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from replay.check import rules_positions, rules_server, rules_tensors, rules_values, rules_vocabulary, rules_wiring
+from replay.check.facts import Facts
+from replay.check.finding import ERROR, SEVERITIES, Finding
+from replay.check.layer_ids import readings
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``what`` it looks at, for the reader; ``needs`` says when it can: facts it must have, and their name."""
+
+    what: str
+    find: Callable[[Facts], Iterator[Finding]]
+    needs: Callable[[Facts], bool] = lambda facts: True
+    lacks: str = ""
+
+
+def _stated(facts: Facts) -> bool:
+    return facts.server.stated
+
+
+_SERVER = "--server or --server-args"
+RULES: tuple[Rule, ...] = (
+    Rule("architecture", rules_tensors.architecture),
+    Rule("sizes in the config", rules_tensors.sizes),
+    Rule("layer ids", rules_wiring.layer_ids),
+    Rule("taps against fc", rules_wiring.taps),
+    Rule("norms before fc and in the first layer", rules_wiring.norms),
+    Rule("norm of the state fed back", rules_wiring.feedback),
+    Rule("tensor names", rules_tensors.names),
+    Rule("tensor shapes", rules_tensors.misshapen),
+    Rule("origin of lm_head", rules_tensors.lm_head),
+    Rule("origin of the embedding", rules_tensors.embedding),
+    Rule("NaN and zeros in samples", rules_values.sampled),
+    Rule("vocabulary sizes", rules_vocabulary.vocabulary_size),
+    Rule("vocabulary map", rules_vocabulary.vocabulary_map),
+    Rule("rope theta and scaling", rules_positions.rope),
+    Rule("rope geometry", rules_positions.rope_geometry),
+    Rule("attention window", rules_positions.window),
+    Rule("longest position", rules_positions.max_length),
+    Rule("positions of images", rules_positions.image_positions),
+    Rule("dtype", rules_server.dtype),
+    Rule("dtype of the weights and inherited quantisation", rules_server.draft_precision),
+    Rule("drafting depth", rules_server.depth, _stated, _SERVER),
+    Rule("algorithm and load format", rules_server.algorithm, _stated, _SERVER),
+    Rule("acceptance rule", rules_server.acceptance, _stated, _SERVER),
+    Rule("KV cache dtype", rules_server.draft_kv, _stated, _SERVER),
+    Rule("coverage of emitted tokens", rules_vocabulary.coverage, lambda facts: facts.emitted is not None, "--trace"),
+    Rule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``findings``, the gravest first; what was ``checked``; what was not, by the option that it takes; and what each
+    engine would feed the head, in words."""
+
+    findings: tuple[Finding, ...]
+    checked: tuple[str, ...]
+    unchecked: dict[str, tuple[str, ...]]
+    fed: dict[str, str]
+
+    @property
+    def errors(self) -> int:
+        return sum(finding.severity == ERROR for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of ``replay check --json``."""
+        return {
+            "findings": [finding.to_json() for finding in self.findings],
+            "checked": list(self.checked),
+            "unchecked": {option: list(whats) for option, whats in self.unchecked.items()},
+            "fed": self.fed,
+        }
+
+
+def check(facts: Facts) -> Outcome:
+    """Run every rule that ``facts`` suffice for. Raises CheckpointError for a config field of an impossible type."""
+    findings: list[Finding] = []
+    checked: list[str] = []
+    unchecked: dict[str, tuple[str, ...]] = {}
+    for rule in RULES:
+        if rule.needs(facts):
+            checked.append(rule.what)
+            findings += rule.find(facts)
+        else:
+            unchecked[rule.lacks] = (*unchecked.get(rule.lacks, ()), rule.what)
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable: in the order of rules within
+    fed = {}
+    if facts.draft.uses_aux:
+        fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target).items()}
+    return Outcome(tuple(findings), tuple(checked), unchecked, fed)

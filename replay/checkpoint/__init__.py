@@ -1,0 +1,1 @@
+"""A draft head on disk: its config, the tensors it must have, and how they are read."""

@@ -1,0 +1,125 @@
+"""A draft head's folder or tensors → Checkpoint, strict both ways.
+
+Nothing is skipped in silence: a tensor is used, is on the list of deliberate drops, or is an error that names it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from replay.checkpoint.config import HeadConfig, read_config
+from replay.checkpoint.files import read_tensors, some
+from replay.checkpoint.tensor_table import expected_tensors, optional_tensors, spell
+from replay.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A head as it lies on disk or came in memory: names already in SGLang's spelling, nothing cast."""
+
+    name: str
+    config: HeadConfig
+    tensors: "Mapping[str, torch.Tensor]"
+    notes: tuple[str, ...]
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a draft head's folder. Raises CheckpointError naming the field or tensor."""
+    config = read_config(path)
+    return check_checkpoint(path.name or str(path), config, read_tensors(path))
+
+
+def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch.Tensor]") -> Checkpoint:
+    """Rename ``tensors`` and hold them against the table that ``config`` implies, both ways.
+
+    Raises CheckpointError for a missing, unexpected, misshapen or non-finite tensor, and for a vocabulary map that
+    leaves the target's vocabulary.
+    """
+    renamed = _rename(name, tensors)
+    expected = expected_tensors(config)
+    optional = optional_tensors(config)
+    known = expected | optional
+    missing = [key for key in expected if key not in renamed]
+    unexpected = [key for key in renamed if key not in known]
+    if missing:
+        raise CheckpointError(
+            f"draft head {name} lacks {some(missing)}, which its config calls for"
+            + (f" (it has the unexpected {some(unexpected)})" if unexpected else "")
+            + "; export it again with all tensors, or mend config.json"
+        )
+    if unexpected:
+        raise CheckpointError(
+            f"draft head {name} has {some(unexpected)}, which its config does not call for and a server would "
+            "drop in silence; state the matching field in config.json or remove the tensor"
+        )
+    for key, tensor in renamed.items():
+        _check_tensor(name, key, tensor, known[key])
+    notes = _check_vocabulary_map(name, config, renamed)
+    return Checkpoint(name, config, renamed, notes)
+
+
+def _rename(name: str, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    renamed: dict[str, torch.Tensor] = {}
+    for original, tensor in tensors.items():
+        # lm_head behind model. is taken here: that a server misses it there is `replay check`'s to say.
+        key = spell(original.removeprefix("model.") if original.startswith("model.lm_head.") else original)
+        if key in renamed:
+            raise CheckpointError(f"draft head {name} has the tensor {key} twice, once as {original}; keep one of them")
+        renamed[key] = tensor
+    return renamed
+
+
+def _check_tensor(name: str, key: str, tensor: "torch.Tensor", shape: tuple[int, ...]) -> None:
+    import torch
+
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"draft head {name}: {key} has shape {list(tensor.shape)}, its config calls for {list(shape)}; "
+            "mend config.json or export the head again"
+        )
+    if key in ("d2t", "t2d"):
+        integers = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        if tensor.dtype not in (integers if key == "d2t" else (*integers, torch.bool)):
+            wanted = "integers" if key == "d2t" else "bool or integers"
+            raise CheckpointError(
+                f"draft head {name}: {key} is {tensor.dtype}, {wanted} were expected; export it again"
+            )
+    elif tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise CheckpointError(
+            f"draft head {name}: {key} is {tensor.dtype}, possible are float32, float16 and bfloat16; "
+            "export the head unquantised"
+        )
+    elif not torch.isfinite(tensor).all():
+        raise CheckpointError(f"draft head {name}: {key} holds NaN or Inf; export the head again")
+
+
+def _check_vocabulary_map(name: str, config: HeadConfig, tensors: "Mapping[str, torch.Tensor]") -> tuple[str, ...]:
+    """d2t holds offsets: target id = draft id + d2t[draft id] (SGLang 0.5.23 models/llama_eagle3.py)."""
+    import torch
+
+    d2t_W = tensors.get("d2t")
+    if d2t_W is None:
+        return ()
+    ids_W = torch.arange(config.draft_vocab_size) + d2t_W.long()
+    wrong = ((ids_W < 0) | (ids_W >= config.vocab_size)).nonzero().flatten()
+    if len(wrong):
+        row = int(wrong[0])
+        raise CheckpointError(
+            f"draft head {name}: d2t maps draft id {row} to target id {int(ids_W[row])}, outside of the vocabulary of "
+            f"{config.vocab_size} ({len(wrong)} such rows); d2t must hold offsets (target id = draft id + d2t)"
+        )
+    notes = []
+    twice = config.draft_vocab_size - len(torch.unique(ids_W))
+    if twice:
+        notes.append(f"d2t maps {twice} draft ids to target ids that another draft id has already")
+    t2d_V = tensors.get("t2d")
+    if t2d_V is not None:
+        mask_V = torch.zeros(config.vocab_size, dtype=torch.bool)
+        mask_V[ids_W] = True
+        if not torch.equal(mask_V, t2d_V.bool()):
+            notes.append("t2d disagrees with d2t; engines use d2t")
+    return tuple(notes)

@@ -1,0 +1,79 @@
+"""Names and shapes of a draft head's tensors: one spelling of them, and the table that a config implies.
+
+Heads are written with the names of SafeAILab/EAGLE (``midlayer.*``), SpecForge 0.2 and SGLang 0.5.23 (``layers.0.*``,
+``aux_norm_low``), with or without a leading ``model.``.
+"""
+
+import re
+
+from replay.checkpoint.config import HeadConfig
+
+# Spellings that SGLang 0.5.23 (models/llama_eagle3.py load_weights) takes for one tensor.
+_RENAMES = (
+    (re.compile(r"^model\.(?!lm_head\.)"), ""),  # it looks for lm_head outside of the model
+    (re.compile(r"^.*\.(?=(?:d2t|t2d)$)"), ""),
+    (re.compile(r"midlayer\."), "layers.0."),
+    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
+    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
+    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
+)
+
+
+def spell(name: str) -> str:
+    """``name`` as SGLang spells it now."""
+    for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor that a head of this config must have."""
+    E, F = config.hidden_size, config.intermediate_size
+    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, config.fc_inputs), "norm.weight": (E,)}
+    if config.fc_bias:
+        table["fc.bias"] = (E,)
+    if config.norm_before_fc:
+        table["input_norm.weight"] = (config.fc_inputs,)
+    if config.fc_norm:
+        table |= {f"fc_norm.{tap}.weight": (config.target_hidden_size,) for tap in range(config.num_taps)}
+    for layer in range(config.num_layers):
+        inputs = 2 * E if layer == 0 else E
+        prefix = f"layers.{layer}."
+        for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            table[f"{prefix}{norm}.weight"] = (E,)
+        projections = {
+            "self_attn.q_proj": (config.num_heads * config.head_dim, inputs),
+            "self_attn.k_proj": (config.num_kv_heads * config.head_dim, inputs),
+            "self_attn.v_proj": (config.num_kv_heads * config.head_dim, inputs),
+            "self_attn.o_proj": (E, config.num_heads * config.head_dim),
+            "mlp.gate_proj": (F, E),
+            "mlp.up_proj": (F, E),
+            "mlp.down_proj": (E, F),
+        }
+        for projection, shape in projections.items():
+            table[f"{prefix}{projection}.weight"] = shape
+            if config.attention_bias if projection.startswith("self_attn") else config.mlp_bias:
+                table[f"{prefix}{projection}.bias"] = shape[:1]
+    if config.lm_head == "own":
+        table["lm_head.weight"] = (config.draft_vocab_size, E)
+    if config.draft_vocab_size != config.vocab_size:
+        table["d2t"] = (config.draft_vocab_size,)
+    if config.hidden_size != config.target_hidden_size:
+        table["embed_tokens.weight"] = (config.vocab_size, E)
+    return table
+
+
+def optional_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Name → shape of tensors that a head may carry.
+
+    ``embed_tokens`` is used by the ``eagle`` profile and replaced by the target's in ``sglang`` (SGLang 0.5.23
+    speculative/eagle_worker_v2.py ``init_lm_head``); ``t2d`` is the training side's mask; ``inv_freq`` is derived.
+    """
+    table = {
+        "embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "d2t": (config.draft_vocab_size,),
+        "t2d": (config.vocab_size,),
+    }
+    for layer in range(config.num_layers):
+        table[f"layers.{layer}.self_attn.rotary_emb.inv_freq"] = (config.rotary_dim // 2,)
+    return table

@@ -1,0 +1,73 @@
+"""The ``replay`` command: its commands together, and how each of their errors ends.
+
+They lie in ``cli_*.py`` and parse, call and print: no numbers are made there, and heavy imports wait inside them.
+"""
+
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+import click
+
+from replay import __version__
+from replay.cli.capture import capture, serve
+from replay.cli.demo import demo
+from replay.cli.diagnose import check, diagnose
+from replay.cli.report import compare, inspect, report
+from replay.cli.simulate import faults, simulate
+from replay.cli.terminal import say
+from replay.errors import ReplayError
+
+# What a write to a full or failing disk ends in.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+class _Refusal(click.ClickException):
+    """One sentence on stderr, exit code 1."""
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"replay: {self.message}", err=True)
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ReplayError as error:
+            raise _Refusal(str(error)) from error
+        except KeyboardInterrupt as error:
+            raise _Refusal("interrupted; what was whole before is kept, nothing half is left behind") from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise _Refusal(f"{error.filename}: {error.strerror}; name a path that can be read and written") from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="replay")
+def cli() -> None:
+    """Replay EAGLE-3 draft heads offline: predict a server's accept length, and name what keeps it short.
+
+    capture records what a target did into a trace, simulate runs draft heads on it, report shows the result again.
+    """
+
+
+for _command in (serve, capture, simulate, faults, report, compare, inspect, diagnose, check, demo):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Entry point of the ``replay`` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
+    try:
+        cli()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered would fail again at exit
+        say(f"replay: the output cannot be written ({error.strerror}); make room, or send stdout elsewhere")
+        sys.exit(1)

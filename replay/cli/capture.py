@@ -1,0 +1,168 @@
+"""The commands that meet a target: serve and capture."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from replay.cli.options import PATH, api_key_option, json_option
+from replay.cli.terminal import print_json, say, show_progress
+
+if TYPE_CHECKING:
+    from replay.capture.client.answers import ServerOptions
+    from replay.capture.local.record import CaptureOptions, CaptureResult
+
+# Short and long names of one thing; both are taken everywhere.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@click.command()
+@click.option(
+    "--trace",
+    required=True,
+    type=PATH,
+    metavar="DIR",
+    help="Folder that the server records into; `capture --server` reads it, and may write its trace there.",
+)
+@click.option("--taps", metavar="T", help="Taps to record beside those the draft is fed.  [default: as of capture]")
+@click.option("--wiring", metavar="W", help="Feed the draft exactly these taps, in this order, e.g. embed,3,16.")
+@click.option("--topk", type=click.IntRange(1, 4096), default=32, show_default=True, help="Logits kept of each row.")
+@json_option
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="-- SGLANG_ARGUMENTS...")
+def serve(
+    trace: Path, taps: str | None, wiring: str | None, topk: int, as_json: bool, arguments: tuple[str, ...]
+) -> None:
+    """Start a real SGLang server with recording on.
+
+    Everything after -- goes to sglang.launch_server as it stands. With --json the document comes once the server
+    answers, and the server goes on.
+    """
+    from dataclasses import asdict
+
+    from replay.capture.plugin.launch import Ready, ServeOptions
+    from replay.capture.plugin.launch import serve as run
+
+    def on_ready(ready: Ready) -> None:
+        print_json(asdict(ready))
+        sys.stdout.flush()
+
+    options = ServeOptions(trace, arguments, taps, wiring, topk)
+    sys.exit(run(options, lambda note: say(f"replay: {note}"), on_ready if as_json else None))
+
+
+@click.command()
+@click.option("--model", metavar="PATH_OR_ID", help="Target in this process: a checkpoint folder or a hub id.")
+@click.option("--server", metavar="URL", help="Target in a server that `replay serve` started (others: answers only).")
+@api_key_option
+@click.option(
+    "--recording",
+    type=PATH,
+    metavar="DIR",
+    help="Where the server's recording folder is seen from here, if under another name.",
+)
+@click.option(
+    "--prompts",
+    required=True,
+    type=PATH,
+    metavar="FILE.jsonl",
+    help="Rows with `prompt`, `messages` or `input_ids`; optional `id`, `category`, `response`/`output_ids`.",
+)
+@click.option("-o", "--output", required=True, type=PATH, metavar="TRACE", help="Folder to write the trace into.")
+@click.option(
+    "--taps",
+    metavar="T",
+    help="Taps to record, e.g. embed,3,31,final.  "
+    "[default: the engines' default taps with their neighbours, embed and final]",
+)
+@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Most output tokens per request.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from this much probability.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Sample from this many tokens; 0 is all.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", *_DTYPES.values(), *_DTYPES]),
+    help="Of the target.",
+)
+@click.option("--device", default="auto", show_default=True, help="Where the target runs, e.g. cpu or cuda.")
+@click.option(
+    "--concurrency", type=int, help="Most requests in one batch, or in flight.  [default: 64, of a server 16]"
+)
+@click.option("--raw", is_flag=True, help="Send `prompt` as it stands, without the chat template.")
+@click.option(
+    "--no-weights",
+    is_flag=True,
+    help="Leave the target's embedding out of the trace; readers then need the target's checkpoint.",
+)
+@click.option("--resume", is_flag=True, help="Go on with an unfinished trace.")
+@click.option("--force", is_flag=True, help="Replace an existing trace.")
+@json_option
+def capture(
+    model: str | None, server: str | None, api_key: str | None, recording: Path | None, prompts: Path, output: Path,
+    taps: str | None, max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed: int, dtype: str,
+    device: str, concurrency: int | None, raw: bool, no_weights: bool, resume: bool, force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Run prompts through a target, in this process or in a server, and record a trace."""
+    from dataclasses import asdict
+
+    from replay.capture.client.answers import ServerOptions
+    from replay.capture.local.record import CaptureOptions
+
+    options: CaptureOptions | ServerOptions
+    if model is not None and server is None:
+        options = CaptureOptions(
+            model=model, prompts=prompts, out=output, taps=taps, max_new_tokens=max_new_tokens,
+            temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, raw=raw, dtype=_DTYPES.get(dtype, dtype),
+            device=device, concurrency=64 if concurrency is None else concurrency, weights=not no_weights,
+            resume=resume, force=force,
+        )  # fmt: skip
+    elif server is not None and model is None:
+        options = ServerOptions(
+            server=server, prompts=prompts, out=output, taps=taps, max_new_tokens=max_new_tokens,
+            temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, raw=raw,
+            concurrency=16 if concurrency is None else concurrency, weights=not no_weights, resume=resume,
+            force=force, api_key=api_key, recording=recording,
+        )  # fmt: skip
+    else:
+        raise click.UsageError("give one of --model and --server")
+    result = run_capture(options)
+    if as_json:
+        print_json({**asdict(result), "path": str(result.path)})
+    else:
+        click.echo(
+            f"{result.path}: {result.requests} requests ({result.recorded} recorded now, {result.output_tokens} output "
+            f"tokens in {result.seconds:.0f} s), taps {','.join(result.taps) or 'none'}"
+        )
+
+
+def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
+    """Capture with a progress bar on stderr: tokens done, rate, time left."""
+    from rich.console import Console
+
+    from replay.capture.client import capture as server
+    from replay.capture.local import record
+
+    with show_progress(Console(stderr=True)) as progress:
+        task = progress.add_task("preparing target", total=None, rate="")
+
+        def on_event(event: record.Event) -> None:
+            match event:
+                case record.Noted(text):
+                    progress.console.print(f"note: {text}", highlight=False, markup=False)
+                case record.Progress():
+                    progress.update(
+                        task,
+                        description=f"{event.requests_done}/{event.requests} requests",
+                        total=event.output_tokens + event.output_tokens_left,
+                        completed=event.output_tokens,
+                        rate=f"tokens, {event.tokens_per_second:.0f}/s",
+                    )
+                case _:
+                    pass
+
+        if isinstance(options, record.CaptureOptions):
+            return record.capture_local(options, on_event)
+        return server.capture_server(options, on_event)

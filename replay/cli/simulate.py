@@ -1,0 +1,207 @@
+"""The commands that replay what they are told to: simulate, and the list of faults that it takes."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from replay.cli.options import PATH, json_option, trace_argument
+from replay.cli.terminal import print_json, refuse_existing, say, show_progress, show_ranking, show_rounds
+from replay.errors import UsageError
+
+if TYPE_CHECKING:
+    from replay.checkpoint.checkpoint import Checkpoint
+    from replay.simulator.variant import Variant
+    from replay.traces.reader import Trace
+    from replay.traces.rounds import Rounds
+
+
+_repeated = partial(click.option, multiple=True)  # repeated options make a sweep
+
+
+@click.command()
+@trace_argument
+@_repeated("--draft", "drafts", type=PATH, metavar="DIR", help="Draft head's folder; repeat to score several.")
+@_repeated(
+    "--wiring",
+    "wirings",
+    metavar="W",
+    help="Taps fed to the head, e.g. embed,3,31; repeat to compare.  "
+    "[default: what the head states, as the engine reads it]",
+)
+@_repeated("--steps", type=int, metavar="K", help="Drafted tokens per round; repeat to compare.  [default: 5]")
+@_repeated("--topk", type=int, metavar="N", help="Branches per step: 1, a chain; more, a tree.  [default: 1]")
+@_repeated(
+    "--num-draft-tokens",
+    type=int,
+    metavar="N",
+    help="Tokens verified per round, the known one included: a tree needs it, a chain always has steps + 1, "
+    "as in SGLang.",
+)
+@_repeated(
+    "--precision",
+    "precisions",
+    metavar="P",
+    help="fp32, bf16 or fp16, and what is quantised in it: w4a16:g128, w8a8, int8, fp8, nvfp4, lm_head=int8, "
+    "features=fp8_e4m3, joined by +.  [default: the target's]",
+)
+@_repeated(
+    "--kv-dtype",
+    "kv_dtypes",
+    metavar="D",
+    help="What draft keys and values are stored in, e.g. fp8_e4m3, fp8_e4m3:scale=0.5 or :scale=auto.  "
+    "[default: auto, as the head runs]",
+)
+@click.option(
+    "--rank-precision",
+    metavar="P",
+    help="Quantise one tensor after the other, e.g. to fp8 or w4a16:g128, and rank them by the accept length lost.",
+)
+@_repeated("--numerics", metavar="N", help="Rounding order: sglang or hf.  [default: the engine's]")
+@_repeated(
+    "--kv",
+    "kvs",
+    metavar="P",
+    help="Draft KV: refresh, rewritten from target features after each verify, or a policy: stale, accumulate, "
+    "last-hole, full-hole, none, overwrite, unseen, hole:P, chunk:N, window:N, row:WHICH. In trees slot (SGLang: a "
+    "node sees what stood in its column) or path (EAGLE: its ancestors).  [default: refresh; in trees the engine's]",
+)
+@_repeated(
+    "--fault",
+    "faults",
+    metavar="NAME[=VALUE]",
+    help="A known fault, or several joined by +, to replay; none is a healthy server. `replay faults` lists them.",
+)
+@_repeated(
+    "--verify",
+    "rules",
+    default=("greedy",),
+    show_default=True,
+    metavar="RULE",
+    help="Acceptance rule: greedy, or on sampled traces target-only[:single=S,acc=A], rejection or "
+    "typical[:epsilon=E,delta=D]; repeat to compare.",
+)
+@click.option("--temperature", type=float, metavar="X", help="Must be the one that the trace was recorded at.")
+@click.option("--engine", default="sglang", show_default=True, metavar="PROFILE", help="sglang or eagle.")
+@click.option("--device", default="cpu", show_default=True, help="Where the head runs, e.g. cpu or cuda.")
+@click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
+@click.option("--force", is_flag=True, help="Replace an existing rounds file.")
+@json_option
+def simulate(
+    trace: Path, drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...], topk: tuple[int, ...],
+    num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
+    rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
+    rules: tuple[str, ...], temperature: float | None, engine: str, device: str, output: Path | None, force: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Run draft heads on a trace and predict the accept length a server would show.
+
+    Repeated options make a sweep: every combination is replayed on the same trace.
+    """
+    from replay.checkpoint.checkpoint import read_checkpoint
+    from replay.engines.precision import with_kv
+    from replay.engines.wiring import parse_wiring
+    from replay.faults.table import parse_faults
+    from replay.simulator.variant import sweep
+    from replay.traces.reader import Trace
+    from replay.traces.rounds import write_rounds
+
+    if not drafts:
+        raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
+    if output is not None:
+        refuse_existing(output, force)
+    opened = Trace.open(trace)
+    _check_temperature(temperature, opened.header.capture.temperature)
+    layers = opened.header.target.layers
+    checkpoints = {name: read_checkpoint(path) for name, path in _name_drafts(drafts).items()}
+    variants = sweep(
+        draft=list(checkpoints),
+        wiring=[parse_wiring(text, layers=layers) for text in wirings] or [None],
+        steps=list(steps or (5,)),
+        topk=list(topk or (1,)),
+        num_draft_tokens=list(num_draft_tokens) or [None],
+        precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
+        numerics=list(numerics) or [None],
+        kv=list(kvs) or [None],
+        verify=list(rules),
+        engine=[engine],
+        faults=[parse_faults(text) for text in faults] or [()],
+    )
+    _note_chains(num_draft_tokens, {variant.steps for variant in variants if variant.topk == 1})
+    ranked = None
+    if rank_precision is not None:
+        from replay.simulator.precision_ranking import one_by_one
+
+        variants, ranked = one_by_one(variants, rank_precision, checkpoints)
+    rounds = run_simulation(opened, checkpoints, variants, device)
+    show_rounds(rounds, as_json) if ranked is None else show_ranking(rounds, ranked, as_json)
+    if output is not None:  # last, so that a full disk loses the file only
+        write_rounds(rounds, output, force=force)
+
+
+@click.command()
+@json_option
+def faults(as_json: bool) -> None:
+    """List the faults that simulate --fault can replay, with their values."""
+    from dataclasses import asdict
+
+    from replay.faults.table import FAULTS
+
+    if as_json:
+        print_json([{k: v for k, v in asdict(kind).items() if k != "change"} for kind in FAULTS.values()])
+        return
+    for kind in FAULTS.values():  # a paragraph each: in a table 80 columns would cut the names
+        default = "" if kind.default is None else f"  [default: {kind.default}]"
+        click.echo(f"{kind.name}={kind.values}{default}\n    {kind.what}")
+
+
+def _note_chains(num_draft_tokens: tuple[int, ...], steps: set[int]) -> None:
+    for wanted in num_draft_tokens:
+        for chain_steps in sorted(steps):
+            if wanted != chain_steps + 1:
+                say(f"note: topk 1 with {chain_steps} steps verifies {chain_steps + 1} tokens a round, not "
+                    f"{wanted}; SGLang sets it so as well")  # fmt: skip
+
+
+def _check_temperature(wanted: float | None, recorded: float) -> None:
+    if wanted is not None and wanted != recorded:
+        raise UsageError(
+            f"temperature {wanted:g} was asked for, the trace was recorded at {recorded:g} and is replayed so; "
+            f"capture one with --temperature {wanted:g}"
+        )
+
+
+def _name_drafts(paths: tuple[Path, ...]) -> dict[str, Path]:
+    """Folder names, or whole paths where two folders are called alike."""
+    resolved = list(dict.fromkeys(path.resolve() for path in paths))
+    names = [path.name for path in resolved]
+    return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, resolved, strict=True)}
+
+
+def run_simulation(
+    trace: "Trace", checkpoints: "Mapping[str, Checkpoint]", variants: "Sequence[Variant]", device: str
+) -> "Rounds":
+    """Simulate with a progress bar on stderr. Raises UsageError for a device that cannot be used here."""
+    from rich.console import Console
+
+    from replay.simulator.simulation import Progress, simulate
+
+    _check_device(device)
+    with show_progress(Console(stderr=True)) as progress:
+        task = progress.add_task("replaying", total=None, rate="requests")
+
+        def on_event(event: Progress) -> None:
+            progress.update(task, completed=event.done, total=event.total)
+
+        return simulate(trace, checkpoints, variants, device=device, on_event=on_event)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from error

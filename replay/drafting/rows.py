@@ -1,0 +1,121 @@
+"""The committed rows of a request as an engine makes them: what each embeds, which features it takes, where it stands.
+
+Healthy: row i embeds x[i+1], takes the features of position i and stands at position i (SGLang 0.5.23
+speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``, ``_draft_extend_for_decode``). Conduct (conduct.py) says
+otherwise. Suffixes: T tokens of the request, R rows, K taps, D target width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replay.drafting.product_sizes import Span
+from replay.engines.behaviour import Conduct
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """One request: its tokens [T] and the features [>= T-2, K*D] of its rows, taps joined in wiring order.
+
+    ``sampled_T`` is what the target would choose after each of its prompt positions, needed for ``Conduct.chunk`` only.
+    ``only`` names the anchors to draft at, rising (None: every one). ``spans``: in products of how many rows a server
+    made its rows, where it told (served_products.py).
+    """
+
+    tokens_T: Tensor
+    features_RKD: Tensor
+    prompt_tokens: int
+    sampled_T: Tensor | None = None
+    only: Tensor | None = None
+    spans: Sequence[Span] = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows a draft ever reads: the last output token starts no round, so neither its row nor the one before."""
+        return max(0, len(self.tokens_T) - 2)
+
+    @property
+    def anchors_A(self) -> Tensor:
+        """The anchors S, each drafting from row S-1: prompt_tokens .. T-2, or those asked for."""
+        return torch.arange(self.prompt_tokens, len(self.tokens_T) - 1) if self.only is None else self.only
+
+    @property
+    def anchors(self) -> int:
+        """How many these are."""
+        return len(self.anchors_A)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Committed rows [R]: token ids, features [R, K*D], positions, and which leave no KV behind (None: all do)."""
+
+    ids_R: Tensor
+    features_RKD: Tensor
+    positions_R: Tensor
+    blank_R: Tensor | None
+
+
+def committed_rows(item: DraftInput, conduct: Conduct, tap_width: int) -> Rows:
+    """Every committed row of a request whose features join taps of ``tap_width``."""
+    index_R = torch.arange(item.rows)
+    return Rows(
+        _ids(item, conduct, index_R),
+        _features(item, conduct, item.features_RKD.shape[-1] // tap_width),
+        place(index_R, conduct),
+        _blanks(item, conduct, index_R),
+    )
+
+
+def place(position_R: Tensor, conduct: Conduct) -> Tensor:
+    """Where rows stand that would stand at ``position_R``."""
+    placed = position_R + conduct.offset
+    return placed if conduct.max_position is None else placed.clamp_max(conduct.max_position - 1)
+
+
+def drafted_positions(anchor_rows_A: Tensor, step: int, conduct: Conduct) -> Tensor:
+    """Where the drafted rows of ``step`` (1, 2, ...) stand, given their anchors' rows."""
+    return place(anchor_rows_A + step * conduct.advance + conduct.drafted_offset, conduct)
+
+
+def chunk_ends(prompt_tokens: int, chunk: int) -> range:
+    """The last rows of all chunks of a prompt but the final one, whose next token is the first of the output."""
+    return range(chunk - 1, prompt_tokens - 1, chunk)
+
+
+def _ids(item: DraftInput, conduct: Conduct, index_R: Tensor) -> Tensor:
+    first = 0 if conduct.pairing == "own-token" else 1
+    ids_R = item.tokens_T[first : first + item.rows]
+    if conduct.chunk is not None and item.sampled_T is not None:
+        ends = [end for end in chunk_ends(item.prompt_tokens, conduct.chunk) if end < item.rows]
+        ends_E = torch.tensor(ends, dtype=torch.long)
+        ids_R = ids_R.index_copy(0, ends_E, item.sampled_T[ends_E])
+    return ids_R
+
+
+def _features(item: DraftInput, conduct: Conduct, taps: int) -> Tensor:
+    features_RKD = item.features_RKD[: item.rows]
+    if conduct.pairing == "earlier-features":
+        features_RKD = torch.cat([torch.zeros_like(features_RKD[:1]), features_RKD[:-1]])
+    if conduct.unit_taps:
+        tap_RKD = features_RKD.unflatten(-1, (taps, -1)).float()
+        size = tap_RKD.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-6)
+        features_RKD = (tap_RKD / size).flatten(1).to(features_RKD.dtype)
+    last = item.prompt_tokens - 1
+    if conduct.zero_slots or (conduct.handoff and last < item.rows):
+        features_RKD = features_RKD.clone()
+        for slot in conduct.zero_slots:
+            features_RKD.unflatten(-1, (taps, -1))[:, slot] = 0
+        if conduct.handoff:
+            features_RKD[last : last + 1] = 0
+    return features_RKD
+
+
+def _blanks(item: DraftInput, conduct: Conduct, index_R: Tensor) -> Tensor | None:
+    if conduct.blank_prefix == 0 and conduct.blank_output == (0, 0):
+        return None
+    last = item.prompt_tokens - 1
+    start, stop = conduct.blank_output
+    # Row i embeds token x[i+1]: output token t has the row of index prompt_tokens + t - 1.
+    return (index_R < min(conduct.blank_prefix, last)) | ((index_R >= last + start) & (index_R < last + stop))

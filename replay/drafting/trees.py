@@ -1,0 +1,236 @@
+"""Trees of every anchor of many requests, one pass per step over all their branches, as SGLang grows them (topk > 1).
+
+Every anchor holds ``topk`` columns. A step runs the head on one node in each column, takes the ``topk`` likeliest
+tokens after each as candidates, and puts the ``topk`` candidates of the largest cumulative probability into the
+columns of the next step. The tree is the ``num_draft_tokens - 1`` best of all candidates. After SGLang 0.5.23
+speculative/eagle_worker_v2.py ``draft_forward``, spec_utils.py ``select_top_k_tokens``, eagle_utils.py
+``organize_draft_results``: probabilities are an fp32 softmax of the rounded logits, products are taken in fp32 from the
+root outward, and who stands first among equals is up to ``torch.topk``, as it is there.
+
+Draft KV of the branches: ``slot`` (SGLang) keeps one row of KV slots for each column, so that a node whose parent stood
+in another column attends to a stranger's rows; ``path`` (SafeAILab/EAGLE cnets.py) lets a node see its true ancestors.
+
+Suffixes as in head.py and attention.py: A anchors, P topk, R rows (anchors x P, column after column of each anchor),
+C candidates (P + (steps - 1) * P * P), G groups of P candidates with one parent (C / P), N drafted nodes of a tree.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replay.drafting.every_anchor import FirstPass, first_pass
+from replay.drafting.rows import DraftInput
+from replay.head.attention import attend_committed_and_chain
+from replay.head.model import Head
+from replay.simulator.variant import count_candidates
+
+ROOT, ORPHAN = -1, -2
+
+# Rows of one pass, candidates of one block of anchors, and logits of one product in elements: they bound memory
+# whatever topk, steps and the vocabulary are.
+_BLOCK_ROWS = 4096
+_BLOCK_CANDIDATES = 1 << 23
+_BLOCK_LOGITS = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Every candidate of each anchor, in the order in which a server lists them.
+
+    ``tokens_AC`` target ids, ``scores_AC`` cumulative probabilities (fp32), ``parents_AG`` the candidate that each
+    group of ``topk`` candidates continues (ROOT for the first group), ``tied_AC`` where a token left out after the
+    same node was exactly as likely.
+    """
+
+    topk: int
+    tokens_AC: Tensor
+    scores_AC: Tensor
+    parents_AG: Tensor
+    tied_AC: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSize:
+    """How deep a tree goes, and how many tokens the target verifies, the known one included."""
+
+    steps: int
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """The tree of each anchor of one request.
+
+    ``drafted_AN`` target ids in the server's order (parents before children, likelier siblings first); ``parents_AN``
+    the place of each node's parent among them, ROOT for the known token, ORPHAN where the parent was left out;
+    ``tied_AN`` where a candidate left out was exactly as good.
+    """
+
+    drafted_AN: Tensor
+    parents_AN: Tensor
+    tied_AN: Tensor
+
+
+def draft_every_tree(
+    head: Head,
+    inputs: Sequence[DraftInput],
+    *,
+    topk: int,
+    sizes: Sequence[TreeSize],
+    kv: str,
+    first: FirstPass | None = None,
+) -> list[list[Trees]]:
+    """For each of ``sizes`` the trees of every anchor, request by request in the order of ``inputs``.
+
+    ``kv`` is ``slot`` or ``path``, ``first`` the first pass over the same inputs where it was made before. All sizes
+    are cut from the same candidates. Equal to growing each tree by itself (tree_twin.py) up to the rounding of
+    products over other numbers of rows.
+    """
+    inputs = list(inputs)
+    counts = [item.anchors for item in inputs]
+    most_steps = max(size.steps for size in sizes)
+    blocks: list[list[Trees]] = [[_no_trees(size)] for size in sizes]
+    for candidates in grow_in_blocks(head, inputs, topk=topk, steps=most_steps, kv=kv, first=first):
+        for trees, size in zip(blocks, sizes, strict=True):
+            trees.append(keep_best(candidates, size))
+    return [_by_request(trees, counts) for trees in blocks]
+
+
+def grow_in_blocks(
+    head: Head, inputs: Sequence[DraftInput], *, topk: int, steps: int, kv: str, first: FirstPass | None = None
+) -> Iterator[Candidates]:
+    """The candidates of all requests' anchors, some anchors at a time. Those of fewer steps lead those of more."""
+    counts = [item.anchors for item in inputs]
+    if sum(counts) == 0:
+        return
+    first = first or first_pass(head, inputs)
+    size = max(1, min(_BLOCK_ROWS // topk, _BLOCK_CANDIDATES // count_candidates(topk, steps)))
+    for start in range(0, sum(counts), size):
+        yield _Block(head, first, counts, start, min(start + size, sum(counts)), topk, kv).grow(steps)
+
+
+def keep_best(candidates: Candidates, size: TreeSize) -> Trees:
+    """The best ``num_draft_tokens - 1`` candidates of the first ``steps`` steps.
+
+    A child as good as its parent (probability 1) can be kept without it; servers leave such a node out of the tree
+    (kernels/ops/speculative/spec_tree.py), here it is an ORPHAN.
+    """
+    topk, nodes = candidates.topk, size.num_draft_tokens - 1
+    scores_AC = candidates.scores_AC[:, : count_candidates(topk, size.steps)]
+    best_AN = scores_AC.topk(nodes, dim=-1).indices.sort(dim=-1).values
+    wanted_AN = candidates.parents_AG.gather(1, best_AN // topk)
+    place_AN = torch.searchsorted(best_AN, wanted_AN).clamp(max=nodes - 1)
+    found_AN = best_AN.gather(1, place_AN) == wanted_AN
+    parents_AN = torch.where(found_AN, place_AN, torch.where(wanted_AN == ROOT, ROOT, ORPHAN))
+    kept_AN = scores_AC.gather(1, best_AN)
+    lost_AC = scores_AC.scatter(1, best_AN, -1.0)
+    tied_AN = (kept_AN == lost_AC.amax(dim=-1, keepdim=True)) | candidates.tied_AC.gather(1, best_AN)
+    return Trees(candidates.tokens_AC.gather(1, best_AN), parents_AN, tied_AN)
+
+
+def _no_trees(size: TreeSize) -> Trees:
+    ids_AN = torch.empty((0, size.num_draft_tokens - 1), dtype=torch.long)
+    return Trees(ids_AN, ids_AN, ids_AN.bool())
+
+
+def _by_request(blocks: Sequence[Trees], counts: Sequence[int]) -> list[Trees]:
+    drafted, parents, tied = (
+        torch.cat([getattr(block, name) for block in blocks]).split(list(counts))
+        for name in ("drafted_AN", "parents_AN", "tied_AN")
+    )
+    return [Trees(*parts) for parts in zip(drafted, parents, tied, strict=True)]
+
+
+class _Block:
+    """Anchors ``start`` to ``stop`` of all packed ones, grown together: their columns and the KV of these."""
+
+    def __init__(
+        self, head: Head, first: FirstPass, counts: Sequence[int], start: int, stop: int, topk: int, kv: str
+    ) -> None:
+        self._head, self._first, self._topk, self._kv = head, first, topk, kv
+        self._anchors = slice(start, stop)
+        self._parts = list(_overlaps(counts, start, stop))
+        # Anchor S drafts from row S-1 at position S-1 and sees rows 0..S-1.
+        self._reach_R = (first.positions_A[self._anchors] + 1).repeat_interleave(topk)
+        self._columns: list[tuple[Tensor, Tensor] | None] = [None] * head.config.num_layers
+
+    def grow(self, steps: int) -> Candidates:
+        """The candidates of ``steps`` steps, on the CPU."""
+        topk, first = self._topk, self._first
+        feedback_RE = first.output.feedback_RE[self._anchors]
+        scores_AP, ids_AP, tied_AP = propose(self._head, first.output.normed_RE[self._anchors], topk)
+        anchors = len(ids_AP)
+        anchor_R = torch.arange(anchors, device=ids_AP.device).repeat_interleave(topk)
+        # The candidates that stand in the columns, by their place among those of the step before; each was proposed by
+        # the anchor's row first, then by the row of a column.
+        best_AP, source_R = torch.arange(topk, device=ids_AP.device).expand_as(ids_AP), anchor_R
+        grown = [(ids_AP, scores_AP, tied_AP)]
+        parents = [torch.full_like(ids_AP[:, :1], ROOT), best_AP]
+        for step in range(1, steps):
+            ids_R = grown[-1][0].gather(1, best_AP).flatten()
+            output = self._head.forward(
+                self._head.embed(ids_R), feedback_RE[source_R], self._reach_R + step - 1, self._attend
+            )
+            feedback_RE = output.feedback_RE
+            probs, ids, tied = (part.view(anchors, topk, topk) for part in propose(self._head, output.normed_RE, topk))
+            scores_AC = (scores_AP[:, :, None] * probs).flatten(1)
+            grown.append((ids.flatten(1), scores_AC, tied.flatten(1)))
+            scores_AP, best_AP = scores_AC.topk(topk, dim=-1)
+            source_R = anchor_R * topk + (best_AP // topk).flatten()
+            parents.append(topk + topk * topk * (step - 1) + best_AP)
+            if self._kv == "path":
+                self._follow_parents(source_R)
+        tokens, scores, tied = (torch.cat(parts, 1).cpu() for parts in zip(*grown, strict=True))
+        return Candidates(topk, tokens, scores, torch.cat(parents[:-1], 1).cpu(), tied)
+
+    def _follow_parents(self, source_R: Tensor) -> None:
+        """Give every column the KV of the column its node came from."""
+        self._columns = [kv and (kv[0][:, source_R], kv[1][:, source_R]) for kv in self._columns]
+
+    def _attend(self, layer: int, q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
+        earlier = self._columns[layer]
+        k_JRMH, v_JRMH = k_RMH[None], v_RMH[None]
+        if earlier is not None:
+            k_JRMH, v_JRMH = torch.cat([earlier[0], k_JRMH]), torch.cat([earlier[1], v_JRMH])
+        self._columns[layer] = (k_JRMH, v_JRMH)
+        counts = [count * self._topk for _, count in self._parts]
+        committed = self._first.attention.committed_kv(layer)
+        kinds = (q_RNH.split(counts), self._reach_R.split(counts), k_JRMH.split(counts, 1), v_JRMH.split(counts, 1))
+        answers = [
+            attend_committed_and_chain(q, *committed[request], reach, k, v, self._head.numerics)
+            for (request, _), q, reach, k, v in zip(self._parts, *kinds, strict=True)
+        ]
+        return torch.cat(answers)
+
+
+def _overlaps(counts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Which requests have anchors among the packed anchors ``start`` to ``stop``, and how many."""
+    begin = 0
+    for request, count in enumerate(counts):
+        inside = min(stop, begin + count) - max(start, begin)
+        if inside > 0:
+            yield request, inside
+        begin += count
+
+
+def propose(head: Head, normed_RE: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``topk`` likeliest tokens after each row, likeliest first.
+
+    Probabilities [R, P] in fp32, target ids [R, P], and where a token left out was exactly as likely [R, P].
+    """
+    fitting = max(1, _BLOCK_LOGITS // head.config.draft_vocab_size)
+    # A power of two: matrix units then round as they do for the few rows of a server.
+    rows = 1 << (fitting.bit_length() - 1)
+    parts = [_propose_block(head, block_RE, topk) for block_RE in normed_RE.split(rows)]
+    probs_RP, index_RP, tied_RP = (torch.cat(part) for part in zip(*parts, strict=True))
+    return probs_RP, head.target_ids_W[index_RP], tied_RP
+
+
+def _propose_block(head: Head, normed_RE: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    probs_RW = head.logits(normed_RE).float().softmax(dim=-1)
+    probs_RP, index_RP = probs_RW.topk(topk, dim=-1)
+    last_R1 = probs_RP[:, -1:]
+    shared_R1 = (probs_RW == last_R1).sum(-1, keepdim=True) > (probs_RP == last_R1).sum(-1, keepdim=True)
+    return probs_RP, index_RP, shared_R1 & (probs_RP == last_R1)

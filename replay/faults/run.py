@@ -1,0 +1,145 @@
+"""Faults of how the head is run: positions, attention, the draft KV, the row from which a round goes on."""
+
+import re
+from dataclasses import replace
+
+from replay.checkpoint.config import Rope
+from replay.errors import UsageError
+from replay.faults.change import Change, Subject, choice, conducting, number_of, refuse
+
+# ---- positions and attention ----
+
+
+def offset(value: str) -> Change:
+    possible = (
+        "a number of positions for drafted rows (1), all:N for every row, or stuck[:N], drafted rows all N (default 0) "
+        "behind their anchor row"
+    )
+    if value == "stuck":
+        return conducting(advance=0)
+    scope, _, number = value.rpartition(":")
+    if scope not in ("", "all", "stuck"):
+        raise refuse("position.offset", value, possible)
+    by = number_of("position.offset", number, possible)
+    if scope == "stuck":
+        return conducting(advance=0, drafted_offset=by)
+    return conducting(offset=by) if scope else conducting(drafted_offset=by)
+
+
+def rope_params(value: str) -> Change:
+    name, _, number = value.partition(":")
+    if name == "theta" and re.fullmatch(r"\d{1,9}(\.\d+)?([eE]\+?\d)?", number, re.ASCII) and float(number) > 0:
+        theta = float(number)
+        return lambda subject: subject.configured(rope=replace(subject.config.rope, theta=theta))
+    if value == "scaling:none":
+        return lambda subject: subject.configured(
+            rope=Rope(theta=subject.config.rope.theta, partial_factor=subject.config.rope.partial_factor)
+        )
+    raise refuse("position.rope-params", value, "theta:NUMBER and scaling:none")
+
+
+def rope_geometry(value: str) -> Change:
+    possible = "interleaved, or partial:FRACTION of each head"
+    if value == "interleaved":
+        return conducting(interleaved=True)
+    name, _, number = value.partition(":")
+    if name != "partial" or re.fullmatch(r"(0?\.\d+|1(\.0*)?)", number, re.ASCII) is None or float(number) == 0:
+        raise refuse("position.rope-geometry", value, possible)
+
+    def change(subject: Subject) -> Subject:
+        changed = subject.configured(rope=replace(subject.config.rope, partial_factor=float(number)))
+        if changed.config.rotary_dim < 2 or changed.config.rotary_dim % 2:
+            raise UsageError(
+                f"partial:{number} turns {changed.config.rotary_dim} of {changed.config.head_dim} features per head, "
+                "an even number of at least 2 was expected; type another fraction"
+            )
+        return changed
+
+    return change
+
+
+def max_len(value: str) -> Change:
+    possible = "config, a number of positions, and either with :dummy"
+    number, _, beyond = value.partition(":")
+    if beyond not in ("", "dummy"):
+        raise refuse("position.max-len", value, possible)
+    limit = None if number == "config" else number_of("position.max-len", number, possible, least=1)
+
+    def change(subject: Subject) -> Subject:
+        most = limit or subject.config.max_position_embeddings
+        return subject.conducted(dummy_from=most) if beyond else subject.conducted(max_position=most)
+
+    return change
+
+
+def window(value: str) -> Change:
+    """A row sees so many rows, itself included: SGLang's ``--speculative-draft-window-size N`` is N + 1 of them (0.5.23
+    layers/attention/intel_amx_backend.py ``forward_extend``: sliding_window_size + 1)."""
+    return conducting(window=number_of("attn.window", value, "a number of rows", least=1))
+
+
+# ---- draft KV and state ----
+
+
+def rollback(value: str) -> Change:
+    changes = {
+        "stale": conducting(rewrite="stale"),
+        "accumulate": conducting(rewrite="accumulate"),
+        "hole": conducting(hole="accepted"),
+        "full-hole": conducting(hole="full"),
+    }
+    return choice("kv.rollback", value, changes)
+
+
+def prefix(value: str) -> Change:
+    possible = "a number of prompt tokens, with :masked where they take no part instead of being zeros"
+    number, _, fill = value.partition(":")
+    if fill not in ("", "masked"):
+        raise refuse("kv.prefix-reuse", value, possible)
+    prefix = number_of("kv.prefix-reuse", number, possible, least=1)
+    return conducting(blank_prefix=prefix, blank_fill=fill or "zero")
+
+
+def skip_draft(value: str) -> Change:
+    possible = "START:STOP, output tokens between which drafting was paused, with :masked where they take no part"
+    parts = value.split(":")
+    if len(parts) not in (2, 3) or parts[2:] not in ([], ["masked"]):
+        raise refuse("kv.skip-draft", value, possible)
+    start, stop = (number_of("kv.skip-draft", part, possible, least=0) for part in parts[:2])
+    if start >= stop:
+        raise refuse("kv.skip-draft", value, possible)
+    return conducting(blank_output=(start, stop), blank_fill="masked" if parts[2:] else "zero")
+
+
+def handoff(value: str) -> Change:
+    everything = 1 << 30
+    changes = {
+        "empty": conducting(handoff=True, blank_prefix=everything),
+        "hidden": conducting(handoff=True),
+        "kv": conducting(blank_prefix=everything),
+    }
+    return choice("kv.handoff", value, changes)
+
+
+def hidden_row(value: str) -> Change:
+    rows = ("drafted", "first", "previous", "hidden-only")
+    return choice("state.hidden-row", value, {row: conducting(next_row=row) for row in rows})
+
+
+def slot_write(value: str) -> Change:
+    return choice("kv.slot-write", value, {chain: conducting(chain=chain) for chain in ("overwrite", "unseen")})
+
+
+def chunk(value: str) -> Change:
+    return conducting(chunk=number_of("kv.chunk-boundary", value, "a number of tokens, the chunk's", least=1))
+
+
+def no_kv(value: str) -> Change:
+    return choice("kv.none", value, {"alone": conducting(alone=True)})
+
+
+def tree_kv(value: str) -> Change:
+    def layout(kind: str) -> Change:
+        return lambda subject: replace(subject, tree_kv=kind)
+
+    return choice("tree.parent-kv", value, {kind: layout(kind) for kind in ("slot", "path")})

@@ -1,0 +1,108 @@
+"""Faults of what is fed to the head: taps, their order and stage, norms, the pairing of tokens and features."""
+
+from dataclasses import replace
+
+from replay.engines.wiring import Wiring, default_wiring
+from replay.errors import CheckpointError, UsageError, WiringError
+from replay.faults.change import Change, Subject, choice, conducting, number_of
+from replay.traces.taps import tap_index, tap_name
+
+_NORMS = ("input_norm", "fc_norm", "hidden_norm", "input_layernorm", "post_attention_layernorm", "norm")
+
+
+# ---- wiring ----
+
+
+def aux_layer_id(value: str) -> Change:
+    possible = "a number to add to every R index (1, -1), SLOT:N for one slot, or default"
+    if value == "default":
+        return lambda subject: replace(subject, wiring=default_wiring(subject.layers))
+    slot_text, _, shift_text = value.rpartition(":")
+    shift = number_of("wiring.aux-layer-id", shift_text, possible)
+    slot = number_of("wiring.aux-layer-id", slot_text, possible, least=0) if slot_text else None
+
+    def change(subject: Subject) -> Subject:
+        taps = subject.wiring.taps
+        if slot is not None and slot >= len(taps):
+            raise UsageError(f"wiring {subject.wiring} has slots 0 to {len(taps) - 1}; type another slot than {slot}")
+        moved = [tap if slot not in (None, place) else _moved(tap, shift, subject) for place, tap in enumerate(taps)]
+        return replace(subject, wiring=Wiring(tuple(moved)))
+
+    return change
+
+
+def _moved(tap: str, shift: int, subject: Subject) -> str:
+    index = tap_index(tap)
+    if index is None:
+        return tap  # no id stands for the stream after the final norm
+    if not 0 <= index + shift <= subject.layers:
+        raise WiringError(
+            f"R[{index}] of wiring {subject.wiring} moved by {shift} is R[{index + shift}], possible are R[0] to "
+            f"R[{subject.layers}]; type a smaller number"
+        )
+    return tap_name(index + shift)
+
+
+def aux_missing(value: str) -> Change:
+    slots = None if value == "all" else (number_of("wiring.aux-missing", value, "a slot from 0, or all", least=0),)
+
+    def change(subject: Subject) -> Subject:
+        count = len(subject.wiring.taps)
+        if slots is not None and slots[0] >= count:
+            raise UsageError(f"wiring {subject.wiring} has slots 0 to {count - 1}; type another slot than {slots[0]}")
+        return subject.conducted(zero_slots=tuple(range(count)) if slots is None else slots)
+
+    return change
+
+
+def capture_stage(value: str) -> Change:
+    return choice("wiring.aux-capture-stage", value, {"normed": conducting(unit_taps=True)})
+
+
+def concat_order(value: str) -> Change:
+    def reverse(subject: Subject) -> Subject:
+        return replace(subject, wiring=Wiring(subject.wiring.taps[::-1]))
+
+    return choice("wiring.concat-order", value, {"qkv": conducting(features_first=True), "fc": reverse})
+
+
+def norm(value: str) -> Change:
+    def skip(name: str) -> Change:
+        def change(subject: Subject) -> Subject:
+            has = {"input_norm": subject.config.norm_before_fc, "fc_norm": subject.config.fc_norm}.get(name, True)
+            if not has:
+                raise CheckpointError(f"draft head {subject.checkpoint.name} has no {name} to leave out; type another")
+            return subject.conducted(skip_norms=(*subject.conduct.skip_norms, name))
+
+        return change
+
+    changes: dict[str, Change] = {f"skip:{name}": skip(name) for name in _NORMS}
+    return choice("wiring.norm", value, {"residual": conducting(residual_normed=True), **changes})
+
+
+def recycle_norm(value: str) -> Change:
+    def other(subject: Subject) -> Subject:
+        return subject.conducted(feedback="pre" if subject.config.norm_output else "post")
+
+    changes = {"other": other, "pre": conducting(feedback="pre"), "post": conducting(feedback="post")}
+    return choice("wiring.recycle-norm", value, changes)
+
+
+def multi_layer(value: str) -> Change:
+    changes = {
+        "input_layernorm": conducting(later_norm="input_layernorm"),
+        "no-residual": conducting(later_residual=False),
+    }
+    chosen = choice("wiring.multi-layer", value, changes)
+
+    def change(subject: Subject) -> Subject:
+        if subject.config.num_layers < 2:
+            raise CheckpointError(f"draft head {subject.checkpoint.name} has one layer; wiring.multi-layer needs more")
+        return chosen(subject)
+
+    return change
+
+
+def shift(value: str) -> Change:
+    changes = {"token": conducting(pairing="own-token"), "features": conducting(pairing="earlier-features")}
+    return choice("shift.alignment", value, changes)

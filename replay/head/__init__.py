@@ -1,0 +1,1 @@
+"""The draft head's forward, in a server's rounding order."""

@@ -1,0 +1,231 @@
+"""A head's tensors under a precision: its weights once, its inputs, features, keys, values and logits as they pass.
+
+Where inputs are quantised, the product of the two grids is taken in fp32 and rounded once, as kernels accumulate it;
+where only weights are, they are unpacked into the head's dtype first, as weight-only kernels do. q, k and v, and gate
+and up, are one product in a server: they share its input, and a scale per tensor spans them all.
+
+Suffixes as in head.py.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from replay.checkpoint.config import HeadConfig
+from replay.checkpoint.tensor_table import expected_tensors
+from replay.engines.precision import Format, Precision, Scheme, fused_name
+from replay.engines.profiles import PRECISIONS, EngineProfile
+from replay.errors import UsageError
+from replay.head.quantise import LARGEST, largest_magnitude, quantise, quantise_weight
+
+_NOT_FINITE = "rows of logits are not finite (there argmax drafts the first NaN, as in a server)"
+_NOT_LINEAR = ("d2t", "t2d", "embed_tokens")
+
+
+def linear_names(config: HeadConfig) -> list[str]:
+    """The head's linear layers in forward order, as checkpoints call them; lm_head, own or borrowed, is last."""
+    names = [name.removesuffix(".weight") for name, shape in expected_tensors(config).items() if len(shape) == 2]
+    return [name for name in names if name not in (*_NOT_LINEAR, "lm_head")] + ["lm_head"]
+
+
+def check_precision(precision: Precision, config: HeadConfig, head: str) -> None:
+    """Refuse a precision that names no tensor of the head called ``head``, or tears a product's input apart.
+
+    Raises UsageError.
+    """
+    linear = linear_names(config)
+    norms = [name.removesuffix(".weight") for name, shape in expected_tensors(config).items() if len(shape) == 1]
+    every = [*linear, "embed_tokens", *(name for name in norms if "norm" in name)]
+    for rule in precision.rules:
+        if rule.pattern and not any(rule.covers(name, ()) for name in every):
+            raise UsageError(
+                f"precision part {rule} matches no tensor of draft head {head}; it has {', '.join(linear)}, and norms "
+                "and embed_tokens for who asks for them"
+            )
+    entering: dict[str, tuple[str, Format | None]] = {}
+    for name in linear:
+        product, form = fused_name(name), precision.scheme(name).input
+        first, other = entering.setdefault(product, (name, form))
+        if form != other:
+            raise UsageError(
+                f"precision {precision} quantises the inputs of {name} and of {first} differently, and they are one "
+                f"input; type {product.rpartition('.')[2]}=..., or {name}.weight=... for the weight alone"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """What one product takes in: the inputs' format, and the dtype in which it is summed."""
+
+    entering: Format | None
+    dtype: torch.dtype
+
+
+class Emulation:
+    """The precision of one head, and counts of what it did to the numbers."""
+
+    def __init__(self, precision: Precision, config: HeadConfig, profile: EngineProfile, dtype: torch.dtype) -> None:
+        """``dtype`` is what the head runs in. A format that is this dtype's own grid changes nothing and is dropped."""
+        self._precision, self._dtype, self._config = precision, dtype, config
+        self._schemes: dict[str, Scheme] = {}
+        self._kept = profile.unquantised
+        self._features, self._kv = self._needed(precision.features), self._needed(precision.kv)
+        logits = precision.logits
+        self.logits_dtype = dtype if logits is None else getattr(torch, PRECISIONS[logits.grid])
+        self._products = self._plan_products()
+        # Counting reads every number once more, and in fp32 and bf16 nothing overflows that was finite in the trace.
+        self._counts = dtype == torch.float16 or bool(precision.rules or precision.features or precision.kv)
+        self._beyond: Counter[str] = Counter()
+        self._overflowed: Counter[str] = Counter()
+        self._rows: Counter[str] = Counter()
+        self._short_groups: list[str] = []
+
+    def _needed(self, form: Format | None) -> Format | None:
+        own = form is not None and form.is_dtype and getattr(torch, PRECISIONS[form.grid]) == self._dtype
+        return None if own else form
+
+    def _plan_products(self) -> dict[str, _Product]:
+        planned: dict[str, _Product] = {}
+        for name in linear_names(self._config):
+            scheme = self._precision.scheme(name, self._kept)
+            scheme = Scheme(self._needed(scheme.weight), self._needed(scheme.input))
+            self._schemes[name] = scheme
+            wide = scheme.input is not None or (scheme.weight is not None and scheme.weight.is_dtype)
+            wide |= name == "lm_head" and self.logits_dtype != self._dtype
+            dtype = torch.promote_types(torch.float32, self._dtype) if wide else self._dtype
+            earlier = planned.get(fused_name(name))
+            if earlier is not None:
+                dtype = torch.promote_types(dtype, earlier.dtype)
+            planned[fused_name(name)] = _Product(scheme.input, dtype)
+        return planned
+
+    # ---- once ----
+
+    def weights(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """The checkpoint's tensors but vocabulary maps and embedding, ready to run on ``device``."""
+        names = [name for name in tensors if name.removesuffix(".weight") not in _NOT_LINEAR]
+        together: dict[tuple[str, Format], list[str]] = {}
+        for name in names:
+            form = self._form(name)
+            if form is not None and form.scaling == "tensor":
+                together.setdefault((fused_name(name.removesuffix(".weight")), form), []).append(name)
+        largest = {
+            name: torch.stack([largest_magnitude(tensors[part]) for part in group]).max().to(device)
+            for group in together.values()
+            for name in group
+        }
+        return {name: self.weight(name, tensors[name], device, largest.get(name)) for name in names}
+
+    def weight(self, name: str, weight: Tensor, device: torch.device, largest: Tensor | None = None) -> Tensor:
+        """One tensor ready to run: the one copy that is made of it, none where it is as the head runs already.
+
+        ``largest`` is the largest magnitude under a scale per tensor, where it spans more than this one.
+        """
+        product = self._products.get(fused_name(name.removesuffix(".weight"))) if name.endswith(".weight") else None
+        dtype = self._dtype if product is None else product.dtype
+        form = self._form(name)
+        if form is not None:
+            self._note_short_group(name, weight.shape[-1], form)
+            self._count_beyond(name, weight, form)
+            return quantise_weight(weight.to(device), form, dtype, largest)
+        cast = weight.to(device=device, dtype=self._dtype)
+        if self._dtype == torch.float16:
+            self._beyond[f"values of {name} became infinite in fp16"] += int((cast.isinf() & ~weight.isinf()).sum())
+        return cast.to(dtype)
+
+    def _note_short_group(self, name: str, inputs: int, form: Format) -> None:
+        if form.scaling.startswith("g") and inputs % int(form.scaling[1:]):
+            self._short_groups.append(f"{name} {inputs}")
+
+    def _form(self, name: str) -> Format | None:
+        """The format of a tensor by its name in the checkpoint."""
+        if not name.endswith(".weight"):
+            return None
+        layer = name.removesuffix(".weight")
+        scheme = self._schemes.get(layer) or self._precision.scheme(layer, self._kept)
+        return self._needed(scheme.weight)
+
+    # ---- as they pass ----
+
+    def embedding(self, rows_RE: Tensor) -> Tensor:
+        """Looked-up rows of the embedding; each row of the table has a scale of its own, whatever ``scaling`` says."""
+        form = self._form("embed_tokens.weight")
+        if form is not None:
+            scaling = "channel" if form.scaling == "tensor" else form.scaling
+            rows_RE = quantise(rows_RE, replace(form, scaling=scaling))
+        return rows_RE.to(self._dtype)
+
+    def features(self, features_RKD: Tensor) -> Tensor:
+        """Features as they are handed over: each tap of a row has a scale of its own."""
+        out_RKD = features_RKD
+        if self._features is not None:
+            self._count_beyond("the features", features_RKD, self._features)
+            taps = features_RKD.unflatten(-1, (-1, self._config.target_hidden_size))
+            out_RKD = quantise(taps, self._features).flatten(-2)
+        out_RKD = out_RKD.to(self._dtype)
+        self._count_overflow("the features", features_RKD, out_RKD)
+        return out_RKD
+
+    def entering(self, product: str, x_RI: Tensor) -> Tensor:
+        """The input of a product as its kernel takes it, in the dtype in which it is summed."""
+        planned = self._products[product]
+        if planned.entering is not None:
+            self._count_beyond(f"the input of {product}", x_RI, planned.entering)
+            x_RI = quantise(x_RI, planned.entering)
+        return x_RI.to(planned.dtype)
+
+    def leaving(self, product: str, x_RI: Tensor, out_RO: Tensor) -> Tensor:
+        """The product's outcome, rounded to what it leaves as."""
+        out_RO = out_RO.to(self.logits_dtype if product == "lm_head" else self._dtype)
+        if product == "lm_head":
+            # A row with NaN has nothing but NaN logits. Where nothing overflows, its input tells that at no cost.
+            finite_R = (out_RO if self._counts else x_RI).isfinite().all(dim=-1)
+            self._beyond[_NOT_FINITE] += int((~finite_R).sum())
+        self._count_overflow(product, x_RI, out_RO)
+        return out_RO
+
+    def stored(self, kv_RMH: Tensor) -> Tensor:
+        """Keys or values as the draft KV holds them; every row reads them so.
+
+        SGLang's extend kernels (0.5.23 kernels/ops/attention/extend_attention.py) read the rows of their own pass as
+        they were before they were stored.
+        """
+        if self._kv is None:
+            return kv_RMH
+        self._count_beyond("keys and values", kv_RMH, self._kv)
+        return quantise(kv_RMH, self._kv).to(kv_RMH.dtype)
+
+    # ---- counts ----
+
+    def _count_beyond(self, what: str, x: Tensor, form: Format) -> None:
+        if form.is_dtype:
+            infinite = x.to(getattr(torch, PRECISIONS[form.grid])).isinf() & ~x.isinf()
+            self._beyond[f"values of {what} became infinite in {form.grid}"] += int(infinite.sum())
+        elif form.fixed is not None:
+            top = LARGEST[form.grid] * form.fixed
+            said = f"values of {what} lay beyond {top:g} and were clipped in {form.grid}"
+            self._beyond[said] += int((x.abs() > top).sum())
+
+    def _count_overflow(self, what: str, before_RI: Tensor, after_RO: Tensor) -> None:
+        if self._counts:
+            finite_R = after_RO.isfinite().all(dim=-1)
+            self._rows[what] += len(after_RO)
+            self._overflowed[what] += int((~finite_R & before_RI.isfinite().all(dim=-1)).sum())
+
+    def notes(self) -> list[str]:
+        """What was clipped or became infinite so far and which groups are short, in words; often nothing."""
+        said = []
+        if self._short_groups:
+            said.append(
+                f"{self._precision}: the inputs of {', '.join(self._short_groups)} are no multiple of the group, whose "
+                "last one is shorter, as GPTQ makes it; many kernels refuse such a weight"
+            )
+        said += [f"{self._precision}: {count:,} {what}" for what, count in self._beyond.items() if count]
+        return said + [
+            f"{self._precision}: {what} overflowed in {count:,} of {self._rows[what]:,} rows"
+            for what, count in self._overflowed.items()
+            if count
+        ]

@@ -1,0 +1,411 @@
+"""The EAGLE-3 draft head: one readable forward, in a server's rounding order.
+
+Shape suffixes: R rows (token positions, of one or many requests), E head width, D target width, K taps,
+N attention heads, M key-value heads, H features per attention head, F MLP width, W draft vocabulary, V target
+vocabulary. A row pairs the embedding of the next token with the features of this position.
+
+Sources: arXiv 2503.01840; SafeAILab/EAGLE ``eagle/model/cnets.py``; sglang 0.5.23 ``models/llama_eagle3.py``.
+Everything is differentiable, so training can use the same forward.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from math import log, pi
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from replay.checkpoint.checkpoint import Checkpoint, check_checkpoint, read_checkpoint
+from replay.checkpoint.config import HeadConfig, Rope, parse_config
+from replay.engines.behaviour import HEALTHY, Conduct
+from replay.engines.precision import PLAIN, Precision
+from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile, Numerics
+from replay.errors import CheckpointError
+from replay.head.emulation import Emulation
+
+
+class Attend(Protocol):
+    """Attention of one layer: rotated queries and the same rows' keys and values in, mixed values [R', N*H] out.
+
+    Owning it means owning the draft KV: what is remembered, and which rows each query may see.
+    """
+
+    def __call__(self, layer: int, q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutput:
+    """``normed_RE`` goes into ``logits``; ``feedback_RE`` is the next step's state."""
+
+    normed_RE: Tensor
+    feedback_RE: Tensor
+
+
+class Head:
+    """A draft head ready to run: weights cast to one dtype on one device, in one rounding order."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        target_embed_VE: Tensor | None,
+        target_lm_head_VE: Tensor | None = None,
+        profile: EngineProfile = ENGINES["sglang"],
+        numerics: Numerics | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        product_rows: int | None = None,
+        prefill_rows: int | None = None,
+        conduct: Conduct = HEALTHY,
+        own_embedding: bool | None = None,
+        precision: Precision = PLAIN,
+    ) -> None:
+        """Bind a checkpoint to its target.
+
+        ``target_embed_VE`` and ``target_lm_head_VE`` are the target's tables (lm_head None where it is tied); they
+        are used as they are and copied only where ``precision`` rounds them. ``product_rows`` runs every matrix
+        product over at most so many rows: kernels choose their order of summation by the number of rows, so equality
+        to the last bit with a server that runs a few rows at a time asks for products as small as its own;
+        ``prefill_rows`` is the most that it prefills at once. ``conduct`` is how the engine runs the head where that
+        differs from a healthy server, ``own_embedding`` whose embedding it reads (None: as the profile says).
+        ``precision`` says which tensors are rounded further than to ``dtype`` (emulation.py); what it says of the
+        dtype itself has no effect here.
+        Raises CheckpointError where head and target do not fit.
+        """
+        self.name = checkpoint.name
+        self.config = checkpoint.config
+        self.numerics = numerics or NUMERICS[profile.numerics]
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.product_rows, self.prefill_rows = product_rows, prefill_rows
+        self.conduct = conduct
+        self._alike: Sequence[tuple[int, Tensor]] = ()
+        self._alike_rows = 0
+        self.notes = list(checkpoint.notes)
+        self.emulation = Emulation(precision, self.config, profile, dtype)
+        self._weights = self.emulation.weights(checkpoint.tensors, self.device)
+        self._embed_VE = self._choose_embedding(
+            checkpoint, target_embed_VE, profile, profile.own_embedding if own_embedding is None else own_embedding
+        )
+        tied = target_lm_head_VE is None
+        self.target_ids_W = self._target_ids(checkpoint)
+        self._lm_head_WE = self._choose_lm_head(target_embed_VE if tied else target_lm_head_VE)
+        self._use_attention_bias = self.config.attention_bias and profile.attention_bias
+        if self.config.attention_bias and not profile.attention_bias:
+            self.notes.append(f"{profile.name} builds q, k and v without the bias that this head has")
+        self._fused = [self._fuse_projections(layer) for layer in range(self.config.num_layers)]
+        self._inv_freq = inverse_frequencies(self.config.rope, self.config.rotary_dim).to(self.device)
+
+    def variation(self, conduct: Conduct, config: HeadConfig) -> "Head":
+        """This head with the same weights under another conduct, or a config that differs in RoPE only."""
+        other = copy(self)
+        other.conduct, other.config = conduct, config
+        other._alike, other._alike_rows = (), 0
+        other._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
+        return other
+
+    def _choose_embedding(
+        self, checkpoint: Checkpoint, target_VE: Tensor | None, profile: EngineProfile, own: bool
+    ) -> Tensor:
+        own_VE = checkpoint.tensors.get("embed_tokens.weight")
+        same_width = self.config.hidden_size == self.config.target_hidden_size
+        if own_VE is not None and (own or not same_width):
+            return own_VE.to(self.device)
+        if own_VE is not None:
+            self.notes.append(f"{profile.name} replaces the head's own embed_tokens by the target's")
+        if target_VE is None:
+            raise CheckpointError(f"draft head {self.name} uses the target's embedding, and none was given")
+        if target_VE.shape[1] != self.config.hidden_size:
+            raise CheckpointError(
+                f"draft head {self.name} is {self.config.hidden_size} wide, the target's embedding "
+                f"{target_VE.shape[1]}; this head was not made for this target"
+            )
+        return target_VE.to(self.device)
+
+    def _choose_lm_head(self, target_lm_head_VE: Tensor | None) -> Tensor:
+        own = self.config.lm_head == "own"
+        if own and not self.conduct.target_lm_head:
+            return self._weights["lm_head.weight"]
+        table_VE = self._embed_VE if self.config.lm_head == "embed" else target_lm_head_VE
+        if table_VE is None:
+            raise CheckpointError(f"draft head {self.name} uses the target's lm_head, and none was given")
+        if table_VE.shape != (self.config.vocab_size, self.config.hidden_size):
+            raise CheckpointError(
+                f"draft head {self.name} borrows an lm_head of {self.config.vocab_size} x {self.config.hidden_size}, "
+                f"the target's is {table_VE.shape[0]} x {table_VE.shape[1]}; this head was not made for this target"
+            )
+        rows_WE = table_VE.to(self.device)[self.target_ids_W] if own else table_VE
+        return self.emulation.weight("lm_head.weight", rows_WE, self.device)
+
+    def _target_ids(self, checkpoint: Checkpoint) -> Tensor:
+        ids_W = torch.arange(self.config.draft_vocab_size)
+        d2t_W = checkpoint.tensors.get("d2t")
+        if d2t_W is not None:
+            ids_W = ids_W + d2t_W.to(ids_W.device).long()
+        if int(ids_W.max()) >= self._embed_VE.shape[0]:
+            raise CheckpointError(
+                f"draft head {self.name} drafts token {int(ids_W.max())}, the embedding has "
+                f"{self._embed_VE.shape[0]} rows; this head was not made for this target"
+            )
+        return ids_W.to(self.device)
+
+    def _fuse_projections(self, layer: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """qkv weight, qkv bias and gate-up weight, stacked as servers run them."""
+        prefix = f"layers.{layer}."
+        qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
+        bias = torch.cat([self._weights[f"{name}.bias"] for name in qkv]) if self._use_attention_bias else None
+        gate_up = [self._weights[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up")]
+        return torch.cat([self._weights[f"{name}.weight"] for name in qkv]), bias, torch.cat(gate_up)
+
+    # ---- the forward, in the order of the paper ----
+
+    def fuse(self, features_RKD: Tensor) -> Tensor:
+        """The head's state [R, E] for rows of target features [R, K*D].
+
+        As in SGLang and EAGLE, features that are already E wide are taken as they stand: no fc, no norm before it.
+        """
+        x = self.emulation.features(features_RKD.to(self.device))
+        if x.shape[-1] == self.config.hidden_size:
+            return x
+        if self.config.norm_before_fc:
+            x = self._norm(x, "input_norm")
+        if self.config.fc_norm:
+            chunks = x.chunk(self.config.num_taps, dim=-1)
+            x = torch.cat([self._norm(chunk, f"fc_norm.{tap}") for tap, chunk in enumerate(chunks)], dim=-1)
+        return self._linear(x, "fc")
+
+    def embed(self, ids_R: Tensor) -> Tensor:
+        """Embeddings [R, E] of target token ids."""
+        return self.emulation.embedding(functional.embedding(ids_R.to(self.device), self._embed_VE))
+
+    def forward(
+        self, embeds_RE: Tensor, state_RE: Tensor, positions_R: Tensor, attend: Attend, keep_Q: Tensor | None = None
+    ) -> HeadOutput:
+        """One pass over rows. ``keep_Q`` names the rows whose output is wanted: the last layer's queries, and all
+        that follows them, run on these only, while keys and values are made for every row."""
+        cos_RH, sin_RH = self._rotation(positions_R)
+        conduct = self.conduct
+        hidden, residual = state_RE, torch.empty(0)
+        for layer in range(self.config.num_layers):
+            prefix = f"layers.{layer}."
+            if layer == 0:
+                normed = self._norm(hidden, f"{prefix}hidden_norm")
+                residual = normed if conduct.residual_normed else hidden
+                halves = [self._norm(embeds_RE, f"{prefix}input_layernorm"), normed]
+                inputs = torch.cat(halves[::-1] if conduct.features_first else halves, dim=-1)
+            elif conduct.later_residual:
+                inputs, residual = self._add_norm(hidden, residual, f"{prefix}{conduct.later_norm}")
+            else:
+                inputs, residual = self._norm(hidden, f"{prefix}{conduct.later_norm}"), hidden
+            q_RNH, k_RMH, v_RMH = self._project(layer, inputs, cos_RH, sin_RH)
+            if keep_Q is not None and layer == self.config.num_layers - 1:
+                q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
+            mixed = self._linear(attend(layer, q_RNH, k_RMH, v_RMH), f"{prefix}self_attn.o_proj")
+            hidden, residual = self._add_norm(mixed, residual, f"{prefix}post_attention_layernorm")
+            hidden = self._mlp(layer, hidden)
+        normed_RE, stream_RE = self._add_norm(hidden, residual, "norm")
+        stated = "post" if self.config.norm_output else "pre"
+        return HeadOutput(normed_RE, normed_RE if (conduct.feedback or stated) == "post" else stream_RE)
+
+    def logits(self, normed_RE: Tensor) -> Tensor:
+        """Draft logits [R, W], rounded to the head's dtype as a server's lm_head leaves them."""
+        return self._product("lm_head", normed_RE, self._lm_head_WE)
+
+    # ---- parts ----
+
+    def _project(self, layer: int, inputs: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight, bias, _ = self._fused[layer]
+        config = self.config
+        sizes = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
+        product = self._product(f"layers.{layer}.self_attn.qkv_proj", inputs, weight, bias)
+        q, k, v = product.split(sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in (q, k, v))
+        turn = rotate_interleaved if self.conduct.interleaved else rotate
+        return turn(q, cos, sin), self.emulation.stored(turn(k, cos, sin)), self.emulation.stored(v)
+
+    def _mlp(self, layer: int, x_RE: Tensor) -> Tensor:
+        gate_up = self._fused[layer][2]
+        prefix = f"layers.{layer}.mlp."
+        if self.config.mlp_bias:
+            bias = torch.cat([self._weights[f"{prefix}{part}_proj.bias"] for part in ("gate", "up")])
+            gate, up = self._product(f"{prefix}gate_up_proj", x_RE, gate_up, bias).chunk(2, dim=-1)
+        else:
+            gate, up = self._product(f"{prefix}gate_up_proj", x_RE, gate_up).chunk(2, dim=-1)
+        return self._linear(functional.silu(gate) * up, f"{prefix}down_proj")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        bias = self._weights.get(f"{name}.bias")
+        if name.endswith("o_proj") and not self._use_attention_bias:
+            bias = None
+        return self._product(name, x, self._weights[f"{name}.weight"], bias)
+
+    @contextmanager
+    def products_like(self, sizes_R: Tensor | None) -> Iterator[None]:
+        """Within, each row of products over so many rows runs in one of its size; None changes nothing.
+
+        Sizes up to ``product_rows`` are alike. Rows of one size are put together; where a product lacks some, zeros
+        stand in.
+        """
+        distinct = [] if sizes_R is None else sizes_R.unique().tolist()
+        self._alike = [(size, (sizes_R == size).nonzero()[:, 0].to(self.device)) for size in distinct]
+        self._alike_rows = 0 if sizes_R is None else len(sizes_R)
+        try:
+            yield
+        finally:
+            self._alike, self._alike_rows = (), 0
+
+    def _product_like(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        out_RO = x_RI.new_empty((len(x_RI), len(weight_OI)))
+        for size, index_N in self._alike:
+            x_NI = x_RI[index_N]
+            if size > (self.product_rows or 0):
+                x_NI = functional.pad(x_NI, (0, 0, 0, -len(index_N) % size))
+            parts = [functional.linear(piece, weight_OI, bias_O) for piece in x_NI.split(size)]
+            out_RO[index_N] = torch.cat(parts)[: len(index_N)]
+        return out_RO
+
+    def _product(self, name: str, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        entering_RI = self.emulation.entering(name, x_RI)
+        bias_O = None if bias_O is None else bias_O.to(entering_RI.dtype)
+        return self.emulation.leaving(name, x_RI, self._in_pieces(entering_RI, weight_OI, bias_O))
+
+    def _in_pieces(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        rows = len(x_RI)
+        if self._alike and rows == self._alike_rows:
+            return self._product_like(x_RI, weight_OI, bias_O)
+        if self.product_rows is None or rows <= self.product_rows:
+            if self.device.type == "cpu" and self.dtype.itemsize == 2:
+                filled_RI = functional.pad(x_RI, (0, 0, 0, filled_rows(rows) - rows))
+                return functional.linear(filled_RI, weight_OI, bias_O)[:rows]
+            return functional.linear(x_RI, weight_OI, bias_O)
+        return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in x_RI.split(self.product_rows)])
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        if self._skips(name):
+            return x
+        weight = self._weights[f"{name}.weight"]
+        return self._scale(x.float(), weight)
+
+    def _skips(self, name: str) -> bool:
+        """Whether a norm such as ``layers.0.hidden_norm`` or ``fc_norm.1`` is left out."""
+        kind = next(part for part in reversed(name.split(".")) if not part.isdigit())
+        return kind in self.conduct.skip_norms
+
+    def _add_norm(self, x: Tensor, residual: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """norm(x + residual) and the rounded sum."""
+        if self._skips(name):
+            total = (x.float() + residual.float()).to(self.dtype)
+            return total, total
+        weight = self._weights[f"{name}.weight"]
+        if self.numerics.norm_sums_unrounded:
+            total = x.float() + residual.float()
+            return self._scale(total, weight), total.to(self.dtype)
+        rounded = x + residual
+        return self._scale(rounded.float(), weight), rounded
+
+    def _scale(self, x_fp32: Tensor, weight: Tensor) -> Tensor:
+        variance = x_fp32.pow(2).mean(dim=-1, keepdim=True)
+        x_fp32 = x_fp32 * torch.rsqrt(variance + self.config.rms_norm_eps)
+        if self.numerics.norm_sums_unrounded:
+            return (x_fp32 * weight).to(self.dtype)
+        return weight * x_fp32.to(self.dtype)
+
+    def _rotation(self, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions_R.to(self.device).float()[:, None] * self._inv_freq
+        factor = self.config.rope.attention_factor
+        return (angles.cos() * factor).to(self.dtype), (angles.sin() * factor).to(self.dtype)
+
+
+def filled_rows(rows: int) -> int:
+    """The number of rows, at least ``rows`` and less than an eighth more, that a 16-bit product on a CPU runs over.
+
+    oneDNN builds a kernel of about a megabyte for every number of rows that it meets and keeps 1,024 of them (its
+    developer guide, "Primitive Cache"). Packs of requests never have the same number twice, so without rounding up
+    memory grows with every pack. Eight numbers an octave are few. Up to 32 rows stay as they are, as servers decode.
+    """
+    if rows <= 32:
+        return rows
+    step = 1 << ((rows - 1).bit_length() - 4)
+    return -(-rows // step) * step
+
+
+def inverse_frequencies(rope: Rope, rotary_dim: int) -> Tensor:
+    """Rotations per position [rotary_dim / 2], fp32.
+
+    ``llama3`` after Llama 3.1 (transformers ``modeling_rope_utils``), ``yarn`` after arXiv 2309.00071.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
+    inv_freq = 1.0 / (rope.theta**exponents)
+    if rope.type == "linear":
+        return inv_freq / rope.factor
+    if rope.type == "llama3":
+        wavelength = 2 * pi / inv_freq
+        turns = rope.original_max_position / wavelength
+        span = max(rope.high_freq_factor - rope.low_freq_factor, 1e-9)
+        smooth = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
+        return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+    if rope.type == "yarn":
+        return _yarn_frequencies(rope, rotary_dim, inv_freq)
+    return inv_freq
+
+
+def _yarn_frequencies(rope: Rope, rotary_dim: int, inv_freq: Tensor) -> Tensor:
+    def dimension(rotations: float) -> float:
+        return rotary_dim * log(rope.original_max_position / (rotations * 2 * pi)) / (2 * log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = float(int(low // 1)), float(-int(-high // 1))
+    low, high = max(low, 0.0), min(high, rotary_dim - 1.0)
+    high += 0.001 if low == high else 0.0
+    interpolated = ((torch.arange(rotary_dim // 2, dtype=torch.float) - low) / (high - low)).clamp(0, 1)
+    return inv_freq / rope.factor * interpolated + inv_freq * (1 - interpolated)
+
+
+def rotate(x_RNH: Tensor, cos_RH: Tensor, sin_RH: Tensor) -> Tensor:
+    """NeoX rotary embedding of the leading 2 * cos.shape[-1] features, multiplied in x's dtype.
+
+    SGLang 0.5.23 ``RotaryEmbedding.forward_native`` and Transformers do so; SGLang on CUDA keeps cos and sin in fp32.
+    """
+    half = cos_RH.shape[-1]
+    cos, sin = cos_RH[:, None], sin_RH[:, None]
+    first, second, rest = x_RNH[..., :half], x_RNH[..., half : 2 * half], x_RNH[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def rotate_interleaved(x_RNH: Tensor, cos_RH: Tensor, sin_RH: Tensor) -> Tensor:
+    """Rotary embedding of the pairs (2i, 2i + 1), as GPT-J pairs them; other features as they stand."""
+    width = 2 * cos_RH.shape[-1]
+    cos, sin = cos_RH[:, None], sin_RH[:, None]
+    even, odd = x_RNH[..., :width:2], x_RNH[..., 1:width:2]
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+    return torch.cat([turned, x_RNH[..., width:]], dim=-1)
+
+
+def load_head(folder: Path | str) -> Checkpoint:
+    """Read a draft head's folder: config.json with safetensors or pytorch_model.bin.
+
+    Raises CheckpointError naming the field or tensor that is missing, unexpected or misshapen.
+
+    >>> head = replay.load_head(DRAFT)
+    >>> head.config.num_taps
+    3
+    """
+    return read_checkpoint(Path(folder))
+
+
+def head_from_tensors(
+    config: Mapping[str, object], tensors: Mapping[str, Tensor], *, name: str = "in-memory head"
+) -> Checkpoint:
+    """A head from a config dictionary and tensors in memory, checked as strictly as one from disk.
+
+    >>> same = replay.head_from_tensors(config, tensors, name="step 1000")
+    >>> same.name
+    'step 1000'
+    """
+    return check_checkpoint(name, parse_config(config), tensors)

@@ -1,0 +1,1 @@
+"""A trace, heads and variants become rounds."""

@@ -1,0 +1,170 @@
+"""A variant: everything that determines a replay, and how a sweep spells its members."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any
+
+from replay.engines.precision import parse_precision
+from replay.engines.profiles import NUMERICS, EngineProfile, engine_profile
+from replay.engines.wiring import Wiring
+from replay.errors import UsageError
+from replay.faults.table import KV_POLICIES, Fault, parse_policy
+from replay.traces.words import HEALTHY_NAME
+from replay.verify.rules import parse_rule
+
+MAX_STEPS = 64
+MAX_TOPK = 64
+MAX_DRAFT_TOKENS = 4096
+CHAIN_KV, TREE_KVS = "refresh", ("slot", "path")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What may differ between two replays of one trace.
+
+    ``draft`` names one of the heads given to ``simulate``. ``wiring`` None means the one that the head states, read
+    as ``engine`` reads it; ``precision`` (precision.py) None the target's; ``numerics`` None the engine's.
+
+    ``topk`` 1 drafts chains; more draft trees of ``num_draft_tokens``, the tokens that the target verifies per round,
+    the known one included. A chain has steps + 1 whatever is given, as SGLang sets it
+    (arg_groups/speculative_hook.py); a tree has no default, there as here.
+
+    ``kv``: committed draft KV comes from true features (``refresh``), unless a policy such as ``stale`` or ``hole:16``
+    (``faults.parse_policy``) says otherwise. What a node of a tree sees beyond it has a layout of its own: ``slot``
+    whatever stood in its column, ``path`` its ancestors; ``refresh`` or None means the engine's. A chain has one
+    column, so that these three are ``refresh`` there. ``faults`` are applied one after the other, ``kv``'s last.
+
+    ``verify`` is an acceptance rule as verify.py spells it.
+    """
+
+    draft: str
+    wiring: Wiring | None = None
+    steps: int = 5
+    topk: int = 1
+    num_draft_tokens: int | None = None
+    precision: str | None = None
+    numerics: str | None = None
+    kv: str | None = None
+    verify: str = "greedy"
+    engine: str = "sglang"
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a value that cannot be."""
+        profile = engine_profile(self.engine)
+        if not 1 <= self.steps <= MAX_STEPS:
+            raise UsageError(f"{self.steps} steps were asked for, possible are 1 to {MAX_STEPS}")
+        if not 1 <= self.topk <= MAX_TOPK:
+            raise UsageError(f"topk {self.topk} was asked for, possible are 1 (a chain) to {MAX_TOPK}")
+        if self.precision is not None:
+            object.__setattr__(self, "precision", str(parse_precision(self.precision)))
+        _one_of("numerics", self.numerics, (None, *NUMERICS))
+        if self.kv not in (None, CHAIN_KV, *TREE_KVS):
+            if (policy := parse_policy(str(self.kv))) in self.faults:
+                raise UsageError(f"kv {self.kv} is the fault {policy}, which was given as well; type one of them")
+        rule = parse_rule(self.verify)
+        if rule.chains_only and self.topk > 1:
+            raise UsageError(
+                f"rule {rule} was asked for with topk {self.topk}, it verifies chains; type --topk 1, or another rule"
+            )
+        object.__setattr__(self, "verify", str(rule))
+        object.__setattr__(self, "num_draft_tokens", _tokens(self.topk, self.steps, self.num_draft_tokens))
+        object.__setattr__(self, "kv", _layout(self.topk, self.kv, profile))
+
+    @property
+    def all_faults(self) -> tuple[Fault, ...]:
+        """The faults, with that of a draft KV policy behind them."""
+        return self.faults if self.kv in (None, CHAIN_KV, *TREE_KVS) else (*self.faults, parse_policy(str(self.kv)))
+
+
+def count_candidates(topk: int, steps: int) -> int:
+    """Candidates from which a tree is chosen: ``topk`` after the known token, then ``topk`` after each of ``topk``."""
+    return topk + (steps - 1) * topk * topk
+
+
+def _tokens(topk: int, steps: int, wanted: int | None) -> int:
+    if topk == 1:
+        return steps + 1
+    most = min(1 + count_candidates(topk, steps), MAX_DRAFT_TOKENS)
+    if wanted is None:
+        raise UsageError(
+            f"topk {topk} drafts trees and the number of draft tokens was not given, possible are 2 to {most} with "
+            f"{steps} steps; type the server's with --num-draft-tokens N"
+        )
+    if not 2 <= wanted <= most:
+        raise UsageError(
+            f"{wanted} draft tokens were asked for, a tree of topk {topk} and {steps} steps has 2 to {most}, the known "
+            "token included; type another --num-draft-tokens"
+        )
+    return wanted
+
+
+def _layout(topk: int, wanted: str | None, profile: EngineProfile) -> str:
+    if topk == 1:
+        return CHAIN_KV if wanted is None or wanted in TREE_KVS else wanted
+    if wanted not in (None, CHAIN_KV, *TREE_KVS):
+        raise UsageError(
+            f"kv {wanted} was asked for in trees of topk {topk}, possible are {', '.join(TREE_KVS)}; type --topk 1 "
+            f"for one of {KV_POLICIES}"
+        )
+    return profile.tree_kv if wanted in (None, CHAIN_KV) else str(wanted)
+
+
+def _one_of(field: str, value: object, possible: tuple[object, ...], why: str = "") -> None:
+    if value not in possible:
+        choices = ", ".join(str(choice) for choice in possible if choice is not None)
+        raise UsageError(
+            f"{field} {value!r} was asked for, possible {'is' if len(possible) == 1 else 'are'} {choices}"
+            + (f": {why}" if why else "")
+        )
+
+
+def sweep(**choices: list[object]) -> list[Variant]:
+    """Every combination of the given values, a field each: ``sweep(draft=["h"], steps=[1, 3])``.
+
+    Combinations that come to the same variant (a chain under another tree layout) stand there once.
+    """
+    possible = [field.name for field in fields(Variant)]
+    wrong = sorted(set(choices) - set(possible))
+    if wrong or "draft" not in choices:
+        seen = f"{', '.join(wrong)} is no field of a variant" if wrong else "no draft was given"
+        raise UsageError(f"{seen}; a sweep takes draft and any of {', '.join(possible[1:])}")
+    names = [name for name in possible if name in choices]
+    combinations: Iterator[dict[str, Any]] = (
+        dict(zip(names, values, strict=True)) for values in product(*(choices[name] for name in names))
+    )
+    return list(dict.fromkeys(Variant(**values) for values in combinations))
+
+
+def name_variants(variants: list[Variant]) -> list[str]:
+    """A short distinct name for each, made of the fields in which they differ."""
+    columns = [field.name for field in fields(Variant)]
+    differing = [name for name in columns if len({getattr(variant, name) for variant in variants}) > 1]
+    if not differing:
+        differing = ["wiring"]
+    if "num_draft_tokens" in differing and all(variant.topk == 1 for variant in variants):
+        differing.remove("num_draft_tokens")
+    names = [
+        " ".join(_spell(name, getattr(variant, name)) for name in differing if not _follows(variant, name))
+        for variant in variants
+    ]
+    seen: dict[str, int] = {}
+    for place, name in enumerate(names):
+        seen[name] = seen.get(name, 0) + 1
+        if seen[name] > 1:
+            names[place] = f"{name} #{seen[name]}"
+    return names
+
+
+def _follows(variant: Variant, name: str) -> bool:
+    """Whether the field says nothing that topk 1 has not said."""
+    return (variant.topk == 1 and name == "num_draft_tokens") or (name == "kv" and variant.kv == CHAIN_KV)
+
+
+def _spell(name: str, value: object) -> str:
+    if name in ("draft", "wiring", "precision", "numerics"):
+        return str(value)
+    if isinstance(value, tuple):
+        return "+".join(str(fault) for fault in value) or HEALTHY_NAME
+    return f"{name}={value}"
