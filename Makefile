@@ -44,8 +44,8 @@ lint: $(VENV)/with-dev
 # The demo's trace is made first, unless it lies there already.
 bench: $(VENV)/with-demo
 	$(BIN)/replay demo > /dev/null
-	$(BIN)/python -I tests/bench_passes.py replay-demo/trace traces/samples/smollm2-eagle3
-	$(BIN)/python -I tests/bench_memory.py replay-demo/trace traces/samples/smollm2-eagle3
+	PYTHONPATH=tests $(BIN)/python -P tests/bench/bench_passes.py replay-demo/trace traces/samples/smollm2-eagle3
+	PYTHONPATH=tests $(BIN)/python -P tests/bench/bench_memory.py replay-demo/trace traces/samples/smollm2-eagle3
 
 clean:
 	rm -rf build dist *.egg-info $(VENV)

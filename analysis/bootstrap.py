@@ -13,6 +13,9 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 DEFAULT_RESAMPLES = 2000
+# Percentile intervals from fewer requests than this are too narrow more often than their 5 % (Efron and Tibshirani,
+# An Introduction to the Bootstrap, 1993, section 13.6 and chapter 14).
+FEW_REQUESTS = 20
 
 # Cells (resamples x requests) of one block of draws: bounds memory, does not change a number.
 _BLOCK_CELLS = 4_000_000

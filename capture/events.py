@@ -6,29 +6,6 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class CaptureOptions:
-    """What to record, and how. ``top_k`` below 1 and ``top_p`` 1 leave all tokens in; temperature 0 is greedy."""
-
-    model: str  # a folder or hub id
-    prompts: Path
-    out: Path
-    taps: str | None = None  # comma-separated; None: traces.taps.default_taps
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    raw: bool = False
-    dtype: str = "auto"
-    device: str = "auto"
-    concurrency: int = 64  # requests in a batch, at most
-    topk: int = 32
-    weights: bool = True  # write the target's embedding and lm_head beside the trace
-    resume: bool = False
-    force: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
     """The prompts are read and the target is loaded and checked; ``done`` requests were there already."""
 

@@ -1,21 +1,65 @@
 """What both ways of capturing are asked for: numbers that can be, a free place, and the settings a trace keeps."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from replay.capture.prompts import PromptFile
 from replay.errors import OutputError, UsageError
 from replay.traces.header import CaptureSettings
 
-if TYPE_CHECKING:
-    from replay.capture.client.answers import ServerOptions
-    from replay.capture.events import CaptureOptions
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """What to record, and how. ``top_k`` below 1 and ``top_p`` 1 leave all tokens in; temperature 0 is greedy."""
+
+    model: str  # a folder or hub id
+    prompts: Path
+    out: Path
+    taps: str | None = None  # comma-separated; None: traces.taps.default_taps
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    raw: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    concurrency: int = 64  # requests in a batch, at most
+    topk: int = 32
+    weights: bool = True  # write the target's embedding and lm_head beside the trace
+    resume: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What to ask of which server. ``top_k`` below 1 and ``top_p`` 1 leave all tokens in; temperature 0 is greedy."""
+
+    server: str
+    prompts: Path
+    out: Path
+    taps: str | None = None  # of those the server records; None: all of them
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    raw: bool = False
+    concurrency: int = 16  # requests in flight
+    weights: bool = True  # write the target's embedding and lm_head beside the trace
+    resume: bool = False
+    force: bool = False
+    api_key: str | None = None
+    recording: Path | None = None  # where the server's recording folder is seen here
+    timeout: float = 600.0  # seconds without an answer
+    retries: int = 5
+
 
 Check = tuple[str, float, bool, str]  # option, its value, whether it can be, and which numbers can
 
 
-def check_numbers(options: "CaptureOptions | ServerOptions", *more: Check) -> None:
+def check_numbers(options: CaptureOptions | ServerOptions, *more: Check) -> None:
     """Refuse numbers that cannot be, those of ``more`` last, and both of --resume and --force. Raises UsageError."""
     checks: tuple[Check, ...] = (
         ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "1 or more"),
@@ -31,7 +75,7 @@ def check_numbers(options: "CaptureOptions | ServerOptions", *more: Check) -> No
         raise UsageError("--resume goes on with a trace and --force replaces it: type one of them")
 
 
-def check_place(options: "CaptureOptions | ServerOptions", *, beside: Collection[str] = ()) -> None:
+def check_place(options: CaptureOptions | ServerOptions, *, beside: Collection[str] = ()) -> None:
     """Refuse a taken folder before anything is loaded or asked; the writer looks again. Raises OutputError.
 
     What is called as in ``beside`` may lie there.
@@ -46,7 +90,7 @@ def _is_taken(folder: Path, beside: Collection[str]) -> bool:
     return folder.exists() and (not folder.is_dir() or any(path.name not in beside for path in folder.iterdir()))
 
 
-def settings_of(options: "CaptureOptions | ServerOptions", prompts: PromptFile) -> CaptureSettings:
+def settings_of(options: CaptureOptions | ServerOptions, prompts: PromptFile) -> CaptureSettings:
     """What a trace's header says of how it was asked for."""
     return CaptureSettings(
         max_new_tokens=options.max_new_tokens,

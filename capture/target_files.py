@@ -1,9 +1,17 @@
 """Which checkpoint a trace was made with, told without reading all of it."""
 
 import hashlib
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from replay.capture.encode import Limits
 from replay.errors import CaptureError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
 
 _SAMPLE = 1 << 16  # bytes of weights read from the middle and the end of each file: two fine-tunes differ there
 
@@ -28,3 +36,93 @@ def fingerprint_target(folder: Path) -> str:
                 file.seek(start)
                 digest.update(file.read(_SAMPLE))
     return digest.hexdigest()
+
+
+_INSTALL = "pip install 'eagle-replay[local]'"
+
+
+def resolve_target(model: str) -> Path:
+    """The local folder of a path or hub id (fetched into the hub's own cache when missing). Raises CaptureError."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CaptureError(
+                f"{folder} holds no config.json: --model takes a Transformers checkpoint folder or a hub id"
+            )
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CaptureError(f"{model} is no folder, and a hub id needs transformers: {_INSTALL}") from error
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CaptureError(
+            f"{model} is neither a folder nor a hub id that can be fetched ({reason}): "
+            "give --model a Transformers checkpoint folder or a hub id"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """What is known of a target before its weights are read."""
+
+    name: str
+    folder: Path
+    config: "PretrainedConfig"  # of the text model
+    tokenizer: "PreTrainedTokenizerBase | None"
+    eos_ids: frozenset[int]
+
+    @property
+    def layers(self) -> int:
+        """N, the number of decoder layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def limits(self) -> Limits:
+        """Vocabulary and context of the target."""
+        context = getattr(self.config, "max_position_embeddings", None)
+        return Limits(int(self.config.vocab_size), None if context is None else int(context))
+
+
+def open_target(model: str) -> TargetFiles:
+    """Config, tokenizer and end-of-sequence ids of a target. Raises CaptureError when Transformers cannot read them."""
+    try:
+        from transformers import AutoConfig, AutoTokenizer
+    except ImportError as error:
+        raise CaptureError(
+            f"capture --model runs the target in Transformers, which is not installed: {_INSTALL}"
+        ) from error
+    folder = resolve_target(model)
+    name = folder.resolve().name if Path(model).expanduser().is_dir() else model
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder) if _has_tokenizer(folder) else None
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise transformers_refusal(folder, error) from error
+    return TargetFiles(name, folder, config.get_text_config(), tokenizer, _eos_ids(folder, config))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
+def transformers_refusal(folder: Path, error: Exception) -> CaptureError:
+    reason = " ".join(str(error).split())[:300]
+    return CaptureError(f"Transformers cannot load the target in {folder} ({reason}): give --model another checkpoint")
+
+
+def _eos_ids(folder: Path, config: "PretrainedConfig") -> frozenset[int]:
+    """End-of-sequence ids: generation_config.json where it names any, else config.json, as engines read them."""
+    named: Any = None
+    path = folder / "generation_config.json"
+    if path.is_file():
+        try:
+            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise CaptureError(f"{path} is not a JSON object ({error}): mend or remove it") from error
+    if named is None:
+        named = getattr(config.get_text_config(), "eos_token_id", None)
+    return frozenset() if named is None else frozenset([named] if isinstance(named, int) else named)

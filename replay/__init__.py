@@ -14,8 +14,8 @@ _HOMES = {
     "CaptureOptions": "replay.capture.local.record",
     "capture_local": "replay.capture.local.record",
     "Trace": "replay.traces.reader",
-    "load_head": "replay.head.model",
-    "head_from_tensors": "replay.head.model",
+    "load_head": "replay.checkpoint.checkpoint",
+    "head_from_tensors": "replay.checkpoint.checkpoint",
     "Wiring": "replay.engines.wiring",
     "parse_faults": "replay.faults.table",
     "parse_wiring": "replay.engines.wiring",
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from replay.analysis.report.report import render
     from replay.analysis.summary import summarise
     from replay.capture.local.record import CaptureOptions, capture_local
+    from replay.checkpoint.checkpoint import head_from_tensors, load_head
     from replay.engines.wiring import Wiring, parse_wiring
     from replay.errors import ReplayError
     from replay.faults.table import parse_faults
-    from replay.head.model import head_from_tensors, load_head
     from replay.simulator.simulation import simulate
     from replay.simulator.variant import Variant, sweep
     from replay.traces.reader import Trace

@@ -24,7 +24,7 @@ _MAX_PROBABILITY = 1.001  # of k tokens together: float32 log-probabilities add 
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TraceFinding:
     """One thing seen. ``severity`` is "error" (do not trust the trace), "warning" or "info"; ``what`` one sentence.
 
     ``request_id`` is None where the finding is about the whole trace or one of its files.
@@ -35,11 +35,11 @@ class Finding:
     what: str
 
 
-def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -> Iterator[Finding]:
+def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -> Iterator[TraceFinding]:
     """Checksums, finiteness, logits summaries, rows shared between requests, and lm_head(final) against the record.
 
     ``rows`` bounds how many output positions go through lm_head, evenly spread over the requests (a CPU core makes
-    some tens a second for a vocabulary of 160,000); by default all. What is wrong inside the trace comes as a Finding,
+    some tens a second for a vocabulary of 160,000); by default all. What is wrong inside the trace comes as a finding,
     never as an exception; the last findings, of severity "info", say how much was checked.
     """
     yield from _checksums(trace)
@@ -50,20 +50,20 @@ def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -
         problems = list(_request_problems(trace, index, shared))
         if not problems:
             whole.append(index)
-        yield from (Finding(ERROR, record.request_id, what) for what in problems)
+        yield from (TraceFinding(ERROR, record.request_id, what) for what in problems)
         doubts = (*_counter_doubts(trace, record), *_feed_doubts(trace, index))
-        yield from (Finding(WARNING, record.request_id, what) for what in doubts)
+        yield from (TraceFinding(WARNING, record.request_id, what) for what in doubts)
         widths |= _feed_width(trace, index)
     if len(widths) > 1:
         wide = ", ".join(map(str, sorted(widths)))
-        yield Finding(ERROR, None, f"feeds of one server have features of {wide} columns; capture it again")
+        yield TraceFinding(ERROR, None, f"feeds of one server have features of {wide} columns; capture it again")
     for request_id, what in shared_sentences(shared, [record.request_id for record in trace.records]):
-        yield Finding(ERROR, request_id, what)
+        yield TraceFinding(ERROR, request_id, what)
     for severity, owner, what in lm_head_findings(trace, whole, device, rows):
-        yield Finding(severity, owner, what)
+        yield TraceFinding(severity, owner, what)
 
 
-def _checksums(trace: Trace) -> Iterator[Finding]:
+def _checksums(trace: Trace) -> Iterator[TraceFinding]:
     """Of shards and sidecar; requests.parquet and rounds.parquet are compared whenever they are read."""
     wanted = {layout.path: (layout.data_start, layout.metadata["data_sha256"]) for layout in trace.layouts}
     if trace.header.weights is not None:
@@ -72,12 +72,14 @@ def _checksums(trace: Trace) -> Iterator[Finding]:
     for path, (start, sha256) in wanted.items():
         for what in _checksum_problem(path, start, sha256):
             bad += 1
-            yield Finding(ERROR, None, what)
+            yield TraceFinding(ERROR, None, what)
     try:
         trace.served_rounds()
     except TraceCorruptError as error:
-        yield Finding(ERROR, None, str(error))
-    yield Finding(INFO, None, f"{len(wanted) - bad} of {len(wanted)} files have the bytes that their checksums name")
+        yield TraceFinding(ERROR, None, str(error))
+    yield TraceFinding(
+        INFO, None, f"{len(wanted) - bad} of {len(wanted)} files have the bytes that their checksums name"
+    )
 
 
 def _checksum_problem(path: Path, start: int, sha256: str) -> Iterator[str]:

@@ -7,14 +7,17 @@ TraceCorruptError names the field, what it held and what was possible.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from replay.errors import TraceCorruptError, TraceVersionError, UsageError
+from replay.traces import files
 from replay.traces.fields import Fields as Fields  # whoever reads headers of its own gets both from here
-from replay.traces.fields import parse_json as parse_json
-from replay.traces.fields import show
+from replay.traces.fields import parse_json, show
+from replay.traces.files import decode_utf8
 from replay.traces.taps import EMBED, FINAL, parse_tap, sort_taps
 
 FORMAT = "replay-trace"
+MAX_HEADER_FILE = 1 << 24
 VERSION = 1
 
 TAP_DTYPES = ("bfloat16", "float16", "float32")
@@ -248,3 +251,9 @@ def _check_agreement(header: TraceHeader, source: str) -> None:
         raise TraceCorruptError(f"{source}: state is 'complete' but requests or requests_sha256 is null")
     if header.state == "complete" and header.rounds != (header.rounds_sha256 is not None):
         raise TraceCorruptError(f"{source}: rounds is {header.rounds} but rounds_sha256 is {header.rounds_sha256!r}")
+
+
+def read_header(folder: Path) -> TraceHeader:
+    """The header of the trace in ``folder``. Raises TraceVersionError, TraceCorruptError."""
+    path = folder / files.HEADER
+    return TraceHeader.from_json(decode_utf8(files.read_small(path, MAX_HEADER_FILE), path), str(path))

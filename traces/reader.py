@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,19 +13,16 @@ from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, W
 from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
-from replay.traces.header import TraceHeader
+from replay.traces.header import TraceHeader, read_header
 from replay.traces.records import RequestRecord, check_same, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.taps import EMBED, sort_taps
 from replay.traces.tensors import Layout, map_rows
 from replay.traces.weights import find_weight, load_weight
-from replay.traces.writer import read_header
 
 if TYPE_CHECKING:
     import polars as pl
     import torch
-
-    from replay.traces.check import Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +199,6 @@ class Trace:
         if complete and hashlib.sha256(data).hexdigest() != self.header.rounds_sha256:
             raise TraceCorruptError(f"{path} is not the file that was finished: its SHA-256 differs from trace.json's")
         return rounds_of(read_served(path, data), {record.request_id for record in self.records})
-
-    def check(self, *, device: str = "cpu", rows: int | None = None) -> Iterator["Finding"]:
-        """Self-check, finding by finding, in flat memory; see ``replay.traces.check.check_trace``."""
-        from replay.traces.check import check_trace
-
-        return check_trace(self, device=device, rows=rows)
 
     @cached_property
     def _in_shard(self) -> dict[str, tuple[int, int]]:

@@ -329,3 +329,6 @@ def _known(column: "pl.Series", names: set[str], what: str, path: Path) -> None:
 
 def _corrupt(path: Path, what: str) -> TraceCorruptError:
     return TraceCorruptError(f"{path} cannot be trusted, {what}: simulate again with -o")
+
+
+HEALTHY_NAME = "healthy"  # of the hypothesis that nothing is wrong

@@ -16,7 +16,7 @@ from replay.traces import files
 from replay.traces.captured import CapturedRequest, ServerCounters, check_request, check_weights, request_tensors
 from replay.traces.feed import feed_tensors
 from replay.traces.fields import parse_json
-from replay.traces.header import FORMAT, TraceHeader, WeightsInfo
+from replay.traces.header import FORMAT, MAX_HEADER_FILE, TraceHeader, WeightsInfo, read_header
 from replay.traces.records import RequestRecord, expected_tensors, placed, scan_shards, shard_metadata, to_frame
 from replay.traces.server_rounds import merge_rounds, read_served, rounds_of
 from replay.traces.tensors import joined_shapes, pack_header, tensor_bytes
@@ -27,14 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CapturedRequest", "ServerCounters", "TraceWriter", "read_header"]
 
-_MAX_HEADER_FILE = 1 << 24
 _MAY_CHANGE = {("target", "name"), ("target", "path"), ("engine", "details")}
-
-
-def read_header(folder: Path) -> TraceHeader:
-    """The header of the trace in ``folder``. Raises TraceVersionError, TraceCorruptError."""
-    path = folder / files.HEADER
-    return TraceHeader.from_json(_utf8(files.read_small(path, _MAX_HEADER_FILE), path), str(path))
 
 
 class TraceWriter:
@@ -288,7 +281,7 @@ def _says_what_is_kept(path: Path, kept: int | None = None) -> Iterator[None]:
 def _is_trace(folder: Path) -> bool:
     """Whether ``folder`` holds a trace of any version."""
     try:
-        header = parse_json(files.read_small(folder / files.HEADER, _MAX_HEADER_FILE), files.HEADER)
+        header = parse_json(files.read_small(folder / files.HEADER, MAX_HEADER_FILE), files.HEADER)
     except TraceCorruptError:
         return False
     return isinstance(header, dict) and header.get("format") == FORMAT
@@ -328,10 +321,3 @@ def _parquet(frame: "pl.DataFrame") -> bytes:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _utf8(data: bytes, path: Path) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise TraceCorruptError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error

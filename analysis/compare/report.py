@@ -7,10 +7,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from replay.analysis import wording
+from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.compare.common_anchors import CommonDrafts
 from replay.analysis.compare.compare import LEVEL, Comparison, Pair
 from replay.analysis.compare.pairing import Joined
-from replay.analysis.report.doubts import FEW_REQUESTS
 from replay.analysis.tables import Column, Fitted, bullet, heading, pairs
 
 # Common rounds below this share of all are told apart from what a server shows.

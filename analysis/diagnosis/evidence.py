@@ -17,12 +17,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from replay.analysis.bootstrap import resampled_sums
 from replay.analysis.counts import ROUNDS, Counts, lengths, stacked_sums
+from replay.analysis.diagnosis import evidence as ev
+
+if TYPE_CHECKING:
+    import polars as pl
+
 
 DRAFTED, HISTOGRAM, LENGTH = "drafted", "histogram", "length"  # the kinds above
 NOISE = 0.05  # a round of a true hypothesis differs this often
@@ -242,3 +248,12 @@ def length_gain(better: Counts, base: Counts, *, seed: int = 0) -> tuple[float, 
     sums = stacked_sums(kept, seed=seed, resamples=2000)
     low, high = np.quantile(lengths(sums[0]) - lengths(sums[1]), [0.025, 0.975])
     return gain, float(low), float(high)
+
+
+def by_anchor(table: "pl.DataFrame") -> dict[ev.RoundKey, ev.ServedRound]:
+    """Rounds of one variant or server by request and anchor."""
+    columns = table.select("request_id", "anchor", "drafted", "accepted")
+    return {
+        (request, anchor): ev.ServedRound(tuple(drafted), accepted)
+        for request, anchor, drafted, accepted in columns.iter_rows()
+    }

@@ -12,7 +12,7 @@ from replay.analysis.diagnosis.feed import Feeding
 from replay.analysis.diagnosis.feed import to_json as fed
 from replay.analysis.ladder.ladder import Ladder
 from replay.analysis.ladder.ladder import to_json as climbed
-from replay.traces.words import HEALTHY_NAME
+from replay.traces.rounds import HEALTHY_NAME
 
 # Nats of posterior odds: what lies closer than this to the best is not told apart from it (odds of about 150 to 1).
 DECISIVE = 5.0

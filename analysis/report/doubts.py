@@ -4,15 +4,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.gaps import Gap
 from replay.analysis.report.expected import expectation_doubts
 from replay.analysis.summary import VariantSummary
 from replay.analysis.wording import count, counted, decimal, interval, listed, percent, varying
 from replay.traces.rounds import Rounds
 
-# Percentile intervals from fewer requests than this are too narrow more often than their 5 % (Efron and Tibshirani,
-# An Introduction to the Bootstrap, 1993, section 13.6 and chapter 14).
-FEW_REQUESTS = 20
 # Half an interval, as a share of the accept length: the tolerance of vLLM's own acceptance test is 5 %.
 WIDE_INTERVAL = 0.05
 MANY_CUT = 0.10

@@ -1,38 +1,13 @@
 """What is asked of a server for one request, and how its answer is read."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from replay.capture.client.api import ServerApi, TransientError
 from replay.capture.client.join import Answer
 from replay.capture.encode import EncodedRequest
+from replay.capture.options import ServerOptions
 from replay.errors import CaptureError
 from replay.traces.captured import ServerCounters
-
-
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """What to ask of which server. ``top_k`` below 1 and ``top_p`` 1 leave all tokens in; temperature 0 is greedy."""
-
-    server: str
-    prompts: Path
-    out: Path
-    taps: str | None = None  # of those the server records; None: all of them
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    raw: bool = False
-    concurrency: int = 16  # requests in flight
-    weights: bool = True  # write the target's embedding and lm_head beside the trace
-    resume: bool = False
-    force: bool = False
-    api_key: str | None = None
-    recording: Path | None = None  # where the server's recording folder is seen here
-    timeout: float = 600.0  # seconds without an answer
-    retries: int = 5
 
 
 def generate(api: ServerApi, request: EncodedRequest, rid: str, options: ServerOptions, *, logprobs: bool) -> Answer:

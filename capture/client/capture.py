@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import replay
-from replay.capture.client.answers import ServerOptions
 from replay.capture.client.api import ServerApi, open_api
 from replay.capture.client.facts import ServerFacts, check_same_server, read_facts
 from replay.capture.client.join import Joined
@@ -21,7 +20,7 @@ from replay.capture.client.requests import PROBE_TOKENS, ServerClient
 from replay.capture.client.spool_reader import SpoolReader
 from replay.capture.encode import EncodedRequest, Limits, encode_prompts
 from replay.capture.events import CaptureResult, Event, Loading, Noted
-from replay.capture.options import check_numbers, check_place, settings_of
+from replay.capture.options import ServerOptions, check_numbers, check_place, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.spool import RID_PREFIX, SPOOL
 from replay.errors import OutputError, PromptError, TraceError, UsageError
@@ -71,7 +70,7 @@ def encode(prompts: PromptFile, facts: ServerFacts, options: ServerOptions) -> l
         )
     tokenizer, vocab_size = None, facts.vocab_size
     if any(row.input_ids is None for row in prompts.rows):
-        from replay.capture.local.target import open_target
+        from replay.capture.target_files import open_target
 
         files = open_target(facts.tokenizer_path)
         tokenizer, vocab_size = files.tokenizer, vocab_size or files.limits.vocab_size
@@ -87,7 +86,8 @@ def _capture_recorded(
     requests: Sequence[EncodedRequest],
     on_event: Callable[[Event], None],
 ) -> CaptureResult:
-    from replay.traces.writer import TraceWriter, read_header
+    from replay.traces.header import read_header
+    from replay.traces.writer import TraceWriter
 
     target = facts.target()
     taps = _wanted_taps(options, facts, target.layers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.client.answers import ServerOptions, generate
+from replay.capture.client.answers import generate
 from replay.capture.client.api import RefusedError, ServerApi
 from replay.capture.client.facts import ServerFacts
 from replay.capture.client.join import Answer, Joined, first_missing, histogram_of, join, lacks_feed, same_histogram
@@ -17,6 +17,7 @@ from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.client.watch import RecordingStoppedError, RecordingWatch
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
+from replay.capture.options import ServerOptions
 from replay.errors import CaptureError, OutputError, TraceCorruptError
 from replay.traces.captured import CapturedRequest
 

@@ -18,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from replay.capture.client.answers import ServerOptions, generate
+from replay.capture.client.answers import generate
 from replay.capture.client.api import RefusedError, ServerApi
 from replay.capture.client.facts import ServerFacts
 from replay.capture.client.join import Answer
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
+from replay.capture.options import ServerOptions
 from replay.capture.spool import RID_PREFIX
 from replay.errors import CaptureError, OutputError, TraceError
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import replay
 from replay.capture.encode import EncodedRequest, encode_prompts
-from replay.capture.events import CaptureOptions, CaptureResult, Event, Finished, Loading, Noted, Planned, Progress
+from replay.capture.events import CaptureResult, Event, Finished, Loading, Noted, Planned, Progress
 from replay.capture.local.sampling import Sampling
-from replay.capture.options import check_numbers, check_place, settings_of
+from replay.capture.options import CaptureOptions, check_numbers, check_place, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.target_files import fingerprint_target
 from replay.errors import CaptureError
@@ -18,7 +18,8 @@ from replay.traces.header import EngineInfo, TapInfo, TargetInfo, TraceHeader
 from replay.traces.taps import EMBED, FINAL, default_taps, parse_taps, sort_taps
 
 if TYPE_CHECKING:
-    from replay.capture.local.target import LocalTarget, TargetFiles
+    from replay.capture.local.target import LocalTarget
+    from replay.capture.target_files import TargetFiles
     from replay.traces.writer import TraceWriter
 
 __all__ = [
@@ -48,7 +49,8 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     check_numbers(options, ("--topk", options.topk, options.topk >= 1, "1 or more"))
     prompts = read_prompts(options.prompts)
     check_place(options)
-    from replay.capture.local.target import check_target, load_target, open_target
+    from replay.capture.local.target import check_target, load_target
+    from replay.capture.target_files import open_target
     from replay.traces.writer import TraceWriter
 
     files = open_target(options.model)

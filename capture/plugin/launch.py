@@ -22,15 +22,13 @@ from pathlib import Path
 
 import replay
 from replay.capture.plugin.facts import server_url, without_secrets
-from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import RECORD_VARIABLE, SIMULATED, VERSIONS, Recording
 from replay.capture.spool import Manifest, drop_launches, launch_folder, read_manifests
 from replay.errors import CaptureError, OutputError, TraceCorruptError, UsageError, WiringError
 from replay.traces.files import LOCK, take_lock
 from replay.traces.taps import FINAL, parse_taps
 
 PLUGIN = "replay"  # the name of the entry point
-VERSIONS = ("0.5.23",)  # of SGLang that the plugin knows
-SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.5
 _SILENT = 20  # polls

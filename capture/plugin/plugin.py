@@ -27,18 +27,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.plugin.facts import server_details, server_url, target_info
-from replay.capture.plugin.launch import SIMULATED, VERSIONS
 from replay.capture.plugin.model import capture_boundaries, capturing_parts
 from replay.capture.plugin.recorder import RowRecorder, summarise_rows
-from replay.capture.plugin.recording import (
-    RECORD_VARIABLE,
-    Recording,
-    decode_rows,
-    feed_rows,
-    prefill_rows,
-    verify_rows,
-)
+from replay.capture.plugin.recording import RECORD_VARIABLE, SIMULATED, VERSIONS, Recording
 from replay.capture.plugin.reporter import Reporter
+from replay.capture.plugin.rows import decode_rows, feed_rows, prefill_rows, verify_rows
 from replay.capture.spool import RID_PREFIX
 from replay.errors import CaptureError, ReplayError, WiringError
 from replay.traces.header import TAP_DTYPES

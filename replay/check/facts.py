@@ -7,10 +7,11 @@ numpy is imported, unless the head is a pytorch_model.bin or its weights are ask
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replay.check.server import Server
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError, TraceCorruptError
@@ -120,23 +121,6 @@ class Target:
     layers: int
     hidden_size: int
     vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """How it is, or will be, served: arguments in snake_case, ``stated`` where any are known, ``live`` where asked."""
-
-    engine: str = "sglang"
-    version: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    stated: bool = False
-    live: bool = False
-
-    @property
-    def where(self) -> str:
-        """What evidence calls it."""
-        return "/server_info" if self.live else "server arguments"
 
 
 @dataclass(frozen=True, slots=True)

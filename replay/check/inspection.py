@@ -2,19 +2,15 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from replay.checkpoint.config import ARCHITECTURES
 from replay.errors import CheckpointError, UsageError
 from replay.traces.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from replay.traces.check import Finding
     from replay.traces.reader import Trace
 
 _FIELDS_OF_HEADS = {"draft_vocab_size", "eagle_config", "num_aux_hidden_states", "target_hidden_size"}
@@ -195,42 +191,3 @@ def draft_facts(path: Path) -> DraftFacts:
         layer_ids=config.layer_ids,
         notes=checkpoint.notes,
     )
-
-
-def render_facts(facts: TraceFacts | DraftFacts) -> "RenderableType":
-    """Two columns: what, and how much."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in asdict(facts).items():
-        table.add_row(name.replace("_", " "), Text(_spell(name, value)))  # Text: names may hold square brackets
-    return table
-
-
-def render_findings(findings: "Sequence[Finding]") -> "RenderableType":
-    """What a self-check found: how severe, and a paragraph each."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for finding in findings:
-        request = "" if finding.request_id is None else f"{finding.request_id}: "
-        table.add_row(f"{finding.severity}:", Text(request + finding.what))
-    return table
-
-
-def _spell(name: str, value: Any) -> str:
-    if value is None:
-        return "not stated"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
-    if isinstance(value, tuple | list):
-        return ", ".join(str(item) for item in value) or "none"
-    if name == "bytes":
-        return f"{value / 1e6:,.1f} MB"
-    return f"{value:,}" if isinstance(value, int) else str(value)

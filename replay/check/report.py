@@ -1,14 +1,20 @@
 """What `replay check` shows: one block a finding, or one line that nothing was found."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
+from replay.check.inspection import DraftFacts, TraceFacts
 from replay.check.run import Outcome
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from replay.traces.check import TraceFinding
+
 
 _STYLES = {ERROR: "bold red", WARNING: "bold yellow"}
 
@@ -68,3 +74,42 @@ def _fed(fed: dict[str, str]) -> str:
     for engine, taps in fed.items():
         alike.setdefault(taps if taps.startswith("R[") else "none", []).append(engine)
     return "; ".join(f"{taps} by {', '.join(engines)}" for taps, engines in alike.items())
+
+
+def render_facts(facts: TraceFacts | DraftFacts) -> "RenderableType":
+    """Two columns: what, and how much."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in asdict(facts).items():
+        table.add_row(name.replace("_", " "), Text(_spell(name, value)))  # Text: names may hold square brackets
+    return table
+
+
+def render_findings(findings: "Sequence[TraceFinding]") -> "RenderableType":
+    """What a self-check found: how severe, and a paragraph each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        request = "" if finding.request_id is None else f"{finding.request_id}: "
+        table.add_row(f"{finding.severity}:", Text(request + finding.what))
+    return table
+
+
+def _spell(name: str, value: Any) -> str:
+    if value is None:
+        return "not stated"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
+    if isinstance(value, tuple | list):
+        return ", ".join(str(item) for item in value) or "none"
+    if name == "bytes":
+        return f"{value / 1e6:,.1f} MB"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -4,9 +4,9 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from replay.check.facts import Server
 from replay.errors import UsageError
 
 ENGINES = ("sglang", "vllm", "eagle")
@@ -22,6 +22,23 @@ _TEXTS = ("dtype", "quantization", "kv_cache_dtype", "speculative_draft_kv_cache
           "speculative_draft_model_quantization", "speculative_algorithm", "attention_backend",
           "speculative_draft_load_format")  # fmt: skip
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.ASCII | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How it is, or will be, served: arguments in snake_case, ``stated`` where any are known, ``live`` where asked."""
+
+    engine: str = "sglang"
+    version: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    stated: bool = False
+    live: bool = False
+
+    @property
+    def where(self) -> str:
+        """What evidence calls it."""
+        return "/server_info" if self.live else "server arguments"
 
 
 def check_engine(name: str | None) -> None:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.checkpoint.config import HeadConfig, read_config
+import torch
+from torch import Tensor
+
+from replay.checkpoint.config import HeadConfig, parse_config, read_config
 from replay.checkpoint.files import read_tensors, some
 from replay.checkpoint.tensor_table import expected_tensors, optional_tensors, spell
 from replay.errors import CheckpointError
@@ -123,3 +126,27 @@ def _check_vocabulary_map(name: str, config: HeadConfig, tensors: "Mapping[str, 
         if not torch.equal(mask_V, t2d_V.bool()):
             notes.append("t2d disagrees with d2t; engines use d2t")
     return tuple(notes)
+
+
+def load_head(folder: Path | str) -> Checkpoint:
+    """Read a draft head's folder: config.json with safetensors or pytorch_model.bin.
+
+    Raises CheckpointError naming the field or tensor that is missing, unexpected or misshapen.
+
+    >>> head = replay.load_head(DRAFT)
+    >>> head.config.num_taps
+    3
+    """
+    return read_checkpoint(Path(folder))
+
+
+def head_from_tensors(
+    config: Mapping[str, object], tensors: Mapping[str, Tensor], *, name: str = "in-memory head"
+) -> Checkpoint:
+    """A head from a config dictionary and tensors in memory, checked as strictly as one from disk.
+
+    >>> same = replay.head_from_tensors(config, tensors, name="step 1000")
+    >>> same.name
+    'step 1000'
+    """
+    return check_checkpoint(name, parse_config(config), tensors)

@@ -77,3 +77,12 @@ def optional_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         table[f"layers.{layer}.self_attn.rotary_emb.inv_freq"] = (config.rotary_dim // 2,)
     return table
+
+
+NOT_LINEAR = ("d2t", "t2d", "embed_tokens")
+
+
+def linear_names(config: HeadConfig) -> list[str]:
+    """The head's linear layers in forward order, as checkpoints call them; lm_head, own or borrowed, is last."""
+    names = [name.removesuffix(".weight") for name, shape in expected_tensors(config).items() if len(shape) == 2]
+    return [name for name in names if name not in (*NOT_LINEAR, "lm_head")] + ["lm_head"]

@@ -12,11 +12,16 @@ from typing import Any
 import click
 
 from replay import __version__
-from replay.cli.capture import capture, serve
+from replay.cli.capture import capture
+from replay.cli.check import check
+from replay.cli.compare import compare
 from replay.cli.demo import demo
-from replay.cli.diagnose import check, diagnose
-from replay.cli.report import compare, inspect, report
-from replay.cli.simulate import faults, simulate
+from replay.cli.diagnose import diagnose
+from replay.cli.faults import faults
+from replay.cli.inspect import inspect
+from replay.cli.report import report
+from replay.cli.serve import serve
+from replay.cli.simulate import simulate
 from replay.cli.terminal import say
 from replay.errors import ReplayError
 

@@ -1,54 +1,19 @@
 """The commands that meet a target: serve and capture."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from replay.cli.options import PATH, api_key_option, json_option
-from replay.cli.terminal import print_json, say, show_progress
+from replay.cli.terminal import print_json, show_progress
 
 if TYPE_CHECKING:
-    from replay.capture.client.answers import ServerOptions
     from replay.capture.local.record import CaptureOptions, CaptureResult
+    from replay.capture.options import ServerOptions
 
 # Short and long names of one thing; both are taken everywhere.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-@click.command()
-@click.option(
-    "--trace",
-    required=True,
-    type=PATH,
-    metavar="DIR",
-    help="Folder that the server records into; `capture --server` reads it, and may write its trace there.",
-)
-@click.option("--taps", metavar="T", help="Taps to record beside those the draft is fed.  [default: as of capture]")
-@click.option("--wiring", metavar="W", help="Feed the draft exactly these taps, in this order, e.g. embed,3,16.")
-@click.option("--topk", type=click.IntRange(1, 4096), default=32, show_default=True, help="Logits kept of each row.")
-@json_option
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="-- SGLANG_ARGUMENTS...")
-def serve(
-    trace: Path, taps: str | None, wiring: str | None, topk: int, as_json: bool, arguments: tuple[str, ...]
-) -> None:
-    """Start a real SGLang server with recording on.
-
-    Everything after -- goes to sglang.launch_server as it stands. With --json the document comes once the server
-    answers, and the server goes on.
-    """
-    from dataclasses import asdict
-
-    from replay.capture.plugin.launch import Ready, ServeOptions
-    from replay.capture.plugin.launch import serve as run
-
-    def on_ready(ready: Ready) -> None:
-        print_json(asdict(ready))
-        sys.stdout.flush()
-
-    options = ServeOptions(trace, arguments, taps, wiring, topk)
-    sys.exit(run(options, lambda note: say(f"replay: {note}"), on_ready if as_json else None))
 
 
 @click.command()
@@ -108,8 +73,8 @@ def capture(
     """Run prompts through a target, in this process or in a server, and record a trace."""
     from dataclasses import asdict
 
-    from replay.capture.client.answers import ServerOptions
     from replay.capture.local.record import CaptureOptions
+    from replay.capture.options import ServerOptions
 
     options: CaptureOptions | ServerOptions
     if model is not None and server is None:

@@ -1,13 +1,21 @@
 """The demo: capture, simulate and report on a small real target."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from replay.cli.capture import run_capture
 from replay.cli.options import PATH, json_option
+from replay.cli.show import show_rounds
 from replay.cli.simulate import run_simulation
-from replay.cli.terminal import say, show_rounds
+from replay.cli.terminal import say
+from replay.errors import OutputError
+from replay.traces.sample_files import sample_prompts
+
+if TYPE_CHECKING:
+    from replay.capture.local.record import CaptureOptions
 
 
 @click.command()
@@ -26,11 +34,11 @@ from replay.cli.terminal import say, show_rounds
 def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
     """Record a small real target and replay its draft head under right and wrong wirings."""
     from replay.checkpoint.checkpoint import read_checkpoint
-    from replay.demo import WIRINGS, demo_options, sample_head
     from replay.engines.wiring import parse_wiring
     from replay.simulator.variant import sweep
     from replay.traces.reader import Trace
     from replay.traces.rounds import write_rounds
+    from replay.traces.sample_files import sample_head
 
     options = demo_options(output, max_new_tokens, force=force, tell=say)
     if options is None:
@@ -46,4 +54,44 @@ def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
     say(
         f"\nNext, on the same trace:\n  replay simulate {output / 'trace'} --draft {sample_head()} "
         f"--steps 1 --steps 3 --steps 7\n  replay report {output / 'rounds.parquet'} --peers"
+    )
+
+
+# What the head was trained on; what a server feeds for config ids [2, 15, 27] under the +1 convention; the engines'
+# default taps; the right taps in another order; one tap off by one on either side.
+WIRINGS = ("embed,3,16", "3,16,28", "2,15,27", "3,embed,16", "embed,2,16", "embed,3,15")
+
+
+def demo_options(
+    folder: Path, max_new_tokens: int, *, force: bool, tell: Callable[[str], None]
+) -> "CaptureOptions | None":
+    """How to capture the demo's trace into ``folder``/trace; None where a whole one lies there already.
+
+    An unfinished trace is gone on with. Raises CaptureError where the target's package is missing, OutputError where
+    something else lies there.
+    """
+    from replay.capture.demo_target import smollm2
+    from replay.capture.local.record import CaptureOptions
+    from replay.capture.prompts import read_prompts
+    from replay.traces.header import read_header
+
+    trace = folder / "trace"
+    recorded = read_header(trace) if (trace / "trace.json").is_file() and not force else None
+    if recorded is not None:
+        asked = (read_prompts(sample_prompts()).sha256, max_new_tokens)
+        if (recorded.capture.prompts_sha256, recorded.capture.max_new_tokens) != asked:
+            raise OutputError(
+                f"{trace} is not the demo's trace of {max_new_tokens} output tokens a prompt; "
+                "name another folder with -o, or --force to replace it"
+            )
+        if recorded.state == "complete":
+            return None
+    target = smollm2(tell=tell)
+    return CaptureOptions(
+        model=str(target),
+        prompts=sample_prompts(),
+        out=trace,
+        max_new_tokens=max_new_tokens,
+        resume=recorded is not None,
+        force=force,
     )

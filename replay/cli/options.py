@@ -1,8 +1,12 @@
 """Options and arguments that several commands take, each said once."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from replay.engines.wiring import Wiring
 
 PATH = click.Path(path_type=Path)
 
@@ -15,3 +19,10 @@ trained_wiring_option = click.option(
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )
+
+
+def parse_wiring_option(text: str | None, layers: int) -> "Wiring | None":
+    """The wiring that was typed; None where none was. Raises WiringError."""
+    from replay.engines.wiring import parse_wiring
+
+    return None if text is None else parse_wiring(text, layers=layers)

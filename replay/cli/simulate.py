@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from replay.cli.options import PATH, json_option, trace_argument
-from replay.cli.terminal import print_json, refuse_existing, say, show_progress, show_ranking, show_rounds
+from replay.cli.show import show_ranking, show_rounds
+from replay.cli.terminal import refuse_existing, say, show_progress
 from replay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,22 +140,6 @@ def simulate(
     show_rounds(rounds, as_json) if ranked is None else show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
-
-
-@click.command()
-@json_option
-def faults(as_json: bool) -> None:
-    """List the faults that simulate --fault can replay, with their values."""
-    from dataclasses import asdict
-
-    from replay.faults.table import FAULTS
-
-    if as_json:
-        print_json([{k: v for k, v in asdict(kind).items() if k != "change"} for kind in FAULTS.values()])
-        return
-    for kind in FAULTS.values():  # a paragraph each: in a table 80 columns would cut the names
-        default = "" if kind.default is None else f"  [default: {kind.default}]"
-        click.echo(f"{kind.name}={kind.values}{default}\n    {kind.what}")
 
 
 def _note_chains(num_draft_tokens: tuple[int, ...], steps: set[int]) -> None:

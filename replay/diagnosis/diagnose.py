@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from replay.analysis.counts import Counts, per_request
 from replay.analysis.diagnosis import evidence as ev
 from replay.analysis.diagnosis.breakdown import limits, strata
-from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH
+from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH, by_anchor
 from replay.analysis.diagnosis.feed import Fed, borne_out, contradiction
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain, Scored, Stratum, judge
 from replay.analysis.ladder.ladder import Ladder
@@ -27,7 +27,7 @@ from replay.simulator.binding import bind, resolve
 from replay.simulator.simulation import Progress, simulate
 from replay.simulator.variant import Variant
 from replay.traces.reader import Trace
-from replay.traces.words import HEALTHY_NAME
+from replay.traces.rounds import HEALTHY_NAME
 
 if TYPE_CHECKING:
     import polars as pl
@@ -466,15 +466,6 @@ class _Case:
             return
         cached = {item.request_id: item.server_cached_tokens or 0 for item in self._trace.records}
         yield from strata(healthy.by_anchor, by_anchor(self._rounds), rounds.requests, cached)
-
-
-def by_anchor(table: "pl.DataFrame") -> dict[ev.RoundKey, ev.ServedRound]:
-    """Rounds of one variant or server by request and anchor."""
-    columns = table.select("request_id", "anchor", "drafted", "accepted")
-    return {
-        (request, anchor): ev.ServedRound(tuple(drafted), accepted)
-        for request, anchor, drafted, accepted in columns.iter_rows()
-    }
 
 
 def _histograms(table: "pl.DataFrame", steps: int) -> dict[str, list[int]]:

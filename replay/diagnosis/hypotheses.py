@@ -18,8 +18,8 @@ from replay.faults.table import FAULTS, Fault
 from replay.simulator.binding import bind
 from replay.simulator.variant import Variant
 from replay.traces.reader import Trace
+from replay.traces.rounds import HEALTHY_NAME
 from replay.traces.taps import EMBED, sort_taps, tap_name
-from replay.traces.words import HEALTHY_NAME
 
 _P_HEALTHY = 0.5
 _P_PAIR = 0.05  # two independent faults at once, relative to the likelier of them alone

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from replay.drafting.every_anchor import ChainAttention, FirstPass, first_pass
+from replay.drafting.every_anchor import ChainAttention
+from replay.drafting.first_pass import FirstPass, first_pass
 from replay.drafting.rows import DraftInput, drafted_positions
 from replay.head.model import Head
 

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replay.drafting.every_anchor import next_tokens, seen_from, served_sizes
+from replay.drafting.every_anchor import seen_from
+from replay.drafting.first_pass import served_sizes
+from replay.drafting.next_tokens import next_tokens
 from replay.drafting.rows import DraftInput, Rows, committed_rows, drafted_positions
+from replay.head.attention import attend_to_slots
 from replay.head.model import Head, HeadOutput
 from replay.verify.accept import continuations, count_accepted
 
@@ -303,19 +306,3 @@ class _Pass:
     index_NQ: Tensor
     counts: list[int]
     step: int
-
-
-def attend_to_slots(
-    q_NQnH: Tensor, k_NCMH: Tensor, v_NCMH: Tensor, seen_NQC: Tensor, blank_NQC: Tensor, *, fp32: bool, masked: bool
-) -> Tensor:
-    """Mixed values [N, Q, n*H]: each row over the slots that it sees; blank ones are zeros or take no part."""
-    dtype = q_NQnH.dtype
-    if fp32:
-        q_NQnH, k_NCMH, v_NCMH = q_NQnH.float(), k_NCMH.float(), v_NCMH.float()
-    grouped_NQMGH = q_NQnH.unflatten(2, (k_NCMH.shape[2], -1))
-    scores_NMGQC = torch.einsum("nqmgh,ncmh->nmgqc", grouped_NQMGH, k_NCMH) * q_NQnH.shape[-1] ** -0.5
-    blank, seen = blank_NQC[:, None, None], seen_NQC[:, None, None]
-    scores_NMGQC = scores_NMGQC.masked_fill(blank, float("-inf") if masked else 0.0).masked_fill(~seen, float("-inf"))
-    weights = scores_NMGQC.float().softmax(dim=-1).to(q_NQnH.dtype).masked_fill(blank, 0.0)
-    out_NQMGH: Tensor = torch.einsum("nmgqc,ncmh->nqmgh", weights, v_NCMH)
-    return out_NQMGH.flatten(2).to(dtype)

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replay.drafting.every_anchor import FirstPass, first_pass
+from replay.drafting.first_pass import FirstPass, first_pass
+from replay.drafting.next_tokens import propose
 from replay.drafting.rows import DraftInput
+from replay.drafting.tree_shape import ORPHAN, ROOT, TreeSize, count_candidates
 from replay.head.attention import attend_committed_and_chain
 from replay.head.model import Head
-from replay.simulator.variant import count_candidates
-
-ROOT, ORPHAN = -1, -2
 
 # Rows of one pass, candidates of one block of anchors, and logits of one product in elements: they bound memory
 # whatever topk, steps and the vocabulary are.
@@ -49,14 +48,6 @@ class Candidates:
     scores_AC: Tensor
     parents_AG: Tensor
     tied_AC: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class TreeSize:
-    """How deep a tree goes, and how many tokens the target verifies, the known one included."""
-
-    steps: int
-    num_draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,24 +204,3 @@ def _overlaps(counts: Sequence[int], start: int, stop: int) -> Iterator[tuple[in
         if inside > 0:
             yield request, inside
         begin += count
-
-
-def propose(head: Head, normed_RE: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``topk`` likeliest tokens after each row, likeliest first.
-
-    Probabilities [R, P] in fp32, target ids [R, P], and where a token left out was exactly as likely [R, P].
-    """
-    fitting = max(1, _BLOCK_LOGITS // head.config.draft_vocab_size)
-    # A power of two: matrix units then round as they do for the few rows of a server.
-    rows = 1 << (fitting.bit_length() - 1)
-    parts = [_propose_block(head, block_RE, topk) for block_RE in normed_RE.split(rows)]
-    probs_RP, index_RP, tied_RP = (torch.cat(part) for part in zip(*parts, strict=True))
-    return probs_RP, head.target_ids_W[index_RP], tied_RP
-
-
-def _propose_block(head: Head, normed_RE: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
-    probs_RW = head.logits(normed_RE).float().softmax(dim=-1)
-    probs_RP, index_RP = probs_RW.topk(topk, dim=-1)
-    last_R1 = probs_RP[:, -1:]
-    shared_R1 = (probs_RW == last_R1).sum(-1, keepdim=True) > (probs_RP == last_R1).sum(-1, keepdim=True)
-    return probs_RP, index_RP, shared_R1 & (probs_RP == last_R1)

@@ -15,45 +15,12 @@ import torch
 from torch import Tensor
 
 from replay.checkpoint.config import HeadConfig
-from replay.checkpoint.tensor_table import expected_tensors
+from replay.checkpoint.tensor_table import NOT_LINEAR, linear_names
 from replay.engines.precision import Format, Precision, Scheme, fused_name
 from replay.engines.profiles import PRECISIONS, EngineProfile
-from replay.errors import UsageError
 from replay.head.quantise import LARGEST, largest_magnitude, quantise, quantise_weight
 
 _NOT_FINITE = "rows of logits are not finite (there argmax drafts the first NaN, as in a server)"
-_NOT_LINEAR = ("d2t", "t2d", "embed_tokens")
-
-
-def linear_names(config: HeadConfig) -> list[str]:
-    """The head's linear layers in forward order, as checkpoints call them; lm_head, own or borrowed, is last."""
-    names = [name.removesuffix(".weight") for name, shape in expected_tensors(config).items() if len(shape) == 2]
-    return [name for name in names if name not in (*_NOT_LINEAR, "lm_head")] + ["lm_head"]
-
-
-def check_precision(precision: Precision, config: HeadConfig, head: str) -> None:
-    """Refuse a precision that names no tensor of the head called ``head``, or tears a product's input apart.
-
-    Raises UsageError.
-    """
-    linear = linear_names(config)
-    norms = [name.removesuffix(".weight") for name, shape in expected_tensors(config).items() if len(shape) == 1]
-    every = [*linear, "embed_tokens", *(name for name in norms if "norm" in name)]
-    for rule in precision.rules:
-        if rule.pattern and not any(rule.covers(name, ()) for name in every):
-            raise UsageError(
-                f"precision part {rule} matches no tensor of draft head {head}; it has {', '.join(linear)}, and norms "
-                "and embed_tokens for who asks for them"
-            )
-    entering: dict[str, tuple[str, Format | None]] = {}
-    for name in linear:
-        product, form = fused_name(name), precision.scheme(name).input
-        first, other = entering.setdefault(product, (name, form))
-        if form != other:
-            raise UsageError(
-                f"precision {precision} quantises the inputs of {name} and of {first} differently, and they are one "
-                f"input; type {product.rpartition('.')[2]}=..., or {name}.weight=... for the weight alone"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +73,7 @@ class Emulation:
 
     def weights(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """The checkpoint's tensors but vocabulary maps and embedding, ready to run on ``device``."""
-        names = [name for name in tensors if name.removesuffix(".weight") not in _NOT_LINEAR]
+        names = [name for name in tensors if name.removesuffix(".weight") not in NOT_LINEAR]
         together: dict[tuple[str, Format], list[str]] = {}
         for name in names:
             form = self._form(name)

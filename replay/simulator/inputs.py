@@ -1,8 +1,20 @@
 """Requests of a trace, a pack of them at a time: as many as fill a pass, and never more in memory."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
+
+from replay.drafting.product_sizes import Span
+from replay.drafting.rows import DraftInput, chunk_ends
+from replay.engines.wiring import Wiring
 from replay.traces.reader import RequestRows, Trace
+from replay.traces.taps import FINAL
+
+if TYPE_CHECKING:
+    import polars as pl
+
 
 # Rows packed into one pass, unless one request alone has more. Large enough to fill the matrix units; twice as many are
 # no faster and take a quarter more memory.
@@ -22,3 +34,42 @@ def read_packs(trace: Trace, taps: Sequence[str]) -> Iterator[list[RequestRows]]
         rows += len(request.tokens)
     if pack:
         yield pack
+
+
+def draft_input(
+    rows: RequestRows, wiring: Wiring, sampled_T: torch.Tensor | None = None, spans: Sequence[Span] = ()
+) -> DraftInput:
+    """One request of the trace as the engine takes it; ``spans`` as ``served_spans`` gave them."""
+    features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
+    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T, spans=spans)
+
+
+def sampled_after_chunks(rows: RequestRows, trace: Trace, chunk: int) -> torch.Tensor:
+    """What the target would say after each chunk's last prompt row [T]; 0 elsewhere. Needs the tap ``final``."""
+    from replay.traces.lm_head import recompute
+
+    sampled_T = torch.zeros_like(rows.tokens)
+    ends = torch.tensor(list(chunk_ends(rows.prompt_tokens, chunk)), dtype=torch.long)
+    if len(ends):
+        none = torch.empty((len(ends), 0), dtype=torch.long)
+        weight_VE = trace.lm_head_weight()
+        sampled_T[ends] = recompute(rows.taps[FINAL][ends], weight_VE, none, dtype=trace.header.target.dtype).best_id
+    return sampled_T
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The rounds of one request in the run that is followed: their anchors and accepted tokens (None: follow none)."""
+
+    anchors: tuple[int, ...] | None = None
+    accepted: tuple[int, ...] | None = None
+
+    def anchors_before(self, last: int) -> torch.Tensor | None:
+        """The anchors from which something is left to draft."""
+        return None if self.anchors is None else torch.tensor([a for a in self.anchors if a < last], dtype=torch.long)
+
+
+def leads_of(follow: "pl.DataFrame") -> dict[str, Lead]:
+    """By request the rounds of a table such as ``Trace.served_rounds``."""
+    grouped = follow.sort("round").group_by("request_id", maintain_order=True).agg("anchor", "accepted")
+    return {name: Lead(tuple(anchors), tuple(accepted)) for name, anchors, accepted in grouped.iter_rows()}

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from replay.checkpoint.checkpoint import Checkpoint
+from replay.checkpoint.tensor_table import linear_names
 from replay.engines.precision import Precision, Rule, fused_name, parse_precision, parse_scheme
 from replay.errors import UsageError
-from replay.head.emulation import linear_names
 from replay.simulator.variant import Variant
 
 TOGETHER = "all of these"

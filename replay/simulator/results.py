@@ -1,12 +1,17 @@
 """What a simulation gathers: sums of each variant, its rounds as a table, and the rounds of a run that is followed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.engines.wiring import engine_ids
+from replay.simulator.groups import Group
+from replay.simulator.variant import Variant
+from replay.traces.reader import Trace
+from replay.traces.rounds import RequestInfo, VariantInfo
 from replay.verify.accept import Round
 from replay.verify.estimator import Estimator
 
@@ -23,24 +28,6 @@ class Tally:
     anchors_accepted: int = 0
     ties: int = 0
     estimator: Estimator | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Lead:
-    """The rounds of one request in the run that is followed: their anchors and accepted tokens (None: follow none)."""
-
-    anchors: tuple[int, ...] | None = None
-    accepted: tuple[int, ...] | None = None
-
-    def anchors_before(self, last: int) -> torch.Tensor | None:
-        """The anchors from which something is left to draft."""
-        return None if self.anchors is None else torch.tensor([a for a in self.anchors if a < last], dtype=torch.long)
-
-
-def leads_of(follow: "pl.DataFrame") -> dict[str, Lead]:
-    """By request the rounds of a table such as ``Trace.served_rounds``."""
-    grouped = follow.sort("round").group_by("request_id", maintain_order=True).agg("anchor", "accepted")
-    return {name: Lead(tuple(anchors), tuple(accepted)) for name, anchors, accepted in grouped.iter_rows()}
 
 
 class RoundsTable:
@@ -75,3 +62,97 @@ class RoundsTable:
 
         frames = [frame for member in self._frames for frame in member]
         return pl.concat(frames) if frames else pl.DataFrame(schema=table_schema())
+
+
+def variant_info(name: str, variant: Variant, tally: Tally, trace: Trace) -> VariantInfo:
+    """A resolved variant with what was gathered under it."""
+    assert variant.wiring is not None and variant.precision is not None and variant.numerics is not None
+    assert variant.num_draft_tokens is not None and variant.kv is not None
+    return VariantInfo(
+        name=name,
+        draft=variant.draft,
+        wiring=variant.wiring.taps,
+        steps=variant.steps,
+        topk=variant.topk,
+        num_draft_tokens=variant.num_draft_tokens,
+        precision=variant.precision,
+        numerics=variant.numerics,
+        kv=variant.kv,
+        verify=variant.verify,
+        temperature=trace.header.capture.temperature,
+        engine=variant.engine,
+        faults=tuple(map(str, variant.faults)),
+        seconds=round(tally.seconds, 3),
+        anchors=tally.anchors,
+        anchors_accepted=tally.anchors_accepted,
+        ties=tally.ties,
+        expected=None if tally.estimator is None else tally.estimator.expected(),
+    )
+
+
+def request_info(row: Mapping[str, Any]) -> RequestInfo:
+    """A row of the trace's request table as a rounds file keeps it."""
+    histogram = row["server_histogram"]
+    return RequestInfo(
+        request_id=row["request_id"],
+        category=row["category"],
+        prompt_tokens=row["prompt_tokens"],
+        output_tokens=row["output_tokens"],
+        observed_rounds=row["server_verify_rounds"],
+        observed_histogram=None if histogram is None else tuple(histogram),
+        source=row["source"],
+        temperature=row["temperature"],
+    )
+
+
+def describe_trace(trace: Trace) -> dict[str, Any]:
+    """What a report and ``simulate --json`` say of the trace."""
+    header = trace.header
+    return {
+        "path": str(trace.path),
+        "target": header.target.name,
+        "model_type": header.target.model_type,
+        "layers": header.target.layers,
+        "hidden_size": header.target.hidden_size,
+        "engine": header.engine.name,
+        "engine_version": header.engine.version,
+        "taps": list(trace.taps),
+        "dtype": header.target.dtype,
+        "missing": list(header.missing),
+        "requests": len(trace.requests),
+    }
+
+
+def describe_wirings(variants: Sequence[Variant], trace: Trace) -> dict[str, list[dict[str, Any]]]:
+    """For each wiring, the layer ids to write so that each engine feeds it."""
+    target = trace.header.target
+    wirings = dict.fromkeys(variant.wiring for variant in variants if variant.wiring is not None)
+    return {
+        str(wiring): [
+            {"engine": said.engine, "ids": None if said.ids is None else list(said.ids), "note": said.note}
+            for said in engine_ids(wiring, model_type=target.model_type, layers=target.layers)
+        ]
+        for wiring in wirings
+    }
+
+
+def describe_head(
+    name: str, checkpoint: Checkpoint, variants: Sequence[Variant], groups: Sequence[Group]
+) -> dict[str, Any]:
+    """What a report says of a head, and the notes of all its variants."""
+    config = checkpoint.config
+    notes = [
+        note
+        for group in groups
+        if variants[group.members[0]].draft == name
+        for note in [*group.head.notes, *group.head.emulation.notes()]
+    ]
+    return {
+        "taps": config.num_taps,
+        "layers": config.num_layers,
+        "draft_vocab_size": config.draft_vocab_size,
+        "vocab_size": config.vocab_size,
+        "layer_ids": None if config.layer_ids is None else list(config.layer_ids),
+        "dtype": config.dtype,
+        "notes": list(dict.fromkeys([*checkpoint.notes, *notes])),
+    }

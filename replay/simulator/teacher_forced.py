@@ -20,8 +20,8 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.rows import DraftInput
 from replay.errors import UsageError
-from replay.simulator.binding import build_head, draft_input, resolve
-from replay.simulator.inputs import read_packs
+from replay.simulator.binding import build_head, resolve
+from replay.simulator.inputs import draft_input, read_packs
 from replay.simulator.simulation import Progress
 from replay.simulator.variant import Variant
 from replay.traces.reader import RequestRows, Trace

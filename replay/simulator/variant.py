@@ -5,15 +5,15 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
+from replay.drafting.tree_shape import count_candidates
 from replay.engines.precision import parse_precision
 from replay.engines.profiles import NUMERICS, EngineProfile, engine_profile
 from replay.engines.wiring import Wiring
 from replay.errors import UsageError
 from replay.faults.table import KV_POLICIES, Fault, parse_policy
-from replay.traces.words import HEALTHY_NAME
-from replay.verify.rules import parse_rule
+from replay.traces.rounds import HEALTHY_NAME
+from replay.verify.rules import MAX_STEPS, parse_rule
 
-MAX_STEPS = 64
 MAX_TOPK = 64
 MAX_DRAFT_TOKENS = 4096
 CHAIN_KV, TREE_KVS = "refresh", ("slot", "path")
@@ -76,11 +76,6 @@ class Variant:
     def all_faults(self) -> tuple[Fault, ...]:
         """The faults, with that of a draft KV policy behind them."""
         return self.faults if self.kv in (None, CHAIN_KV, *TREE_KVS) else (*self.faults, parse_policy(str(self.kv)))
-
-
-def count_candidates(topk: int, steps: int) -> int:
-    """Candidates from which a tree is chosen: ``topk`` after the known token, then ``topk`` after each of ``topk``."""
-    return topk + (steps - 1) * topk * topk
 
 
 def _tokens(topk: int, steps: int, wanted: int | None) -> int:

@@ -14,50 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from replay.errors import TraceError, UsageError
-from replay.simulator.variant import MAX_STEPS
+from replay.errors import TraceError
 from replay.traces.reader import Trace
 from replay.traces.rounds import EXPECTED_COLUMNS, Expected
 from replay.traces.taps import FINAL
 from replay.verify.expectation import draw_accepted, effective_samples, expect_taken, expected_walk, follow_path
 from replay.verify.expectation import keep_probabilities as keep
-from replay.verify.rules import Floats, Rule
+from replay.verify.rules import MAX_STEPS, Floats, Rule
 from replay.verify.target_probability import Bounds, Outside, Sampling, TargetProbability
 
 Ints = NDArray[np.int64]
 
 # Pairs whose lm_head rows are in memory at a time.
 _BLOCK_PAIRS = 4096
-
-
-def check_rule(rule: Rule, trace: Trace) -> None:
-    """Refuse a rule whose outcome the trace cannot tell. Raises UsageError."""
-    total = len(trace.records)
-    given = sum(record.source == "forced" for record in trace.records)
-    cold = sum(record.temperature == 0 for record in trace.records)
-    if rule.name == "greedy":
-        return
-    if given:
-        raise UsageError(
-            f"rule {rule} was asked for, {given} of {total} requests of {trace.path} follow text that was given, not "
-            "sampled by the target; capture the prompts without their responses, or type --verify greedy"
-        )
-    if cold and not rule.lossless:
-        raise UsageError(
-            f"rule {rule} was asked for, {cold} of {total} requests of {trace.path} were recorded at temperature 0, "
-            "where the target's choice has probability 1 and every rule is greedy; capture at the temperature that is "
-            "served, with --temperature X, or type --verify greedy"
-        )
-    if rule.name == "rejection" and 0 < cold < total:
-        raise UsageError(
-            f"rule {rule} was asked for, {cold} of {total} requests of {trace.path} were recorded at temperature 0 and "
-            "the others above; capture a trace of each, or type --verify target-only"
-        )
-
-
-def samples_drafts(rule: Rule, trace: Trace) -> bool:
-    """Whether the head samples its drafts. At temperature 0 it drafts its argmax (sglang 0.5.23 spec_utils.py)."""
-    return rule.name == "rejection" and any(record.temperature > 0 for record in trace.records)
 
 
 def open_target(trace: Trace, index: int) -> TargetProbability | None:

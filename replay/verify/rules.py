@@ -122,3 +122,6 @@ def share_ratios(rule: Rule, p_AN: Floats, shares_AN: Floats) -> Floats:
     ratios_AN: Floats = np.where(open_AN, limit, 0.0)
     np.divide(shares_AN, p_AN, out=ratios_AN, where=p_AN > 0)
     return ratios_AN
+
+
+MAX_STEPS = 64

@@ -1,0 +1,43 @@
+"""`replay inspect`: what lies in a trace or a head."""
+
+from pathlib import Path
+
+import click
+
+from replay.cli.options import PATH, json_option
+from replay.cli.terminal import print_json, print_rich
+from replay.errors import ReplayError
+from replay.traces.check import check_trace
+
+
+@click.command()
+@click.argument("path", type=PATH, metavar="TRACE|DRAFT")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Check a trace whole: checksums, lengths, finiteness, lm_head(final) against recorded choices.",
+)
+@json_option
+def inspect(path: Path, check: bool, as_json: bool) -> None:
+    """Say what lies in a trace or a draft head's folder."""
+    from dataclasses import asdict
+
+    from replay.check.inspection import draft_facts, kind_of, trace_facts
+    from replay.check.report import render_facts, render_findings
+    from replay.traces.reader import Trace
+
+    if kind_of(path) == "draft":
+        draft = draft_facts(path)
+        return print_json(asdict(draft)) if as_json else print_rich(render_facts(draft))
+    trace = Trace.open(path, allow_incomplete=not check)
+    facts = trace_facts(trace)
+    findings = list(check_trace(trace)) if check else []
+    if as_json:
+        print_json({**asdict(facts), **({"findings": [asdict(finding) for finding in findings]} if check else {})})
+    else:
+        print_rich(render_facts(facts))
+        if findings:
+            print_rich(render_findings(findings))
+    errors = sum(finding.severity == "error" for finding in findings)
+    if errors:
+        raise ReplayError(f"{path} fails its self-check with {errors} errors; capture it again before judging a head")

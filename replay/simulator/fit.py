@@ -1,0 +1,97 @@
+"""Refusals before anything runs: heads, wirings, rules and precisions that do not fit each other or the trace."""
+
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.checkpoint.config import HeadConfig
+from replay.checkpoint.tensor_table import expected_tensors, linear_names
+from replay.engines.precision import Format, Precision, fused_name
+from replay.engines.wiring import Wiring, check_wiring
+from replay.errors import CheckpointError, UsageError
+from replay.traces.reader import Trace
+from replay.verify.rules import Rule
+
+
+def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
+    """Refuse a head or wiring that does not fit the trace, from names and sizes alone.
+
+    Raises WiringError or CheckpointError.
+    """
+    target = trace.header.target
+    config = checkpoint.config
+    if config.target_hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"draft head {checkpoint.name} reads features {config.target_hidden_size} wide, the trace's target "
+            f"{target.name} is {target.hidden_size} wide; give a head that was made for this target"
+        )
+    if config.hidden_size != config.target_hidden_size and config.vocab_size < target.vocab_size:
+        raise CheckpointError(
+            f"draft head {checkpoint.name} embeds {config.vocab_size} tokens, the trace's target {target.name} has "
+            f"{target.vocab_size}; give a head that was made for this target"
+        )
+    # A head that reads the final state takes it as it stands where the widths agree: no fc (Head.fuse).
+    skips_fc = not config.use_aux_hidden_state and target.hidden_size == config.hidden_size
+    inputs = target.hidden_size if skips_fc else config.fc_inputs
+    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=inputs)
+
+
+def check_topk(checkpoint: Checkpoint, topk: int) -> None:
+    """Raises UsageError."""
+    if topk > checkpoint.config.draft_vocab_size:
+        raise UsageError(
+            f"topk {topk} was asked for, draft head {checkpoint.name} has {checkpoint.config.draft_vocab_size} tokens "
+            "to draft; type a smaller --topk"
+        )
+
+
+def check_rule(rule: Rule, trace: Trace) -> None:
+    """Refuse a rule whose outcome the trace cannot tell. Raises UsageError."""
+    total = len(trace.records)
+    given = sum(record.source == "forced" for record in trace.records)
+    cold = sum(record.temperature == 0 for record in trace.records)
+    if rule.name == "greedy":
+        return
+    if given:
+        raise UsageError(
+            f"rule {rule} was asked for, {given} of {total} requests of {trace.path} follow text that was given, not "
+            "sampled by the target; capture the prompts without their responses, or type --verify greedy"
+        )
+    if cold and not rule.lossless:
+        raise UsageError(
+            f"rule {rule} was asked for, {cold} of {total} requests of {trace.path} were recorded at temperature 0, "
+            "where the target's choice has probability 1 and every rule is greedy; capture at the temperature that is "
+            "served, with --temperature X, or type --verify greedy"
+        )
+    if rule.name == "rejection" and 0 < cold < total:
+        raise UsageError(
+            f"rule {rule} was asked for, {cold} of {total} requests of {trace.path} were recorded at temperature 0 and "
+            "the others above; capture a trace of each, or type --verify target-only"
+        )
+
+
+def samples_drafts(rule: Rule, trace: Trace) -> bool:
+    """Whether the head samples its drafts. At temperature 0 it drafts its argmax (sglang 0.5.23 spec_utils.py)."""
+    return rule.name == "rejection" and any(record.temperature > 0 for record in trace.records)
+
+
+def check_precision(precision: Precision, config: HeadConfig, head: str) -> None:
+    """Refuse a precision that names no tensor of the head called ``head``, or tears a product's input apart.
+
+    Raises UsageError.
+    """
+    linear = linear_names(config)
+    norms = [name.removesuffix(".weight") for name, shape in expected_tensors(config).items() if len(shape) == 1]
+    every = [*linear, "embed_tokens", *(name for name in norms if "norm" in name)]
+    for rule in precision.rules:
+        if rule.pattern and not any(rule.covers(name, ()) for name in every):
+            raise UsageError(
+                f"precision part {rule} matches no tensor of draft head {head}; it has {', '.join(linear)}, and norms "
+                "and embed_tokens for who asks for them"
+            )
+    entering: dict[str, tuple[str, Format | None]] = {}
+    for name in linear:
+        product, form = fused_name(name), precision.scheme(name).input
+        first, other = entering.setdefault(product, (name, form))
+        if form != other:
+            raise UsageError(
+                f"precision {precision} quantises the inputs of {name} and of {first} differently, and they are one "
+                f"input; type {product.rpartition('.')[2]}=..., or {name}.weight=... for the weight alone"
+            )

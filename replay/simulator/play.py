@@ -1,0 +1,190 @@
+"""One pack of requests under variants that share their first pass: from drafts to rounds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.drafting.every_anchor import Drafts, draft_every_anchor
+from replay.drafting.first_pass import FirstPass, first_pass
+from replay.drafting.path_probability import force_every_anchor, path_tokens
+from replay.drafting.product_sizes import Span
+from replay.drafting.round_by_round import walk
+from replay.drafting.rows import DraftInput
+from replay.drafting.trees import Trees, draft_every_tree
+from replay.simulator.groups import Group
+from replay.simulator.inputs import Lead, draft_input, sampled_after_chunks
+from replay.simulator.results import (
+    RoundsTable,
+    Tally,
+)
+from replay.traces.reader import RequestRows, Trace
+from replay.verify.accept import Round, continuations, count_accepted, count_accepted_in_tree, served_walk
+from replay.verify.expectation import chain_parents
+
+_Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pack:
+    """Requests replayed at once under all groups of one stem: inputs and first pass (None: not shared) made once.
+
+    ``tallies`` and ``table`` take what comes of it, by variant.
+    """
+
+    rows: Sequence[RequestRows]
+    inputs: list[DraftInput]
+    leads: Sequence[Lead]
+    first: FirstPass | None
+    tallies: Sequence[Tally]
+    table: RoundsTable
+
+
+def replay_stem(
+    stem: Sequence[Group],
+    rows: Sequence[RequestRows],
+    leads: Sequence[Lead],
+    trace: Trace,
+    spans: Mapping[str, Sequence[Span]],
+    tallies: Sequence[Tally],
+    table: RoundsTable,
+) -> None:
+    start = perf_counter()
+    first_group = stem[0]
+    chunk = first_group.head.conduct.chunk
+    inputs = [
+        replace(
+            draft_input(
+                one,
+                first_group.wiring,
+                None if chunk is None else sampled_after_chunks(one, trace, chunk),
+                spans.get(one.request_id, ()),
+            ),
+            only=lead.anchors_before(len(one.tokens) - 1),
+        )
+        for one, lead in zip(rows, leads, strict=True)
+    ]
+    anchors = sum(item.anchors for item in inputs)
+    shares = anchors and not all(group.head.conduct.follows_walk for group in stem)
+    first = first_pass(first_group.head, inputs) if shares else None
+    pack = _Pack(rows, inputs, leads, first, tallies, table)
+    members = sum(len(group.members) for group in stem)
+    common = (perf_counter() - start) / members
+    for group in stem:
+        for member in group.members:
+            tallies[member].seconds += common
+        if group.head.conduct.follows_walk:
+            _walk_in_order(group, pack)
+        elif group.sampled:
+            _replay_sampled(group, pack)
+        else:
+            _replay_anchors(group, pack)
+
+
+def _replay_anchors(group: Group, pack: _Pack) -> None:
+    start = perf_counter()
+    drafts = _draft(group, pack.inputs, pack.first)
+    seconds = perf_counter() - start
+    for member, size, drafted in zip(group.members, group.sizes, drafts, strict=True):
+        pack.tallies[member].seconds += seconds / len(group.members)  # one run serves them all
+        for rows, item, draft in zip(pack.rows, pack.inputs, drafted, strict=True):
+            _walk(rows, item, draft, size.steps, pack.tallies[member], pack.table, member)
+
+
+def _replay_sampled(group: Group, pack: _Pack) -> None:
+    """Rounds of a head that samples its drafts: one draw of the coins, given the recorded text."""
+    start = perf_counter()
+    most = max(size.steps for size in group.sizes)
+    temperatures = [rows.temperature for rows in pack.rows]
+    chances = force_every_anchor(group.head, pack.inputs, temperatures, most, first=pack.first)
+    seconds = perf_counter() - start
+    for member, size in zip(group.members, group.sizes, strict=True):
+        tally, steps = pack.tallies[member], size.steps
+        tally.seconds += seconds / len(group.members)
+        assert tally.estimator is not None
+        for rows, item, q_AK in zip(pack.rows, pack.inputs, chances, strict=True):
+            path_AK = path_tokens(item, steps).numpy()
+            accepted_A = tally.estimator.add_path(rows.request_id, q_AK[:, :steps].numpy(), path_AK)
+            tally.anchors += len(accepted_A)
+            tally.anchors_accepted += int(accepted_A.sum())
+            played = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
+            visited = [one.anchor - rows.prompt_tokens for one in played]
+            # What was refused, and all behind it, is not drawn.
+            drafted_AK = np.where(np.arange(steps) < accepted_A[:, None], path_AK, -1)
+            pack.table.add(member, rows.request_id, played, drafted_AK[visited])
+
+
+def _walk_in_order(group: Group, pack: _Pack) -> None:
+    """Rounds whose draft KV depends on those before: each number of steps walks by itself, past the other anchors."""
+    tails = [rows.tail_ids for rows in pack.rows]
+    for member, size in zip(group.members, group.sizes, strict=True):
+        start = perf_counter()
+        walked = walk(group.head, pack.inputs, size.steps, tails, [lead.accepted or () for lead in pack.leads])
+        tally = pack.tallies[member]
+        tally.seconds += perf_counter() - start
+        for rows, rounds in zip(pack.rows, walked, strict=True):
+            last = len(rows.tokens) - 1
+            played = [
+                Round(anchor, accepted, cut=anchor + accepted + 1 > last)
+                for anchor, accepted in zip(rounds.anchors, rounds.accepted, strict=True)
+            ]
+            tally.ties += int(rounds.tied_RK.sum())
+            pack.table.add(member, rows.request_id, played, rounds.drafted_RK.numpy())
+            _expect(tally, rows, np.array(rounds.anchors, dtype=np.int64), rounds.drafted_RK.numpy(), None)
+
+
+def _draft(group: Group, inputs: list[DraftInput], first: FirstPass | None) -> Sequence[Sequence[Drafts | Trees]]:
+    """For each member of the group what it drafts, request by request."""
+    if group.topk > 1:
+        return draft_every_tree(group.head, inputs, topk=group.topk, sizes=group.sizes, kv=group.kv, first=first)
+    chains = draft_every_anchor(group.head, inputs, max(size.steps for size in group.sizes), first=first)
+    return [
+        [Drafts(chain.drafted_AK[:, : size.steps], chain.tied_AK[:, : size.steps]) for chain in chains]
+        for size in group.sizes
+    ]
+
+
+def _walk(
+    rows: RequestRows,
+    item: DraftInput,
+    drafts: Drafts | Trees,
+    steps: int,
+    tally: Tally,
+    table: "RoundsTable",
+    member: int,
+) -> None:
+    drafted, tied = (
+        (drafts.drafted_AN, drafts.tied_AN) if isinstance(drafts, Trees) else (drafts.drafted_AK, drafts.tied_AK)
+    )
+    anchors_A = item.anchors_A.numpy()
+    chosen_AK = continuations(rows.tokens.numpy(), rows.tail_ids.numpy(), anchors_A, steps)
+    if isinstance(drafts, Trees):
+        accepted_A = count_accepted_in_tree(drafted.numpy(), drafts.parents_AN.numpy(), chosen_AK)
+    else:
+        accepted_A = count_accepted(drafted.numpy(), chosen_AK)
+    last = len(rows.tokens) - 1
+    if item.only is None:
+        walk = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
+        visited = [played.anchor - rows.prompt_tokens for played in walk]
+    else:
+        pairs = zip(anchors_A.tolist(), accepted_A.tolist(), strict=True)
+        walk = [Round(anchor, accepted, cut=anchor + accepted + 1 > last) for anchor, accepted in pairs]
+        visited = list(range(len(walk)))
+    tally.anchors += len(accepted_A)
+    tally.anchors_accepted += int(accepted_A.sum())
+    tally.ties += int(tied[visited].sum())
+    table.add(member, rows.request_id, walk, drafted.numpy()[visited])
+    parents = drafts.parents_AN.numpy()[visited] if isinstance(drafts, Trees) else None
+    _expect(tally, rows, anchors_A[visited], drafted.numpy()[visited], parents)
+
+
+def _expect(tally: Tally, rows: RequestRows, anchors_A: _Ints, drafted_AN: _Ints, parents_AN: _Ints | None) -> None:
+    """Adds the expectation at the anchors of a walk; without parents the drafts are chains."""
+    if tally.estimator is None:
+        return
+    if parents_AN is None:
+        parents_AN = chain_parents(*drafted_AN.shape)
+    chosen_AK = continuations(rows.tokens.numpy(), rows.tail_ids.numpy(), anchors_A, tally.estimator.steps)
+    tally.estimator.add_walk(rows.request_id, anchors_A - rows.prompt_tokens, drafted_AN, parents_AN, chosen_AK)

@@ -1,0 +1,656 @@
+"""Recording a real SGLang server on the CPU rig: drafting a chain, drafting trees, and alone with sampling."""
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from rig.inprocess import sglang_module
+from rig.server import Generated, Server, end_group, start_server
+
+from replay.capture.client.capture import capture_server
+from replay.capture.events import CaptureResult, Event, Noted
+from replay.capture.options import ServerOptions
+from replay.capture.plugin import plugin as sglang_plugin
+from replay.capture.plugin.launch import ServeOptions, prepare
+from replay.capture.plugin.recorder import RowRecorder
+from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.reporter import Reporter
+from replay.capture.spool import SPOOL, chunk_names, launch_folder, read_manifests
+from replay.capture.target_files import fingerprint_target
+from replay.diagnosis.feed import read_feeding
+from replay.errors import CaptureError, WiringError
+from replay.traces.reader import Trace
+
+TEXTS = (
+    "Name the four seasons in order and say which is the coldest.",
+    "Write one sentence about a lighthouse.",
+    "List the first ten even numbers, separated by commas.",
+    "Why is the sky blue? Answer briefly.",
+)
+NEW_TOKENS = 24
+CHUNK = 32  # tokens of a prefill at most: the prompts come in several pieces
+# topk, steps, verified rows
+KINDS = {"chain": (1, 5, 6), "tree": (4, 3, 8)}
+# The tree's server has so little KV that it must put requests back, and one prompt is too long for it.
+CROWDED = 192
+TOO_LONG = {"id": "long", "input_ids": [1 + i for i in range(CROWDED + 1)]}
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A trace of a real server, and what was told on the way."""
+
+    trace: Trace
+    result: CaptureResult
+    events: list[Event]
+    leftover: list[str]  # files in the spool once the client had gone
+    log: str  # of the server
+    safe: dict[str, bytes]  # shards that were whole when an earlier server was killed
+
+
+@pytest.fixture(scope="module")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The head that comes with the project."""
+    from replay.traces.sample_files import sample_head
+
+    return sample_head()
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"id": f"q{i}", "prompt": text}) for i, text in enumerate(TEXTS)))
+    return path
+
+
+def options(server: Server, prompt_file: Path, out: Path, **changes: Any) -> ServerOptions:
+    return ServerOptions(server.url, prompt_file, out, max_new_tokens=NEW_TOKENS, **changes)
+
+
+@contextmanager
+def aborting(server: Server, spool: Path) -> Iterator[None]:
+    """Meanwhile, abort what the server does, once: when a request of the capture is some forwards old."""
+    stop = threading.Event()
+
+    def abort() -> None:
+        while not stop.wait(0.02):
+            if any(len(list(one.glob("rows-*"))) >= 3 for one in spool.glob("*")):
+                body = json.dumps({"abort_all": True}).encode()
+                asked = urllib.request.Request(
+                    f"{server.url}/abort_request", body, {"Content-Type": "application/json"}
+                )
+                urllib.request.urlopen(asked, timeout=60).close()
+                return
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def serving(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> Iterator[Server]:
+    """A server as ``replay serve`` would start it, recording into ``folder``/trace."""
+    drafting = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft_dir)]
+    arguments = ["--model-path", str(target_dir), *(drafting if kind in KINDS else [])]
+    made = prepare(ServeOptions(folder / "trace", arguments, taps="embed,3,16,28"), {})
+    topk, steps, rows = KINDS.get(kind, (1, 1, 2))
+    extra = [*made.command[3 + len(arguments) :], "--chunked-prefill-size", str(CHUNK)]
+    if kind == "tree":
+        extra += ["--max-total-tokens", str(CROWDED)]
+    with start_server(
+        target_dir, draft_dir if kind in KINDS else None, log=folder / "server.log", steps=steps, topk=topk,
+        num_draft_tokens=rows, extra_args=extra, env={RECORD_VARIABLE: made.environment[RECORD_VARIABLE]},
+    ) as server:  # fmt: skip
+        yield server
+
+
+def capture_until_killed(server: Server, prompts: Path, out: Path) -> dict[str, bytes]:
+    """Kill the server, all its processes, once some request is safe; the files that were whole then, by name."""
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while not (out / "shard-00000.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        end_group(server.process)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("replay.capture.client.requests._BATCH_REQUESTS", 1)
+        with pytest.raises(CaptureError, match="--resume"):
+            capture_server(options(server, prompts, out, concurrency=1, retries=1), lambda _: None)
+    thread.join()
+    return {path.name: path.read_bytes() for path in out.glob("shard-*")}
+
+
+@pytest.fixture(scope="module")
+def captured(
+    target_dir: Path, draft_dir: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Captured]:
+    """Traces by kind of server, each by itself: the chain's is killed in mid-capture, the tree's is crowded."""
+    made: dict[str, Captured] = {}
+
+    def of(kind: str) -> Captured:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            trace, asked, safe = folder / "trace", prompts, {}
+            if kind == "chain":
+                with serving(kind, target_dir, draft_dir, folder) as server:
+                    safe = capture_until_killed(server, prompts, trace)
+            if kind == "tree":
+                asked = folder / "prompts.jsonl"
+                asked.write_text(f"{prompts.read_text()}\n{json.dumps(TOO_LONG)}")
+            with serving(kind, target_dir, draft_dir, folder) as server:
+                server.generate([[1, 2, 3]], rids=["somebody-else"], max_new_tokens=4)
+                events: list[Event] = []
+                wanted = options(
+                    server, asked, trace, temperature=0.0 if kind in KINDS else 0.8,
+                    concurrency=4 if kind == "tree" else 1, resume=kind == "chain",
+                )  # fmt: skip
+                with aborting(server, trace / SPOOL) if kind == "tree" else nullcontext():
+                    result = capture_server(wanted, events.append)
+                time.sleep(0.5)
+                launch = max((trace / SPOOL).iterdir(), key=lambda path: path.stat().st_mtime)
+                left = chunk_names(launch)
+            log = (folder / "server.log").read_text(errors="replace")
+            made[kind] = Captured(Trace.open(trace), result, events, left, log, safe)
+        return made[kind]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def plain(
+    target_dir: Path, draft_dir: Path, captured: Callable[[str], Captured],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[Generated]:  # fmt: skip
+    """Answers of a server that does not record to the prompts of the chain's trace, in the order of its requests."""
+    topk, steps, rows = KINDS["chain"]
+    trace = captured("chain").trace
+    prompts = [trace.read(i, []).tokens[: record.prompt_tokens].tolist() for i, record in enumerate(trace.records)]
+    with start_server(
+        target_dir, draft_dir, log=tmp_path_factory.mktemp("plain") / "server.log", steps=steps, topk=topk,
+        num_draft_tokens=rows, extra_args=["--chunked-prefill-size", str(CHUNK)],
+    ) as server:  # fmt: skip
+        return server.generate(prompts, max_new_tokens=NEW_TOKENS)
+
+
+def outputs(trace: Trace) -> list[list[int]]:
+    return [trace.read(i, []).tokens[record.prompt_tokens :].tolist() for i, record in enumerate(trace.records)]
+
+
+def own_rounds(trace: Trace, request_id: str) -> list[dict[str, Any]]:
+    return trace.served_rounds().filter(pl.col("request_id") == request_id).sort("round").to_dicts()
+
+
+# ---- the seams ----
+
+
+def test_installed_sglang_has_every_seam() -> None:
+    for module, _, _ in sglang_plugin.SEAMS:
+        sglang_module(module.removeprefix("sglang."))
+    version = sglang_module("version").__version__
+    assert version in sglang_plugin.VERSIONS
+    assert sglang_plugin.problem_of(version) is None
+
+
+@pytest.mark.parametrize("name", [name for _, name, _ in sglang_plugin.SEAMS])
+def test_a_seam_that_moved_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module = next(module for module, one, _ in sglang_plugin.SEAMS if one == name)
+    owner = sglang_module(module.removeprefix("sglang."))
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    monkeypatch.delattr(owner, last)
+    problem = sglang_plugin.problem_of(sglang_plugin.VERSIONS[0])
+    assert problem is not None and name in problem and "recording works with" in problem
+
+
+def test_another_version_is_refused_with_both() -> None:
+    assert sglang_plugin.problem_of("0.5.9") == "SGLang 0.5.9 was seen, recording works with 0.5.23"
+
+
+# ---- traces of real servers ----
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "alone"])
+def test_trace_passes_its_check(captured: Callable[[str], Captured], kind: str) -> None:
+    """Above all: lm_head(final), made anew, is the recorded argmax and (greedy) the token that the server emitted."""
+    one = captured(kind)
+    assert [finding for finding in one.trace.check() if finding.severity == "error"] == []
+    assert len(one.trace) == len(TEXTS)
+    assert set(one.trace.taps) == {"embed", "3", "16", "28", "final"} and one.trace.header.embed == "lookup"
+    notes = [event.text for event in one.events if isinstance(event, Noted)]
+    assert len(notes) == len(one.result.refused) == (kind == "tree")
+
+
+def test_a_server_that_was_killed_is_gone_on_with(captured: Callable[[str], Captured]) -> None:
+    """What was whole stays byte for byte, the rest is asked of the server that was started anew, and nothing twice."""
+    one = captured("chain")
+    assert 0 < one.result.recorded < len(TEXTS)
+    assert one.safe and one.safe == {name: (one.trace.path / name).read_bytes() for name in one.safe}
+    assert sorted(record.request_id for record in one.trace.records) == [f"q{i}" for i in range(len(TEXTS))]
+
+
+def test_a_crowded_server(captured: Callable[[str], Captured]) -> None:
+    """Requests that it put back, aborted or did not take: each of the others stands in the trace once, and whole."""
+    one = captured("tree")
+    assert "Retract requests" in one.log
+    # somebody's, the probe, the prompts; and more, for what was aborted
+    assert one.log.count("POST /generate") > 2 + len(TEXTS) + 1
+    (name, reason), *others = one.result.refused.items()
+    assert (name, others) == ("long", []) and str(CROWDED + 1) in reason
+    assert any(f"refused request 'long' ({reason})" in text for text in one.trace.header.missing)
+    assert sorted(record.request_id for record in one.trace.records) == [f"q{i}" for i in range(len(TEXTS))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_are_those_the_server_counted(captured: Callable[[str], Captured], kind: str) -> None:
+    topk, steps, nodes = KINDS[kind]
+    trace = captured(kind).trace
+    for index, record in enumerate(trace.records):
+        rounds = own_rounds(trace, record.request_id)
+        counted = [0] * (steps + 1)
+        for one in rounds:
+            counted[one["accepted"]] += 1
+        assert record.server_histogram is not None
+        assert counted[: len(record.server_histogram)] == list(record.server_histogram)
+        assert sum(counted) == record.server_verify_rounds == len(rounds)
+        tokens = [*trace.read(index, []).tokens.tolist(), *record.tail_ids]
+        anchor = record.prompt_tokens
+        for one in rounds:
+            # A request that a crowded server put back is prefilled again, which gives it a token without a round.
+            assert one["anchor"] - anchor in ((0, 1) if kind == "tree" else (0,))
+            anchor = one["anchor"]
+            assert len(one["drafted"]) == nodes - 1
+            taken = tokens[anchor + 1 : anchor + 1 + one["accepted"]]
+            if topk == 1:
+                assert one["drafted"][: one["accepted"]] == taken
+                after = tokens[anchor + 1 + one["accepted"]]
+                assert one["accepted"] == steps or one["drafted"][one["accepted"]] != after
+            assert set(taken) <= set(one["drafted"])
+            anchor += one["accepted"] + 1
+        assert anchor >= record.prompt_tokens + record.output_tokens - (2 if kind == "tree" else 1)
+
+
+def test_recording_changes_nothing(captured: Callable[[str], Captured], plain: list[Generated]) -> None:
+    trace = captured("chain").trace
+    assert outputs(trace) == [answer.output_ids for answer in plain]
+    assert [list(record.server_histogram or ()) for record in trace.records] == [
+        answer.meta_info["spec_correct_drafts_histogram"] for answer in plain
+    ]
+
+
+def test_header_tells_what_ran(captured: Callable[[str], Captured], draft_dir: Path) -> None:
+    engine = captured("chain").trace.header.engine
+    assert (engine.name, engine.version) == ("sglang", "0.5.23")
+    assert engine.details["speculative_num_steps"] == "5"
+    assert json.loads(engine.details["draft_config"]) == json.loads((draft_dir / "config.json").read_text())
+    assert engine.details["draft_fingerprint"] == fingerprint_target(draft_dir)
+    ids = json.loads((draft_dir / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert engine.details["wiring"] == ",".join("embed" if one == -1 else str(one + 1) for one in sorted(ids))
+
+
+def test_sampled_output_without_a_draft(captured: Callable[[str], Captured]) -> None:
+    trace = captured("alone").trace
+    assert all(record.temperature == 0.8 and record.server_verify_rounds == 0 for record in trace.records)
+    greedy = [trace.logits(index)[0][:, 0].tolist() for index in range(len(trace))]
+    assert outputs(trace) != greedy  # so some tokens were drawn that are not the argmax
+    assert "verify rounds of a server: it drafts nothing" in trace.header.missing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_are_named_by_what_the_draft_was_fed(captured: Callable[[str], Captured], kind: str) -> None:
+    """Every slot's tap, bit for bit in all rows, and the sound pairing: also of prompts in pieces (of a chain), and
+    where requests were put back or asked for again (of a tree)."""
+    trace = captured(kind).trace
+    found = read_feeding(trace)
+    assert found is not None and found.requests == len(trace) and found.rows == trace.fed_rows
+    assert len(trace) < found.rows <= 8 * len(trace)
+    assert ",".join(found.wiring or ()) == trace.header.engine.details["wiring"]
+    for slot in found.slots:
+        assert slot.place is not None and slot.equal[slot.place] == slot.compared[slot.place] == slot.rows
+        assert (slot.also, slot.zeros) == ((), 0)
+    assert (found.next_token, found.offset, found.at_offset) == (found.rows, 0, found.rows)
+
+
+def test_a_server_without_a_draft_has_no_feed(captured: Callable[[str], Captured]) -> None:
+    assert captured("alone").trace.fed_rows == 0
+
+
+@pytest.mark.parametrize("kind", ["chain", "alone"])
+def test_requests_of_others_are_not_recorded(captured: Callable[[str], Captured], kind: str) -> None:
+    """The spool is empty once the client has gone: rows of ``somebody-else`` and of health checks would have stayed."""
+    assert captured(kind).leftover == []
+
+
+# ---- without a server ----
+
+
+def test_a_model_that_cannot_capture_a_tap_is_named() -> None:
+    from types import SimpleNamespace
+
+    from replay.capture.plugin.model import capture_boundaries, capturing_parts
+
+    core = SimpleNamespace(layers=[None] * 4, layers_to_capture=[])
+    model = SimpleNamespace(model=core, logits_processor=SimpleNamespace(keep_last_hidden_states=False))
+    with pytest.raises(CaptureError, match="no set_dflash_layers_to_capture"):
+        capture_boundaries(model, core, [1])
+    model.set_dflash_layers_to_capture = lambda ids: setattr(core, "layers_to_capture", [one + 1 for one in ids])
+    assert capturing_parts(SimpleNamespace(language_model=model))[0] is core
+    with pytest.raises(CaptureError, match=r"R\[4\] cannot be recorded.*1 to 3"):
+        capture_boundaries(model, core, [1, 4])
+    capture_boundaries(model, core, [0, 3])
+    assert core.layers_to_capture == [0, 3]
+
+
+def test_a_model_that_captures_otherwise_is_left_as_it_was() -> None:
+    from types import SimpleNamespace
+
+    from replay.capture.plugin.model import capture_boundaries
+
+    layers = [SimpleNamespace(_is_layer_to_capture=one == 2) for one in range(3)] + [SimpleNamespace()]
+    core = SimpleNamespace(layers=layers, layers_to_capture=[2])
+    model = SimpleNamespace(model=core, capture_aux_hidden_states=False)
+
+    def verbatim(ids: list[int]) -> None:
+        core.layers_to_capture[:] = ids
+        model.capture_aux_hidden_states = True
+        for one in ids:
+            layers[one]._is_layer_to_capture = True
+
+    model.set_dflash_layers_to_capture = verbatim
+    with pytest.raises(CaptureError, match=r"captures \[-1, 0\] where \[0, 1\]"):
+        capture_boundaries(model, core, [0, 1])
+    assert core.layers_to_capture == [2] and model.capture_aux_hidden_states is False
+    assert [vars(layer) for layer in layers] == [
+        {"_is_layer_to_capture": False}, {"_is_layer_to_capture": False}, {"_is_layer_to_capture": True}, {},
+    ]  # fmt: skip
+
+
+def plugin_of(folder: Path, wiring: str | None = None) -> sglang_plugin._Plugin:
+    recording = Recording(str(folder), "0" * 16, None, wiring, 4)
+    return sglang_plugin._Plugin(recording, Reporter(recording, "0.5.23"))
+
+
+def told(folder: Path) -> tuple[str, str]:
+    """State and reason of the manifest."""
+    (manifest,) = read_manifests(launch_folder(folder, "0" * 16))
+    return manifest.state, manifest.reason
+
+
+def runner_of(core: Any, setter: Callable[[list[int]], None]) -> Any:
+    from types import SimpleNamespace
+
+    model = SimpleNamespace(
+        model=core, logits_processor=SimpleNamespace(keep_last_hidden_states=False), set_dflash_layers_to_capture=setter
+    )
+    config = SimpleNamespace(num_hidden_layers=30, hidden_size=2)
+    return SimpleNamespace(
+        is_draft_worker=False, model=model, spec_aux_config=SimpleNamespace(eagle_use_aux_hidden_state=True),
+        spec_algorithm=SimpleNamespace(is_none=lambda: False, is_eagle3=lambda: True),
+        model_config=SimpleNamespace(hf_text_config=config, vocab_size=16),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def core() -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(layers=[SimpleNamespace() for _ in range(30)], layers_to_capture=[2, 15, 27])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "state", "reason"),
+    [
+        ({"enable_multi_layer_eagle": True}, "refused", "enable_multi_layer_eagle is set"),
+        ({}, "refused", "captures [2]"),
+    ],
+)
+def test_refused_taps_leave_the_model_alone(
+    tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], state: str, reason: str
+) -> None:
+    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", lambda: arguments)
+    plugin = plugin_of(tmp_path)
+    plugin.after_attention(None, runner_of(core, lambda _: setattr(core, "layers_to_capture", [2])))
+    assert plugin.boundaries == () and core.layers_to_capture == [2, 15, 27]
+    assert told(tmp_path)[0] == state and reason in told(tmp_path)[1]
+
+
+@pytest.mark.parametrize("error", sglang_plugin._OURS)
+def test_errors_of_ours_end_the_recording_and_not_the_server(
+    tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise error("moved")
+
+    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", dict)
+    plugin = plugin_of(tmp_path)
+    plugin.after_attention(None, runner_of(core, broken))
+    assert plugin.boundaries == () and core.layers_to_capture == [2, 15, 27]
+    assert told(tmp_path)[0] == "failed" and error.__name__ in told(tmp_path)[1] and "moved" in told(tmp_path)[1]
+    with pytest.raises(error, match="moved"):  # a wiring that was asked for would not be had
+        plugin_of(tmp_path, "embed,3,16").after_attention(None, runner_of(core, broken))
+
+
+@pytest.mark.parametrize(
+    ("wiring", "setter", "message"),
+    [
+        ("embed,3", None, "names 2 taps, the head takes 3"),
+        ("embed,3,30", None, r"R\[30\] cannot be recorded"),
+        ("embed,3,16", [2], r"captures \[2\]"),
+    ],
+)
+def test_a_wiring_that_cannot_be_had_is_a_wiring_error(
+    tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, wiring: str, setter: list[int] | None, message: str
+) -> None:
+    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", dict)
+    with pytest.raises(WiringError, match=f"--wiring {wiring} cannot be had: .*{message}"):
+        plugin_of(tmp_path, wiring).after_attention(
+            None, runner_of(core, lambda _: setattr(core, "layers_to_capture", setter))
+        )
+    assert told(tmp_path)[0] == "refused" and core.layers_to_capture == [2, 15, 27]
+
+
+def test_a_manifest_that_cannot_be_written_is_told_to_those_who_ask(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    plugin = plugin_of(tmp_path / "file")
+    (tmp_path / "file").touch()
+    assert plugin.reporter.tell(state="recording") is False
+    asked = SimpleNamespace(internal_state={})
+    plugin.after_internal_state(asked)
+    said = asked.internal_state["replay"]
+    assert said["state"] == "failed" and said["reason"].startswith(f"cannot write to {plugin.reporter.folder}: ")
+    plugin.failed("the first reason")  # which stays, though it cannot be written either
+    plugin.after_internal_state(asked)
+    assert asked.internal_state["replay"]["reason"] == "the first reason"
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "verify", "feed"])
+def test_nothing_that_is_recorded_shares_memory_with_the_engine(tmp_path: Path, kind: str) -> None:
+    """The engine writes the next step over its buffers: all numbers are int32 already here, so that a view would do."""
+    from types import SimpleNamespace
+
+    import torch
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32)
+
+    plugin = plugin_of(tmp_path)
+    plugin.boundaries, plugin.fed, plugin.width, plugin.vocabulary = (0, 3), [1], 2, 16
+    kept: dict[str, torch.Tensor] = {}
+    plugin.recorder = SimpleNamespace(submit=lambda tensors, _: kept.update(tensors), failure=None)  # type: ignore[assignment]
+    full, final, logits = torch.ones(6, 4), torch.ones(6, 2), torch.ones(6, 16)
+    spec = SimpleNamespace(
+        hidden_states=full,
+        topk=2,
+        draft_token=numbers(6),
+        retrieve_next_token=numbers(2, 3),
+        retrieve_next_sibling=numbers(2, 3),
+    )
+    mode = SimpleNamespace(
+        is_idle=lambda: False, is_target_verify=lambda: kind == "verify",
+        is_extend=lambda: kind in ("prefill", "feed"),
+        is_decode=lambda: kind == "decode",
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        rids=["replay-a"] if kind in ("prefill", "feed") else ["replay-a", "replay-b"], forward_mode=mode,
+        input_ids=numbers(6), positions=numbers(6), extend_seq_lens_cpu=[6], extend_prefix_lens_cpu=[0], spec_info=spec,
+        reqs=[SimpleNamespace(rid="replay-a"), SimpleNamespace(rid="replay-b")],
+    )  # fmt: skip
+    given = SimpleNamespace(hidden_states=full, last_hidden_states=final, next_token_logits=logits)
+    if kind == "feed":
+        plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
+    else:
+        plugin.after_forward(SimpleNamespace(logits_output=given), SimpleNamespace(is_draft_worker=False), batch)
+    result = SimpleNamespace(
+        accept_index=numbers(2, 2), speculative_num_draft_tokens=3, next_token_ids=numbers(6),
+        accept_lens=numbers(2), new_seq_lens=numbers(2),
+    )  # fmt: skip
+    if kind == "verify":
+        plugin.after_verify(result, None, batch)
+    engine = [full, final, logits, *(part for one in (batch, spec, result) for part in vars(one).values())]
+    theirs = {part.untyped_storage().data_ptr() for part in engine if isinstance(part, torch.Tensor)}
+    assert kept and not theirs & {part.untyped_storage().data_ptr() for part in kept.values()}
+
+
+class Submitted:
+    """A recorder that turns what it is given into entries and tensors at once."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self.made: list[tuple[Any, Any]] = []
+
+    def submit(self, tensors: Any, build: Callable[[Any], tuple[Any, Any]]) -> None:
+        self.made.append(build(tensors))
+
+    def fail(self, reason: str) -> None:
+        self.failure = reason
+
+
+def test_few_rows_of_a_prompt_are_kept_as_the_draft_gets_them(tmp_path: Path) -> None:
+    """Of a prefill of five requests: two of ours, one of 30 rows and one of a single row; not those of a later piece of
+    a prompt, of somebody else, or of no row."""
+    from types import SimpleNamespace
+
+    import torch
+
+    plugin, kept = plugin_of(tmp_path), Submitted()
+    plugin.width, plugin.recorder = 2, kept  # type: ignore[assignment]
+    lengths = {"replay-long": (30, 0), "replay-later": (4, 32), "somebody": (3, 0), "replay-none": (0, 0)}
+    lengths["replay-short"] = (1, 0)
+    rows = sum(length for length, _ in lengths.values())
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True), rids=list(lengths), input_ids=torch.arange(rows) + 100,
+        positions=torch.arange(rows) + 7, extend_seq_lens_cpu=[length for length, _ in lengths.values()],
+        extend_prefix_lens_cpu=[prefix for _, prefix in lengths.values()],
+        spec_info=SimpleNamespace(hidden_states=torch.arange(6.0 * rows).reshape(rows, 6)),
+    )  # fmt: skip
+    plugin.before_forward(SimpleNamespace(is_draft_worker=False), batch)
+    assert kept.made == []  # that is the target
+    plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
+    ((entries, tensors),) = kept.made
+    places = [1, 5, 9, 13, 17, 21, 25, 29, 37]
+    assert [(entry.rid, entry.fed) for entry in entries] == [("replay-long", places[:8]), ("replay-short", [0])]
+    assert tensors["feed.token"].tolist() == [100 + place for place in places]
+    assert tensors["feed.position"].tolist() == [7 + place for place in places]
+    assert torch.equal(tensors["feed.features"], batch.spec_info.hidden_states[places])
+    batch.rids = None  # as in a warm-up
+    plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
+    assert len(kept.made) == 1 and kept.failure is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"features": (5, 6)}, "a draft's prefill of 6 rows had 5 rows of features"),
+        ({"tokens": 4}, "a draft's prefill of 6 rows had 4 token ids"),
+        ({"positions": 0}, "a draft's prefill of 6 rows had 0 positions"),
+        ({"features": (6, 5)}, "the draft was fed features float32 [6, 5], slots are of 2 features in"),
+        ({"features": (6, 0)}, "the draft was fed features float32 [6, 0]"),
+        ({"features": (6, 3, 2)}, "the draft was fed features float32 [6, 3, 2]"),
+        ({"dtype": "float64"}, "the draft was fed features float64 [6, 6]"),
+        ({"features": None}, "a draft's prefill of 6 rows had 0 rows of features"),
+        ({"lacks": "spec_info"}, "AttributeError"),
+        ({"lacks": "positions"}, "AttributeError"),
+        ({"lacks": "extend_prefix_lens_cpu"}, "AttributeError"),
+    ],
+)
+def test_a_draft_that_is_not_understood_ends_its_feed_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], why: str
+) -> None:
+    """Said once, in the log and in the manifest; the target's rows are still recorded, and nothing half is written."""
+    from types import SimpleNamespace
+
+    import torch
+
+    plugin, kept = plugin_of(tmp_path), Submitted()
+    plugin.width, plugin.recorder = 2, kept  # type: ignore[assignment]
+    plugin.reporter.tell(state="recording")
+    shape = change.get("features", (6, 6))
+    features = None if shape is None else torch.ones(shape, dtype=getattr(torch, change.get("dtype", "float32")))
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True), rids=["replay-a", "replay-b"],
+        input_ids=torch.arange(change.get("tokens", 6)), positions=torch.arange(change.get("positions", 6)),
+        extend_seq_lens_cpu=[4, 2], extend_prefix_lens_cpu=[0, 0], spec_info=SimpleNamespace(hidden_states=features),
+    )  # fmt: skip
+    if "lacks" in change:
+        delattr(batch, change["lacks"])
+    for _ in range(2):
+        plugin.before_forward(SimpleNamespace(is_draft_worker=True), batch)
+    assert plugin.no_feed is not None and kept.made == [] and kept.failure is None
+    plugin.no_feed.join()
+    (manifest,) = read_manifests(launch_folder(tmp_path, "0" * 16))
+    assert manifest.state == "recording" and why in manifest.no_feed
+    assert [why in record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [True]
+
+
+@pytest.mark.parametrize("rids", [5, [7], ["replay-a"]])
+def test_a_forward_that_is_not_understood_is_served_unrecorded(tmp_path: Path, rids: Any) -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    plugin = plugin_of(tmp_path)
+    plugin.recorder = RowRecorder(plugin.reporter.folder, 1, plugin.failed)
+    plugin.boundaries, plugin.fed, plugin.width, plugin.vocabulary = (0, 3), [1], 2, 16
+    full = torch.arange(12.0).reshape(3, 4)
+    logits_output = SimpleNamespace(hidden_states=full, last_hidden_states=full, next_token_logits=torch.ones(3, 16))
+    mode = SimpleNamespace(is_idle=lambda: False)  # and no more methods
+    batch = SimpleNamespace(forward_mode=mode, rids=rids)
+    plugin.after_forward(SimpleNamespace(logits_output=logits_output), SimpleNamespace(is_draft_worker=False), batch)
+    plugin.recorder.close()
+    assert torch.equal(logits_output.hidden_states, full[:, 2:])
+    assert told(tmp_path)[0] == "failed" and "rows could not be copied" in told(tmp_path)[1]
+
+
+@pytest.mark.parametrize("fed", [[1, 2], [2, 0, 1], [3, 3], []])
+def test_draft_is_fed_its_columns_in_their_order(tmp_path: Path, fed: list[int]) -> None:
+    """The draft gets what its wiring names, as a tensor of its own; without a draft, what SGLang itself returns."""
+    from types import SimpleNamespace
+
+    import torch
+
+    recording = Recording(str(tmp_path), "0" * 16, None, None, 4)
+    plugin = sglang_plugin._Plugin(recording, Reporter(recording, "0.5.23"))
+    plugin.boundaries, plugin.fed, plugin.width = (0, 3, 16, 28), fed, 2
+    full, final = torch.arange(24.0).reshape(3, 8), torch.ones(3, 2)
+    out = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=full, last_hidden_states=final))
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    plugin.after_forward(out, SimpleNamespace(is_draft_worker=False), batch)
+    given = out.logits_output.hidden_states
+    columns = [full[:, 2 * place : 2 * place + 2] for place in fed]
+    assert torch.equal(given, torch.cat(columns, dim=1) if fed else final)

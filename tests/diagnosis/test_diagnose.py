@@ -1,0 +1,385 @@
+"""Diagnosis: on servers with a known fault the right name comes first, on healthy ones none is named."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
+
+from replay.analysis.diagnosis.evidence import Evidence, ServedRound, accepted_evidence, drafted_evidence, lead
+from replay.analysis.diagnosis.report import render_diagnosis
+from replay.analysis.diagnosis.verdict import DECISIVE, Gain, Scored, judge, rank, to_json
+from replay.capture.observed import Observed
+from replay.diagnosis.diagnose import diagnose, served_variant
+from replay.engines.wiring import Wiring
+from replay.errors import TraceError, UsageError
+from replay.simulator.variant import Variant
+from replay.traces.reader import Trace
+
+HEADS = {"one": make_checkpoint(0), "another": make_checkpoint(7, rope_theta=500.0)}
+
+
+def run(trace: Trace, head: str = "one", **options: object) -> object:
+    return diagnose(trace, HEADS[head], served_variant(trace, "h"), **{"ladder": False, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_healthy_server_is_not_accused(tmp_path: Path, head: str) -> None:
+    found = run(make_served(tmp_path, HEADS[head]), head)
+    assert found.verdict in ("healthy", "head")
+    assert found.named is None
+    assert found.healthy.evidence.agreeing == found.healthy.evidence.rounds > 30
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "wiring.aux-layer-id=1",
+        "wiring.recycle-norm=other",
+        "kv.rollback=stale",
+        "kv.prefix-reuse=4",
+        "state.hidden-row=first",
+        "state.hidden-row=hidden-only",
+    ],
+)
+def test_the_fault_that_a_server_has_comes_first(tmp_path: Path, fault: str) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], fault))
+    assert found.verdict == "fault"
+    kind = fault.partition("=")[0]
+    assert kind in (found.ranked[0].kind, *(name.partition("=")[0] for name in found.undecided))
+    assert found.ranked[0].evidence.agreeing == found.ranked[0].evidence.rounds
+    assert found.fix
+
+
+def test_a_window_that_the_server_was_given_is_tried(tmp_path: Path) -> None:
+    """The flag counts the rows before the own one; without it, no window of this size is among the usual ones."""
+    found = run(make_served(tmp_path / "told", HEADS["one"], "attn.window=6", speculative_draft_window_size="5"))
+    assert found.named == "attn.window=6"
+    assert "--speculative-draft-window-size" in found.fix
+    untold = run(make_served(tmp_path / "untold", HEADS["one"], "attn.window=6"))
+    assert untold.named != "attn.window=6"
+
+
+def test_the_ladder_ends_at_what_was_served(tmp_path: Path) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], "wiring.recycle-norm=other"), ladder=True)
+    assert found.ladder is not None
+    rungs = {rung.name: rung for rung in found.ladder.rungs}
+    assert math.isclose(rungs["observed"].accept_length, found.served)
+    assert math.isclose(rungs["unexplained"].change, 0.0, abs_tol=1e-9)
+    assert rungs["fault"].change < 0
+    assert [rung["name"] for rung in to_json(found)["ladder"]] == list(rungs)
+
+
+def test_two_faults_at_once_are_found_as_a_pair(tmp_path: Path) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], "position.offset=1+kv.prefix-reuse=4", requests=16, output=24))
+    assert found.verdict == "fault"
+    assert set(found.ranked[0].kind.split("+")) == {"position.offset", "kv.prefix-reuse"}
+
+
+def test_a_fault_of_few_rounds_takes_more_of_them_to_be_named(tmp_path: Path) -> None:
+    """Only after rounds that took every drafted token is there a hole, and a few rounds might be near ties."""
+    few = run(make_served(tmp_path / "few", HEADS["one"], "kv.rollback=full-hole"))
+    assert few.named is None
+    assert few.undecided[0] == "kv.rollback=full-hole"
+    assert 0 < few.healthy.evidence.rounds - few.healthy.evidence.agreeing < 10
+    many = run(make_served(tmp_path / "many", HEADS["one"], "kv.rollback=full-hole", requests=12, output=24))
+    assert many.named == "kv.rollback=full-hole"
+    assert many.ranked[0].evidence.agreeing == many.ranked[0].evidence.rounds > many.healthy.evidence.agreeing + 20
+
+
+def test_a_server_that_does_something_else_is_an_engine_case(tmp_path: Path) -> None:
+    """Another head's rounds: nothing of the table explains them."""
+    trace = make_served(tmp_path, HEADS["another"])
+    found = run(trace, "one")
+    assert found.verdict == "engine"
+    assert found.named is None
+
+
+def test_a_head_made_for_other_taps_is_told_by_what_it_would_accept(tmp_path: Path) -> None:
+    """The replay agrees with the server, which feeds what the config says; the outputs follow the head as wired."""
+    trace = make_served(tmp_path, HEADS["one"], "wiring.aux-layer-id=1", wiring="3,5,6")
+    found = run(trace)
+    assert found.verdict == "fault"
+    assert (found.ranked[0].kind, found.named) == ("healthy", f"wiring.aux-layer-id={WIRING}")
+    assert f"--wiring {WIRING}" in found.fix
+    assert found.expected > found.served
+
+
+def test_the_trained_wiring_can_be_said(tmp_path: Path) -> None:
+    trace = make_served(tmp_path, HEADS["one"], "wiring.aux-layer-id=1", wiring="3,5,6")
+    found = run(trace, trained=WIRING)
+    assert found.named == f"wiring.aux-layer-id={WIRING}"
+
+
+def test_an_accept_length_alone_is_too_little_to_name_a_fault(tmp_path: Path) -> None:
+    """What the draft of the trace's own server was fed is shown, and says nothing of the one that was observed."""
+    trace = make_served(tmp_path, HEADS["one"], fed=("2", "zeros", "5"))
+    served = run(trace).served
+    same = run(trace, observed=Observed(served, "given"))
+    assert same.named is None
+    assert same.feeding is not None and not any(item.contradicted for item in same.ranked)
+    low = run(trace, observed=Observed(1.0, "given"))
+    assert low.undecided
+    assert low.separate
+
+
+def test_a_trace_without_a_server_needs_an_observation(tmp_path: Path) -> None:
+    make_served(tmp_path, HEADS["one"])
+    with pytest.raises(TraceError, match="give --observed"):
+        run(Trace.open(tmp_path / "plain"))
+    with pytest.raises(UsageError, match="3 steps give at most 4"):
+        run(Trace.open(tmp_path / "plain"), observed=Observed(4.5, "given"))
+    with pytest.raises(UsageError, match="type --steps 5"):
+        run(Trace.open(tmp_path / "plain"), observed=Observed(1.5, "a log", num_steps=5))
+
+
+def test_too_few_requests_are_no_ground_for_a_number(tmp_path: Path) -> None:
+    trace = make_served(tmp_path, HEADS["one"], requests=1)
+    with pytest.raises(TraceError, match=r"1 requests leave .* open.* capture more prompts"):
+        run(trace, observed=Observed(1.5, "given"))
+
+
+def test_the_served_variant_is_that_of_the_header(tmp_path: Path) -> None:
+    trace = make_served(tmp_path, HEADS["one"])
+    assert served_variant(trace, "h") == Variant("h", WIRING, STEPS)
+    given = served_variant(trace, "h", steps=5, wiring=Wiring(("1", "2", "3")))
+    assert (given.steps, given.wiring) == (5, Wiring(("1", "2", "3")))
+
+
+# ---- what the draft was fed ----
+
+
+def test_a_feed_that_is_as_the_header_says_rules_other_feeds_out(tmp_path: Path) -> None:
+    """A server whose fault is another one: no hypothesis of other features or tokens is left."""
+    found = run(make_served(tmp_path, HEADS["one"], "kv.rollback=stale", fed=WIRING.taps))
+    assert found.verdict == "fault" and "kv.rollback=stale" in (found.named, *found.undecided)
+    denied = {item.kind for item in found.ranked if item.contradicted}
+    assert denied >= {"wiring.aux-layer-id", "wiring.aux-missing", "wiring.aux-capture-stage", "shift.alignment"}
+    assert not found.healthy.contradicted and found.healthy.borne_out
+    assert all(item.contradicted for item in found.ranked if item.kind == "wiring.aux-layer-id")
+    document = to_json(found)
+    assert [(slot["tap"], slot["shift"], slot["equal"], slot["rows"]) for slot in document["slots"]] == [
+        (tap, 0, 18, 18) for tap in WIRING.taps
+    ]
+    assert document["hypotheses"][0]["contradicted"] is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "fed", "named"),
+    [
+        ("wiring.aux-missing=1", ("2", "zeros", "5"), "wiring.aux-missing=1"),
+        ("wiring.aux-layer-id=2:1", ("2", "4", "6"), "wiring.aux-layer-id=2:1"),
+    ],
+)
+def test_a_feed_that_the_header_denies_names_the_slot(
+    tmp_path: Path, fault: str, fed: tuple[str, ...], named: str
+) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], fault, fed=fed))
+    assert found.verdict == "fault" and named in (found.named, *found.undecided)
+    slot = 1 if "missing" in fault else 2
+    assert found.healthy.contradicted.startswith(f"slot {slot}: ") and found.healthy.contradicted in found.why
+    told = [item for item in found.ranked if item.borne_out]
+    assert told and all(item.contradicted for item in found.ranked if item.kind == "wiring.aux-capture-stage")
+
+
+def test_the_page_says_whose_feed_it_is(tmp_path: Path) -> None:
+    """Also where another server was observed, of whose draft it says nothing."""
+    found = run(make_served(tmp_path, HEADS["one"], fed=WIRING.taps), observed=Observed(1.5, "given"))
+    console = Console(width=80, color_system=None, _environ={})
+    with console.capture() as capture:
+        console.print(render_diagnosis(found))
+    page = capture.get()
+    assert "What the trace's own server fed its draft, in 6 requests" in page and "slot 0: R[2], bit" in page
+
+
+def test_a_wiring_that_no_hypothesis_stands_for_is_tried_as_it_was_fed(tmp_path: Path) -> None:
+    """Every slot from another layer than the header says: found by its bits, and held against the rounds."""
+    trace = make_served(
+        tmp_path, HEADS["one"], "wiring.aux-layer-id=0:-1+wiring.aux-layer-id=2:-2", fed=("1", "4", "3")
+    )
+    found = run(trace)
+    assert (found.verdict, found.named) == ("fault", "wiring.aux-layer-id=1,4,3")
+    assert found.ranked[0].evidence.agreeing == found.ranked[0].evidence.rounds
+    assert f"--wiring {WIRING}" in found.fix
+
+
+# ---- the verdict, from numbers ----
+
+
+def scored(name: str, agreeing: int, log_likelihood: float, *, log_prior: float = -3.0) -> Scored:
+    kind, _, value = name.partition("=")
+    return Scored(name, kind, value, log_prior, Evidence("drafted", 100, agreeing, log_likelihood, 2.0, 1.9))
+
+
+def test_probabilities_add_up_and_odds_are_those_of_the_likelihoods() -> None:
+    ranked = rank(
+        [scored("healthy", 95, -10.0), scored("kv.rollback=stale", 96, -9.0), scored("attn.window=4", 0, -90)]
+    )
+    assert math.isclose(sum(item.probability for item in ranked), 1.0)
+    assert [item.kind for item in ranked] == ["kv.rollback", "healthy", "attn.window"]
+    assert math.isclose(ranked[0].probability / ranked[1].probability, math.e)
+
+
+@pytest.mark.parametrize(("ahead", "verdict"), [(DECISIVE - 0.1, "head"), (DECISIVE + 0.1, "fault")])
+def test_a_fault_needs_decisive_odds(ahead: float, verdict: str) -> None:
+    found = judge([scored("healthy", 95, -10.0), scored("kv.rollback=stale", 99, -10.0 + ahead)], first_rate=0.4)
+    assert found.verdict == verdict
+
+
+def drafted(differing: range, rounds: int = 400) -> Evidence:
+    """Of a hypothesis that drafts otherwise than the server in these rounds; every round takes one token."""
+    served = {("a", anchor): ServedRound((1, 2), 1) for anchor in range(rounds)}
+    ours = {key: ServedRound((1, 9) if key[1] in differing else (1, 2), 1) for key in served}
+    return drafted_evidence(ours, served, 2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "chance"),
+    [(range(10, 20), range(0, 20), 0.693), (range(0, 8), range(8, 20), None), (range(0, 10), range(10, 20), 0.0)],
+)
+def test_rounds_that_only_one_gets_right_count_by_their_split(ours: range, theirs: range, chance: float | None) -> None:
+    """Golden: the likelihood ratio of a binomial split against 1/2, by hand: 10 of 10, 12 of 20, 10 of 20."""
+    first, second = drafted(ours), drafted(theirs)
+    assert first.log_likelihood >= second.log_likelihood
+    nats = 20 * (math.log(2) + 0.6 * math.log(0.6) + 0.4 * math.log(0.4)) if chance is None else 10 * chance
+    assert lead(first, second) == pytest.approx(nats, abs=0.01)
+    assert lead(second, first) == pytest.approx(-nats, abs=0.01)
+
+
+def test_luck_in_near_ties_names_no_fault() -> None:
+    """A precision that drafts as the head does but for near ties: 26 fell its way and 14 the other."""
+    healthy = Scored("healthy", "healthy", "", math.log(0.5), drafted(range(0, 66)))
+    other = drafted(range(26, 80))
+    fp16 = Scored("precision.dtype-cast=fp16", "precision.dtype-cast", "fp16", math.log(0.01), other)
+    assert fp16.log_posterior - healthy.log_posterior > DECISIVE  # were every round to count in full
+    found = judge([healthy, fp16], first_rate=0.7)
+    assert (found.named, found.ranked[0].kind) == (None, "healthy")
+    assert found.undecided == ("precision.dtype-cast=fp16",)
+
+
+def test_a_pair_does_not_come_before_the_fault_it_adds_nothing_to() -> None:
+    alone = Scored("kv.rollback=stale", "kv.rollback", "stale", -5.0, drafted(range(0, 6)))
+    name = "kv.rollback=stale+precision.dtype-cast=fp16"
+    pair = Scored(name, "kv.rollback+precision.dtype-cast", name, -8.0, drafted(range(2, 6)))
+    found = judge([Scored("healthy", "healthy", "", -0.7, drafted(range(0, 90))), pair, alone])
+    assert (found.verdict, found.named, found.undecided) == ("fault", "kv.rollback=stale", (name,))
+
+
+def test_noise_is_told_by_what_is_accepted() -> None:
+    """A tensor that was never loaded: nobody knows its drafts, only that none is taken; another fault knows them."""
+    nothing = {("a", anchor): ServedRound((8, 9), 0) for anchor in range(100)}
+    served = {("a", anchor): ServedRound((4, 5), 0) for anchor in range(100)}
+    some = {("a", anchor): ServedRound((1, 2), anchor % 3) for anchor in range(100)}
+    noise = Scored("weights.missing=fc", "weights.missing", "fc", -5.0, accepted_evidence(nothing, served, 2))
+    wrong = Scored("vocab.d2t=identity", "vocab.d2t", "identity", -5.0, drafted_evidence(nothing, served, 2))
+    right = Scored("vocab.d2t=absolute", "vocab.d2t", "absolute", -5.0, drafted_evidence(served, served, 2))
+    healthy = Scored("healthy", "healthy", "", -0.7, drafted_evidence(some, served, 2))
+    assert (judge([healthy, wrong, noise]).named, noise.evidence.agreeing) == ("weights.missing=fc", 100)
+    assert judge([healthy, wrong, noise, right]).named == "vocab.d2t=absolute"
+    fed = Scored("weights.missing=fc", "weights.missing", "fc", -5.0, accepted_evidence(nothing, some, 2))
+    assert fed.evidence.agreeing == 34
+    as_is = Scored("healthy", "healthy", "", -0.7, drafted_evidence(some, some, 2))
+    assert judge([as_is, fed], first_rate=0.7).verdict == "healthy"
+
+
+def test_faults_that_explain_equally_well_are_all_said() -> None:
+    alike = [scored("kv.rollback=stale", 99, -5.0), scored("kv.none=alone", 99, -5.5), scored("attn.window=4", 40, -99)]
+    found = judge([scored("healthy", 30, -200.0), *alike])
+    assert (found.verdict, found.named, found.undecided) == ("fault", "kv.rollback=stale", ("kv.none=alone",))
+
+
+@pytest.mark.parametrize(
+    ("agreeing", "length", "verdict"), [(80, 1.91, "head"), (80, 2.0, "engine"), (60, 1.9, "engine")]
+)
+def test_near_ties_that_fall_otherwise_are_no_engine_fault(agreeing: int, length: float, verdict: str) -> None:
+    evidence = Evidence("drafted", 100, agreeing, -60.0, length, 1.9)
+    assert judge([Scored("healthy", "healthy", "", -0.7, evidence)], first_rate=0.4).verdict == verdict
+
+
+def test_a_fault_that_explains_little_is_none() -> None:
+    found = judge([scored("healthy", 30, -200.0), scored("kv.rollback=stale", 50, -150.0)])
+    assert (found.verdict, found.named) == ("engine", None)
+
+
+ZEROS = "slot 0: zeros in 96 of 96 rows"
+
+
+def test_bits_weigh_more_than_near_ties() -> None:
+    """A slot of zeros that costs next to nothing: the rounds cannot tell, the bits do."""
+    healthy = dataclasses.replace(scored("healthy", 95, -10.0), contradicted=ZEROS)
+    missing = dataclasses.replace(scored("wiring.aux-missing=0", 94, -11.0), borne_out=True)
+    other = dataclasses.replace(scored("wiring.aux-layer-id=1", 99, -2.0), contradicted=ZEROS)
+    found = judge([healthy, missing, other], first_rate=0.7)
+    assert (found.verdict, found.named, found.undecided) == ("fault", "wiring.aux-missing=0", ())
+    assert found.certainty > 0.999 and ZEROS in found.why
+
+
+def test_what_prompts_were_fed_is_told_where_the_rounds_hold_more() -> None:
+    healthy = dataclasses.replace(scored("healthy", 30, -200.0), contradicted=ZEROS)
+    missing = dataclasses.replace(scored("wiring.aux-missing=0", 40, -190.0), borne_out=True)
+    pair = dataclasses.replace(scored("wiring.aux-missing=0+position.offset=1", 45, -185.0), borne_out=True)
+    found = judge([healthy, missing, pair])
+    assert (found.verdict, found.named) == ("fault", "wiring.aux-missing=0")
+    assert "not explained by that alone" in found.why and math.isnan(found.certainty)
+    unseen = [dataclasses.replace(item, borne_out=False) for item in (missing, pair)]
+    engine = judge([healthy, *unseen])
+    assert (engine.verdict, engine.named) == ("engine", None) and ZEROS in engine.why
+
+
+def test_rounds_that_say_otherwise_than_the_prompts_are_heard() -> None:
+    """Only prompts are in the feed: a server may feed its rounds something else, and this is no fault of weights."""
+    denied = "slot 2: R[5], and not R[6]"
+    healthy = scored("healthy", 20, -240.0)
+    moved = dataclasses.replace(scored("wiring.aux-layer-id=2:1", 100, -5.0), contradicted=denied)
+    missing = scored("weights.missing=fc", 60, -150.0)
+    found = judge([healthy, moved, missing])
+    assert (found.verdict, found.named) == ("fault", "wiring.aux-layer-id=2:1")
+    assert f"but what the draft was fed in its prompts shows {denied}" in found.why
+
+
+def test_a_healthy_replay_that_the_feed_contradicts_is_not_called_healthy() -> None:
+    healthy = dataclasses.replace(scored("healthy", 99, -5.0), contradicted=ZEROS)
+    stale = dataclasses.replace(scored("kv.rollback=stale", 60, -150.0), contradicted=ZEROS)
+    found = judge([healthy, stale], first_rate=0.7)
+    assert (found.verdict, found.named) == ("engine", None) and ZEROS in found.why
+
+
+def test_what_the_feed_contradicts_is_no_longer_undecided() -> None:
+    near = scored("wiring.aux-layer-id=0:1", 99, -5.5)
+    assert judge([scored("healthy", 99, -5.0), near], first_rate=0.7).undecided == (near.name,)
+    denied = dataclasses.replace(near, contradicted=ZEROS)
+    assert judge([scored("healthy", 99, -5.0), denied], first_rate=0.7).undecided == ()
+
+
+@pytest.mark.parametrize(("stated", "verdict"), [(True, "fault"), (False, "healthy")])
+def test_a_wiring_that_is_known_is_not_the_best_of_many(stated: bool, verdict: str) -> None:
+    gain = Gain("wiring.aux-layer-id=1", "wiring.aux-layer-id", "1", 0.3, (0.05, 0.55))
+    others = [scored(f"kv.prefix-reuse={size}", 20, -300.0) for size in range(40)]
+    found = judge([scored("healthy", 99, -5.0), *others], gains=[gain], first_rate=0.7, stated=stated)
+    assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(("low", "verdict"), [(0.1, "fault"), (-0.01, "healthy")])
+def test_a_better_variant_counts_where_its_interval_says_so(low: float, verdict: str) -> None:
+    gain = Gain("wiring.aux-layer-id=1", "wiring.aux-layer-id", "1", 0.3, (low, 0.5))
+    assert judge([scored("healthy", 99, -5.0)], gains=[gain], first_rate=0.7).verdict == verdict
+
+
+def test_the_best_of_many_is_no_fault_by_luck() -> None:
+    """2.5 standard errors are clear for one variant that was tried, and nothing for the best of two hundred."""
+    gain = Gain("attn.window=4", "attn.window", "4", 0.25, (0.054, 0.446))
+    healthy = scored("healthy", 99, -5.0)
+    many = [scored(f"kv.prefix-reuse={size}", 10, -90.0) for size in range(1, 200)]
+    assert judge([healthy], gains=[gain], first_rate=0.7).verdict == "fault"
+    assert judge([healthy, *many], gains=[gain], first_rate=0.7).verdict == "healthy"
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    import json
+
+    found = judge([scored("healthy", 99, -5.0)], first_rate=0.7)
+    document = to_json(dataclasses.replace(found, expected=math.nan))
+    assert json.loads(json.dumps(document, allow_nan=False))["expected"] is None
+    assert document["hypotheses"][0] | {"fault": "healthy", "value": ""} == document["hypotheses"][0]

@@ -1,0 +1,222 @@
+"""The pass-per-step engine equals its slow twin: every option of a head, any steps, any packing."""
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+import torch
+from support.heads import target_tables, tiny_checkpoint
+from support.random_requests import requests
+from twins.rounds import draft_one_round, replay_request
+from twins.server_order import replay_in_order
+
+from replay.drafting.every_anchor import draft_every_anchor
+from replay.drafting.product_sizes import products_of_rows, served_spans
+from replay.drafting.rows import DraftInput
+from replay.engines.profiles import ENGINES, NUMERICS
+from replay.head.model import Head, filled_rows
+from replay.verify.accept import continuations, count_accepted, served_walk
+
+HEADS = {
+    "plain": {},
+    "two layers": {"num_hidden_layers": 2},
+    "three layers": {"num_hidden_layers": 3},
+    "every norm": {"fc_norm": True, "norm_output": True, "eagle_config": {"norm_before_fc": True}},
+    "whole vocabulary": {"draft_vocab_size": 96},
+    "target's lm_head": {"draft_vocab_size": None},
+    "tied": {"draft_vocab_size": None, "tie_word_embeddings": True},
+    "one tap, wider target": {"target_hidden_size": 20, "num_aux_hidden_states": 1},
+    "one tap as wide as the head": {"num_aux_hidden_states": 1},
+    "biases": {"bias": True, "attention_bias": True, "mlp_bias": True},
+    "no grouping": {"num_key_value_heads": 4, "head_dim": 8},
+    "llama3 rope": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+                                        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                        "original_max_position_embeddings": 16}},
+    "yarn rope": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "linear rope, part of each head": {"rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                                       "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+def make_head(
+    name: str, *, engine: str = "sglang", numerics: str = "sglang", dtype: torch.dtype = torch.float64
+) -> Head:
+    checkpoint = tiny_checkpoint(**HEADS[name])
+    embed_VE, lm_head_VE = target_tables(checkpoint)
+    return Head(
+        checkpoint,
+        target_embed_VE=embed_VE,
+        target_lm_head_VE=lm_head_VE,
+        profile=ENGINES[engine],
+        numerics=NUMERICS[numerics],
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_anchor_of_every_head_equals_the_twin(name: str, engine: str) -> None:
+    head = make_head(name, engine=engine, dtype=torch.float32)
+    inputs = requests(head, [(3, 9), (1, 4), (6, 1), (2, 2)])
+    for item, drafts in zip(inputs, draft_every_anchor(head, inputs, 4), strict=True):
+        anchors = range(item.prompt_tokens, len(item.tokens_T) - 1)
+        expected = [draft_one_round(head, item.tokens_T, item.features_RKD, anchor, 4) for anchor in anchors]
+        assert drafts.drafted_AK.tolist() == expected
+    assert len({tuple(row) for row in expected}) == len(expected)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_equals_the_twin_but_for_near_ties(numerics: str, dtype: torch.dtype) -> None:
+    head = make_head("plain", numerics=numerics, dtype=dtype)
+    (item,) = requests(head, [(3, 60)])
+    (drafts,) = draft_every_anchor(head, [item], 3)
+    expected = [draft_one_round(head, item.tokens_T, item.features_RKD, anchor, 3) for anchor in range(3, 62)]
+    # Products over other numbers of rows round differently; a flip needs a near tie, and the rest of its chain follows.
+    differing = sum(row != other for row, other in zip(drafts.drafted_AK.tolist(), expected, strict=True))
+    assert differing <= 3
+
+
+def test_packing_changes_no_draft() -> None:
+    head = make_head("two layers", dtype=torch.float32)
+    inputs = requests(head, [(3, 9), (1, 14), (6, 2)])
+    together = draft_every_anchor(head, inputs, 3)
+    for item, drafts in zip(inputs, together, strict=True):
+        (alone,) = draft_every_anchor(head, [item], 3)
+        assert torch.equal(alone.drafted_AK, drafts.drafted_AK)
+
+
+@pytest.mark.parametrize("name", ["plain", "three layers", "every norm"])
+def test_products_as_small_as_a_servers_change_no_draft(name: str) -> None:
+    head = make_head(name)
+    inputs = requests(head, [(3, 9), (1, 14), (6, 1), (7, 2)])
+    whole = draft_every_anchor(head, inputs, 3)
+    head.product_rows = 4
+    for drafts, split in zip(whole, draft_every_anchor(head, inputs, 3), strict=True):
+        assert torch.equal(drafts.drafted_AK, split.drafted_AK)
+
+
+def test_products_are_as_large_as_the_servers() -> None:
+    """Rows 0 to 46 are the prompt's. Rounds at 47 and 50, of 5 requests x 8 rows and of 1 x 8, then one not told."""
+    rounds = pl.DataFrame(
+        [("a", 47, [0] * 7, 2, 5), ("a", 50, [0] * 7, 0, 1), ("a", 51, [0] * 7, 0, None), ("b", 9, [0], 1, 2)],
+        schema={"request_id": pl.String, "anchor": pl.Int32, "drafted": pl.List(pl.Int32), "accepted": pl.Int32,
+                "batch": pl.Int32}, orient="row",
+    )  # fmt: skip
+    spans = served_spans(rounds)
+    assert spans == {"a": [(47, 3, 40), (50, 1, 8)], "b": [(9, 2, 4)]}
+    whole = products_of_rows(52, 47, spans["a"], product_rows=32, prefill_rows=None)
+    assert whole.tolist() == [47] * 47 + [40] * 3 + [32] * 2
+    chunked = products_of_rows(52, 47, spans["a"], product_rows=8, prefill_rows=20)
+    assert chunked.tolist() == [20] * 40 + [8] * 7 + [40] * 3 + [8] * 2
+    assert products_of_rows(45, 47, (), product_rows=8, prefill_rows=None).tolist() == [47] * 45
+
+
+@pytest.mark.parametrize(("prefill_rows", "prefill"), [(None, [9]), (4, [1, 4, 4]), (3, [3, 3, 3]), (9, [9])])
+def test_prompts_are_prefilled_in_the_servers_chunks(
+    monkeypatch: pytest.MonkeyPatch, prefill_rows: int | None, prefill: list[int]
+) -> None:
+    """In the batched engine and in the ordered one: 9 prompt tokens, rounds of a drafted token, 2 rows each."""
+    head = make_head("plain", dtype=torch.float32)
+    head.product_rows, head.prefill_rows = 1, prefill_rows
+    (item,) = requests(head, [(9, 4)])
+    seen = products_seen(monkeypatch)
+    draft_every_anchor(head, [item], 1)
+    # the 2 rows of the output that a draft reads, one at a time
+    assert sorted(seen[: len(prefill) + 2]) == sorted([*prefill, 1, 1])
+    seen.clear()
+    replay_in_order(head, item, 1)
+    assert seen[: len(prefill)] == prefill
+
+
+def test_rows_of_a_round_run_with_as_many_as_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of 3 requests x 2 rows: both engines make its rows, and read its logits, in products of 6."""
+    head = make_head("plain", dtype=torch.float32)
+    head.product_rows = 2
+    (item,) = requests(head, [(9, 4)])
+    told = replace(item, spans=[(9, 1, 6)])
+    (plain,), (same,) = draft_every_anchor(head, [item], 1), draft_every_anchor(head, [told], 1)
+    assert torch.equal(plain.drafted_AK, same.drafted_AK)
+    seen = products_seen(monkeypatch)
+    draft_every_anchor(head, [told], 1)
+    assert seen.count(6) == seen.count(9) + 1  # each matrix once, and lm_head, which a prefill reads one row from
+    seen.clear()
+    rounds = replay_in_order(head, told, 1)
+    assert [one.anchor for one in rounds][:2] == [9, 10] and seen.count(6) == seen.count(9) + 1
+
+
+def products_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every product from here on."""
+    seen: list[int] = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr("replay.head.model.functional.linear", lambda x, *rest: seen.append(len(x)) or linear(x, *rest))
+    return seen
+
+
+def test_products_run_in_the_sizes_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head("plain", dtype=torch.float64)
+    rows_RE = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = head.logits(rows_RE)
+    seen = products_seen(monkeypatch)
+    head.product_rows = 3
+    with head.products_like(torch.tensor([5, 3, 5, 3, 3, 5, 3])):
+        assert torch.allclose(head.logits(rows_RE), whole)
+        head.logits(rows_RE[:4])
+    head.logits(rows_RE)
+    assert seen == [3, 1, 5, 3, 1, 3, 3, 1]
+
+
+def test_products_of_16_bits_run_over_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps a kernel of about a megabyte for each number of rows: 200 packs meet eight an octave, not 200."""
+    assert all(rows <= filled_rows(rows) < rows * 9 / 8 + 1 for rows in range(1, 5000))
+    assert [filled_rows(rows) for rows in (1, 32, 33, 2047, 2048, 2049)] == [1, 32, 36, 2048, 2048, 2304]
+    head = make_head("plain", dtype=torch.bfloat16)
+    x_RE = torch.randn(3, head.config.hidden_size).bfloat16()
+    alone = head.logits(x_RE)
+    seen: set[int] = set()
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr("replay.head.model.functional.linear", lambda x, *rest: seen.add(len(x)) or linear(x, *rest))
+    for rows in range(1000, 1200):
+        found = head.logits(torch.cat([x_RE, x_RE.new_ones(rows - 3, x_RE.shape[1])]))
+        assert len(found) == rows and torch.allclose(found[:3].float(), alone.float(), rtol=2**-7, atol=2**-7)
+    assert seen == {1024, 1152, 1280}
+
+
+def test_fewer_steps_are_a_prefix_of_more() -> None:
+    head = make_head("plain", dtype=torch.float32)
+    (item,) = requests(head, [(4, 12)])
+    (long,), (short,) = draft_every_anchor(head, [item], 5), draft_every_anchor(head, [item], 2)
+    assert torch.equal(long.drafted_AK[:, :2], short.drafted_AK)
+
+
+def test_long_requests_run_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head("two layers", dtype=torch.float32)
+    (item,) = requests(head, [(5, 30)])
+    (whole,) = draft_every_anchor(head, [item], 3)
+    monkeypatch.setattr("replay.head.attention._BLOCK", 4 * 33 * 2)
+    (blocked,) = draft_every_anchor(head, [item], 3)
+    assert torch.equal(whole.drafted_AK, blocked.drafted_AK)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("name", ["plain", "two layers", "every norm"])
+def test_served_walk_equals_the_twin_round_for_round(name: str, steps: int) -> None:
+    """Random heads accept next to nothing, so the tokens are made of what the head drafts, with errors strewn in."""
+    head = make_head(name, dtype=torch.float32)
+    (item,) = requests(head, [(3, 40)])
+    tokens_T = item.tokens_T.clone()
+    for anchor in range(3, 42, 7):
+        drafted = draft_one_round(head, tokens_T, item.features_RKD, anchor, 6)
+        for place, token in enumerate(drafted[: anchor % 5 + 1]):
+            if anchor + 1 + place < len(tokens_T):
+                tokens_T[anchor + 1 + place] = token
+    tail = (1, 2)
+    expected = replay_request(head, tokens_T, item.features_RKD, 3, steps, tail)
+    (drafts,) = draft_every_anchor(head, [DraftInput(tokens_T, item.features_RKD, 3)], steps)
+    anchors_A = torch.arange(3, len(tokens_T) - 1).numpy()
+    chosen_AK = continuations(tokens_T.numpy(), torch.tensor(tail).numpy(), anchors_A, steps)
+    walk = served_walk(count_accepted(drafts.drafted_AK.numpy(), chosen_AK), prompt_tokens=3, tokens=len(tokens_T))
+    assert [(played.anchor, played.accepted) for played in walk] == [(r.anchor, r.accepted) for r in expected]
+    ordered = replay_in_order(head, DraftInput(tokens_T, item.features_RKD, 3), steps, torch.tensor(tail))
+    assert ordered == expected
+    assert max(played.accepted for played in walk) >= min(steps, 2)

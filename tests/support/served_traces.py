@@ -1,0 +1,34 @@
+"""Traces of a real server that drafts with the sample head, one request at a time."""
+
+from pathlib import Path
+
+from rig.server import start_server
+
+import replay
+from replay.capture.client.capture import capture_server
+from replay.capture.options import ServerOptions
+from replay.capture.plugin.launch import ServeOptions, prepare
+from replay.capture.plugin.recording import RECORD_VARIABLE
+from replay.traces.sample_files import sample_head, sample_prompts
+
+
+def served_trace(
+    target_dir: Path, folder: Path, *, taps: str, wiring: str | None = None, topk: int = 1, steps: int,
+    num_draft_tokens: int, prompts: int, new_tokens: int,
+) -> replay.Trace:  # fmt: skip
+    """Some prompts of the demo, captured into ``folder`` from a server started for them, as by `replay serve`.
+
+    ``wiring`` None: what the head states.
+    """
+    asked = folder / "prompts.jsonl"
+    asked.write_text("\n".join(sample_prompts().read_text().splitlines()[1::6][:prompts]))
+    arguments = ["--model-path", str(target_dir), "--speculative-algorithm", "EAGLE3",
+                 "--speculative-draft-model-path", str(sample_head())]  # fmt: skip
+    made = prepare(ServeOptions(folder / "trace", arguments, taps=taps, wiring=wiring), {})
+    with start_server(
+        target_dir, sample_head(), log=folder / "log", steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
+        env={RECORD_VARIABLE: made.environment[RECORD_VARIABLE]},
+    ) as server:  # fmt: skip
+        options = ServerOptions(server.url, asked, folder / "trace", max_new_tokens=new_tokens, concurrency=1)
+        capture_server(options, lambda _: None)
+    return replay.Trace.open(folder / "trace")

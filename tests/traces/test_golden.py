@@ -1,0 +1,136 @@
+"""A trace of format version 1, written once (tests/golden/README.md says how): every later version must read it.
+
+Expected values stand here literally. The logits follow from the script's rule by hand: log-sum-exp of s * [4, 2, 2, 2,
+0, 0, 0, -2] is 8.05444978375343 for s = 2, 6.145762054721226 for 1.5, 2.9397850625546686 for 0.5 (Python's math).
+"""
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from replay.traces.check import check_trace
+from replay.traces.header import CaptureSettings, EngineInfo, TapInfo, TargetInfo, WeightsInfo
+from replay.traces.reader import Trace
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "trace-v1"
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return Trace.open(GOLDEN)
+
+
+def test_nobody_wrote_it_anew() -> None:
+    digest = hashlib.sha256()
+    for path in sorted(GOLDEN.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    assert digest.hexdigest() == "c67f9e3483514424eee62dcce1df962ea923370dc36979fead8e111403eee58a"
+
+
+def test_header(trace: Trace) -> None:
+    header = trace.header
+    assert (header.version, header.state, header.created) == (1, "complete", "2026-11-29T19:00:00+00:00")
+    assert header.target == TargetInfo(
+        "golden", "/golden/target", "LlamaForCausalLM", "llama", 2, 4, 8, "bfloat16", False, 32, "9" * 64
+    )
+    assert header.engine == EngineInfo("sglang", "0.5.23", {"device": "cpu"})
+    assert header.taps == {"1": TapInfo("float16", 4), "final": TapInfo("bfloat16", 4)}
+    assert (header.topk, header.embed, header.requests, header.rounds) == (2, "lookup", 3, True)
+    assert header.capture == CaptureSettings(4, 0.0, 1.0, -1, 7, True, "8" * 64)
+    assert header.missing == ("what the target would choose after the last output token of request 'c'",)
+    sha256 = "970d044bc8a4a55a65d6058de53717315067f334aba5681f54d829cdc3c9a63c"
+    assert header.weights == WeightsInfo("target.safetensors", 288, sha256)
+
+
+def test_requests(trace: Trace) -> None:
+    table = trace.requests
+    expected = {
+        "request_id": ["a", "b", "c"],
+        "category": ["maths", None, "maths"],
+        "shard": ["shard-00000.safetensors", "shard-00000.safetensors", "shard-00001.safetensors"],
+        "token_start": [0, 4, 0],
+        "row_start": [0, 3, 0],
+        "output_start": [0, 2, 0],
+        "prompt_tokens": [2, 1, 3],
+        "output_tokens": [2, 3, 1],
+        "finish_reason": ["length", "stop", "forced"],
+        "source": ["generated", "generated", "forced"],
+        "temperature": [0.0, 0.0, 0.0],
+        "top_p": [1.0, 1.0, 1.0],
+        "top_k": [-1, -1, -1],
+        "tail_ids": [[5], [1, 2], []],
+        "server_completion_tokens": [None, 3, None],
+        "server_verify_rounds": [None, 2, None],
+        "server_histogram": [None, [1, 1, 0], None],
+        "server_cached_tokens": [None, 0, None],
+        "shard_bytes": [1420, 1420, 956],
+    }
+    assert table.drop("shard_sha256").to_dict(as_series=False) == expected
+
+
+def test_rows(trace: Trace) -> None:
+    assert trace.taps == ("embed", "1", "final")
+    rows = trace.read(1, ["embed", "1", "final"])
+    assert (rows.request_id, rows.prompt_tokens, rows.output_tokens) == ("b", 1, 3)
+    assert rows.tokens.tolist() == [7, 3, 4, 0]
+    assert rows.tail_ids.tolist() == [1, 2]
+    assert rows.taps["1"].dtype is torch.float16
+    assert rows.taps["1"].tolist() == [[0.0, 0.375, 0.75, 1.125], [1.5, 1.875, 2.25, 2.625], [3.0, 3.375, 3.75, 4.125]]
+    assert rows.taps["final"].dtype is torch.bfloat16
+    assert rows.taps["final"].tolist() == [[1.5, 1.5, -1.5, 1.5], [-1.5, -1.5, 1.5, 1.5], [-1.5, -1.5, -1.5, 1.5]]
+    assert rows.taps["embed"].tolist() == [[0.5, 0.5, 0.5, 0.5], [0.5, 0.5, -0.5, 0.5], [-0.5, -0.5, 0.5, 0.5]]
+    assert trace.read(0, []).tokens.tolist() == [1, 2, 3, 4]
+    assert trace.read(2, []).tokens.tolist() == [5, 6, 0, 6]
+
+
+@pytest.mark.parametrize(
+    ("index", "ids", "logsumexp", "logprobs"),
+    [
+        (0, [[3, 1], [4, 0]], 8.05444978375343, [-0.05444978375343, -4.05444978375343]),
+        (1, [[3, 1], [4, 0], [0, 1]], 6.145762054721226, [-0.145762054721226, -3.145762054721226]),
+        (2, [[6, 2]], 2.9397850625546686, [-0.9397850625546686, -1.9397850625546686]),
+    ],
+)
+def test_logits(trace: Trace, index: int, ids: list[list[int]], logsumexp: float, logprobs: list[float]) -> None:
+    found_ids, found_logprobs, found_logsumexp = trace.logits(index)
+    assert found_ids.tolist() == ids
+    for row, total in zip(found_logprobs.tolist(), found_logsumexp.tolist(), strict=True):
+        assert row == pytest.approx(logprobs, abs=1e-6)
+        assert total == pytest.approx(logsumexp, abs=1e-6)
+
+
+def test_weights_and_rounds(trace: Trace) -> None:
+    assert trace.lm_head_weight()[6].tolist() == [-1.0, 1.0, 1.0, 1.0]
+    assert trace.embed_weight()[6].tolist() == [-0.5, 0.5, 0.5, 0.5]
+    assert trace.served_rounds().rows() == [("b", 0, 1, [3, 6], 1, None, None), ("b", 1, 3, [2, 2], 0, None, None)]
+
+
+def test_it_was_written_before_there_was_a_feed(trace: Trace) -> None:
+    assert trace.fed_rows == 0 and [trace.feed(index) for index in range(3)] == [None, None, None]
+
+
+def test_check(trace: Trace) -> None:
+    assert [(finding.severity, finding.what[:50]) for finding in check_trace(trace)] == [
+        ("info", "3 of 3 files have the bytes that their checksums n"),
+        ("info", "lm_head(final) was computed for 6 of 6 output posi"),
+    ]
+
+
+def test_the_script_still_writes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: Trace) -> None:
+    """Value by value: other processors round log_softmax otherwise, other versions of polars write other parquet."""
+    text = (GOLDEN.parent / "README.md").read_text()
+    script = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert script is not None
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script[1], "tests/golden/README.md", "exec"), {})
+    for name in ("shard-00000.safetensors", "shard-00001.safetensors", "target.safetensors"):
+        made, golden = (load_file(folder / name) for folder in (tmp_path / "trace-v1", GOLDEN))
+        assert made.keys() == golden.keys()
+        for tensor, values in golden.items():
+            torch.testing.assert_close(made[tensor], values, rtol=0, atol=1e-6 if values.dtype == torch.float32 else 0)
+    made_table = Trace.open(tmp_path / "trace-v1").requests
+    assert made_table.drop("shard_sha256").equals(trace.requests.drop("shard_sha256"))

@@ -1,0 +1,74 @@
+"""traces/SPEC.md and the code name the same fields, columns, tensors and files."""
+
+import re
+from dataclasses import fields
+from importlib.resources import files as resources
+
+import pytest
+from support.trace_maker import make_header
+
+from replay.traces import feed, files, records
+from replay.traces import header as schema
+from replay.traces import server_rounds as served
+from replay.traces.captured import CapturedRequest
+
+SPEC = resources("replay.traces").joinpath("SPEC.md").read_text()
+
+
+def section(number: int) -> str:
+    return re.split(r"(?m)^## ", SPEC)[number]
+
+
+def first_column(text: str) -> list[str]:
+    """The names in backticks in the first column of every table, in order."""
+    cells = re.findall(r"(?m)^\| (`[^|]*) \|", text)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def names(kind: type) -> set[str]:
+    return {item.name for item in fields(kind)}
+
+
+def test_header_fields() -> None:
+    root, rest = section(3).split("`target`:\n")
+    target, capture = rest.split("`capture`:\n")
+    assert set(first_column(root)) == {"format"} | names(schema.TraceHeader)
+    assert set(first_column(target)) == names(schema.TargetInfo)
+    assert set(first_column(capture)) == names(schema.CaptureSettings)
+    for name in names(schema.EngineInfo) | names(schema.TapInfo) | names(schema.WeightsInfo):
+        assert f"`{name}`" in root or f'"{name}"' in root
+
+
+@pytest.mark.parametrize(("number", "expected"), [(4, records.table_schema()), (6, served.served_schema())])
+def test_columns_and_their_types(number: int, expected: dict[str, object]) -> None:
+    told = {}
+    for cell, kind in re.findall(r"(?m)^\| (`[^|]*) \| ([^|]*) \|", section(number)):
+        for name in re.findall(r"`([^`]+)`", cell):
+            told[name] = kind.removesuffix(" or null")
+    assert told == {name: str(kind) for name, kind in expected.items()}
+
+
+def test_tensors_and_metadata() -> None:
+    tensors, metadata = section(5).split("`__metadata__` of a shard:")
+    expected = records.expected_tensors(make_header(), 1, 1, 1)
+    told = [name for name in first_column(tensors) if name != "tap.NAME"]
+    assert set(told) == {name for name in expected if not name.startswith("tap.")} | {*feed.NUMBERS, feed.FEATURES}
+    assert set(first_column(metadata)) == set(records.shard_metadata([], "0" * 64))
+    left_out = re.findall(r"`([a-z0-9_]+)`", metadata.split("without")[1].split("|")[0])
+    assert tuple(left_out) == records.PLACE
+
+
+def test_files_and_numbers() -> None:
+    for name in (files.HEADER, files.REQUESTS, files.ROUNDS, files.WEIGHTS, files.LOCK, files.TEMPORARY):
+        assert name in SPEC
+    for word in (*records.FINISH_REASONS, *records.SOURCES, *schema.TAP_DTYPES, *schema.STATES, *schema.EMBED_WAYS):
+        assert word in SPEC
+    for number in (schema.MAX_LAYERS, schema.MAX_WIDTH, schema.MAX_VOCAB, schema.MAX_TOPK, records.MAX_ID):
+        assert str(number) in SPEC
+    assert f"version {schema.VERSION}" in SPEC.splitlines()[0]
+
+
+def test_a_capture_gives_all_that_a_request_is() -> None:
+    """Every column that follows neither from a place nor from counters is a field of CapturedRequest, or its length."""
+    columns = {item for item in names(records.RequestRecord) if not item.startswith("server_")} - set(records.PLACE)
+    assert columns - {"prompt_tokens", "output_tokens"} <= names(CapturedRequest)

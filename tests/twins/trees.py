@@ -1,0 +1,132 @@
+"""The slow, obvious twin of the tree engine: one round, one node at a time; no cache, no batching, the tree in Python.
+
+Every node recomputes the head over the committed rows and its column's whole history. Tests hold the engine equal.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from twins.rounds import TwinRound, plain_causal_attention
+
+from replay.drafting.tree_shape import ORPHAN, ROOT
+from replay.head.model import Head
+
+
+@dataclass(frozen=True, slots=True)
+class TwinNode:
+    """A drafted node: its target id, and the place of its parent in the tree (ROOT: the known token; or ORPHAN)."""
+
+    token: int
+    parent: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A token that could become a node: ``parent`` is a place in the list of all candidates, ``column`` the one whose
+    node it would follow."""
+
+    token: int
+    score: np.float32
+    parent: int
+    column: int
+
+
+class _Sequence:
+    """Input rows of the head, one after the other, each seeing those before it."""
+
+    def __init__(self, embeds: list[Tensor], states: list[Tensor]) -> None:
+        self.embeds, self.states = embeds, states
+
+    def then(self, embed: Tensor, state: Tensor) -> "_Sequence":
+        return _Sequence([*self.embeds, embed], [*self.states, state])
+
+    def last_row(self, head: Head, topk: int) -> tuple[Tensor, list[tuple[int, np.float32]]]:
+        """The last row's feedback, and the likeliest tokens after it with their probabilities."""
+        output = head.forward(
+            torch.stack(self.embeds),
+            torch.stack(self.states),
+            torch.arange(len(self.states)),
+            lambda _, q, k, v: plain_causal_attention(q, k, v, head.numerics),
+        )
+        probs = head.logits(output.normed_RE[-1:])[0].float().softmax(-1).numpy()
+        best = sorted(range(len(probs)), key=lambda draft_id: -probs[draft_id])[:topk]
+        return output.feedback_RE[-1], [(int(head.target_ids_W[index]), probs[index]) for index in best]
+
+
+def draft_one_tree(
+    head: Head,
+    tokens_T: Tensor,
+    features_RKD: Tensor,
+    anchor: int,
+    *,
+    topk: int,
+    steps: int,
+    num_draft_tokens: int,
+    kv: str,
+) -> list[TwinNode]:
+    """The tree that ``head`` drafts when ``anchor`` tokens are committed and token x[anchor] is known.
+
+    ``kv`` ``slot``: a node sees whatever stood in its column; ``path``: it sees its ancestors.
+    """
+    committed = _Sequence(list(head.embed(tokens_T[1 : anchor + 1])), list(head.fuse(features_RKD[:anchor])))
+    feedback, likely = committed.last_row(head, topk)
+    candidates = [_Candidate(token, score, ROOT, 0) for token, score in likely]
+    columns, feedbacks = [committed] * topk, [feedback] * topk
+    chosen = list(range(topk))
+    for step in range(1, steps):
+        before, states, first_new = list(columns), list(feedbacks), len(candidates)
+        for column, place in enumerate(chosen):
+            node = candidates[place]
+            history = before[node.column if kv == "path" and step > 1 else column]
+            embed = head.embed(torch.tensor([node.token]))[0]
+            columns[column] = history.then(embed, states[node.column])
+            feedbacks[column], likely = columns[column].last_row(head, topk)
+            candidates += [_Candidate(token, node.score * p, place, column) for token, p in likely]
+        new = range(first_new, len(candidates))
+        chosen = sorted(new, key=lambda place: -candidates[place].score)[:topk]
+    return _best_nodes(candidates, num_draft_tokens - 1)
+
+
+def _best_nodes(candidates: list[_Candidate], nodes: int) -> list[TwinNode]:
+    kept = sorted(sorted(range(len(candidates)), key=lambda place: -candidates[place].score)[:nodes])
+    places = {ROOT: ROOT} | {place: node for node, place in enumerate(kept)}
+    return [TwinNode(candidates[place].token, places.get(candidates[place].parent, ORPHAN)) for place in kept]
+
+
+def accept_in_tree(tree: list[TwinNode], chosen: list[int]) -> int:
+    """How many tokens the target takes: from the known token on, go to the child that it chose while there is one."""
+    node, accepted = ROOT, 0
+    for token in chosen:
+        children = [place for place, child in enumerate(tree) if child.parent == node and child.token == token]
+        if not children:
+            break
+        node, accepted = children[0], accepted + 1
+    return accepted
+
+
+def replay_request_with_trees(
+    head: Head,
+    tokens_T: Tensor,
+    features_RKD: Tensor,
+    prompt_tokens: int,
+    *,
+    topk: int,
+    steps: int,
+    num_draft_tokens: int,
+    kv: str,
+    tail: tuple[int, ...] = (),
+) -> list[TwinRound]:
+    """The served walk of one request: grow a tree, compare with what the target chose, jump, until the output ends."""
+    known = [int(token) for token in tokens_T] + list(tail)
+    rounds = []
+    anchor = prompt_tokens
+    while anchor < len(tokens_T) - 1:
+        tree = draft_one_tree(
+            head, tokens_T, features_RKD, anchor, topk=topk, steps=steps, num_draft_tokens=num_draft_tokens, kv=kv
+        )
+        accepted = accept_in_tree(tree, known[anchor + 1 :])
+        rounds.append(TwinRound(anchor, tuple(node.token for node in tree), accepted))
+        anchor += accepted + 1
+    return rounds

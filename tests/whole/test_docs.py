@@ -1,0 +1,177 @@
+"""The documents say what the program does: every command, option and public name, and every example runs.
+
+A ```python block in README.md or docs/ runs as written, in order, one namespace a file, in an empty folder. It may use
+
+    TRACE    a finished trace of a 30-layer target with taps embed, 3, 16 and final
+    DRAFT    the folder of a head wired embed,3,16 that fits it
+    TARGET   SmolLM2-135M-Instruct, and PROMPTS, a prompt file of one row: for capture
+
+A docstring example (>>>) may use these as well, and what they open to: trace, head, config, tensors, rounds.
+"""
+
+import dataclasses
+import doctest
+import importlib.util
+import inspect
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from support.heads import random_tensors, tiny_config, write_head
+from support.trace_maker import H, V, changed, make_header, make_request, write_trace
+
+import replay
+from replay.checkpoint.config import parse_config
+from replay.cli.app import cli
+from replay.traces.header import TapInfo
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROSE = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+COMMANDS = sorted(cli.commands)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WIRED_EMBED_3_16 = tiny_config(
+    hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 2, 15]}
+)
+
+
+def _blocks(document: Path, *languages: str) -> list[str]:
+    return [code for language, code in FENCE.findall(document.read_text(encoding="utf-8")) if language in languages]
+
+
+def _tests_of(name: str, names: dict[str, Any] | None = None) -> list[doctest.DocTest]:
+    thing = getattr(replay, name)
+    return doctest.DocTestFinder().find(thing, name, inspect.getmodule(thing), globs=names or {})
+
+
+# ---- what examples run on ----
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> dict[str, Any]:
+    """The variables that examples may use."""
+    folder = tmp_path_factory.mktemp("docs")
+    tensors = random_tensors(parse_config(WIRED_EMBED_3_16))
+    draft = write_head(folder / "draft", WIRED_EMBED_3_16, tensors)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": "greeting", "prompt": "Say hello."}) + "\n")
+    trace = replay.Trace.open(_write_trace(folder / "trace"))
+    head = replay.load_head(draft)
+    return {
+        "TRACE": str(trace.path),
+        "DRAFT": str(draft),
+        "TARGET": str(target_dir),
+        "PROMPTS": str(prompts),
+        "replay": replay,
+        "trace": trace,
+        "head": head,
+        "config": WIRED_EMBED_3_16,
+        "tensors": tensors,
+        "rounds": replay.simulate(trace, {"head": head}, [replay.Variant("head", steps=3)]),
+    }
+
+
+def _write_trace(path: Path) -> Path:
+    header = make_header()
+    taps = {name: TapInfo("bfloat16", H) for name in ("3", "16", "final")}
+    header = dataclasses.replace(header, taps=taps, target=dataclasses.replace(header.target, layers=30))
+    requests = []
+    for seed in range(4):
+        request = make_request(f"r{seed}", seed, output=12)
+        final = request.taps["final"]
+        generator = torch.Generator().manual_seed(100 + seed)
+        rows = {name: torch.randn(final.shape, generator=generator).to(final.dtype) for name in ("3", "16")}
+        requests.append(changed(request, taps={**rows, "final": final}))
+    return write_trace(path, [requests], header=header)
+
+
+# ---- commands ----
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_in_the_readme_and_has_help(name: str) -> None:
+    assert re.search(rf"\breplay {name}\b", DOCUMENTS[0].read_text(encoding="utf-8"))
+    command = cli.commands[name]
+    assert command.help
+    silent = [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
+    assert silent == []
+
+
+def _command_lines() -> Iterator[str]:
+    """Every line of a shell block that runs replay, continued lines joined."""
+    for document in DOCUMENTS:
+        for code in _blocks(document, "sh", "bash", "console"):
+            for line in code.replace("\\\n", " ").splitlines():
+                if match := re.match(r"(?:\$ )?(replay .*)", line.strip()):
+                    yield match[1]
+
+
+@pytest.mark.parametrize("line", list(_command_lines()))
+def test_every_command_line_is_one_that_the_program_takes(line: str) -> None:
+    """Only the parser runs: the command has to exist and take these options and arguments."""
+    words = shlex.split(re.split(r"\s[>|]\s|\s2>", line)[0], comments=True)[1:]
+    if words[0].startswith("-"):
+        cli.make_context("replay", words, resilient_parsing=True)
+        return
+    assert words[0] in cli.commands
+    cli.commands[words[0]].make_context(words[0], words[1:])
+
+
+# ---- Python ----
+
+
+@pytest.mark.parametrize("name", replay.__all__)
+def test_every_public_name_is_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(replay, name))
+    assert re.search(rf"replay\.{name}\b|`{name}\b", PROSE)
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """Importing ``replay.x`` binds ``x`` in the package, over the function of that name."""
+    assert [name for name in replay.__all__ if importlib.util.find_spec(f"replay.{name}")] == []
+
+
+@pytest.mark.parametrize("name", replay.__all__)
+def test_every_public_name_is_in_an_example_that_runs(name: str) -> None:
+    examples = [code for document in DOCUMENTS for code in _blocks(document, "python")]
+    examples += [example.source for public in replay.__all__ for test in _tests_of(public) for example in test.examples]
+    assert any(re.search(rf"\b{name}\b", example) for example in examples)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_python_blocks_run(
+    document: Path, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {name: names[name] for name in ("TRACE", "DRAFT", "TARGET", "PROMPTS")}
+    for number, code in enumerate(_blocks(document, "python"), start=1):
+        if code.lstrip().startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(code, given, f"{document.name} block {number}", None, None)
+            _run(test)
+            given = test.globs
+        else:
+            exec(compile(code, f"{document.name} block {number}", "exec"), given)
+
+
+@pytest.mark.parametrize("name", replay.__all__)
+def test_docstring_examples_run(
+    name: str, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for test in _tests_of(name, names):
+        _run(test)
+
+
+def _run(test: doctest.DocTest) -> None:
+    skipped = [example.source for example in test.examples if doctest.SKIP in example.options]
+    assert skipped == [], "an example that does not run is not an example"
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner.run(test, out=said.append, clear_globs=False)
+    assert runner.failures == 0, "".join(said)
