@@ -375,11 +375,13 @@ def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: F
 
     server.answer = hang_at_third  # type: ignore[method-assign]
     script = (
-        "import sys; from pathlib import Path; from replay.capture import server, server_client, server_ask\n"
-        "server_client._BATCH_REQUESTS = 1\n"
+        "import sys; from pathlib import Path\n"
+        "from replay.capture.client import capture, requests\n"
+        "from replay.capture.options import ServerOptions\n"
+        "requests._BATCH_REQUESTS = 1\n"
         "url, prompts, out = sys.argv[1:]\n"
-        "options = server_ask.ServerOptions(url, Path(prompts), Path(out), max_new_tokens=9, concurrency=1)\n"
-        "server.capture_server(options, lambda _: None)"
+        "options = ServerOptions(url, Path(prompts), Path(out), max_new_tokens=9, concurrency=1)\n"
+        "capture.capture_server(options, lambda _: None)"
     )
     typed = [options.server, str(options.prompts), str(options.out)]
     with subprocess.Popen([sys.executable, "-c", script, *typed]) as process:

@@ -75,7 +75,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 RACER = """
 import sys, time
 from pathlib import Path
-from replay.capture.smollm2 import build_once
+from replay.capture.demo_target import build_once
 place = Path(sys.argv[1])
 def write(folder):
     with (place.parent / "built").open("a") as log:

@@ -164,7 +164,7 @@ def test_server_that_outlives_its_launcher_keeps_the_folder(tmp_path: Path) -> N
 ANSWERING = """
 import http.server, os, sys
 from pathlib import Path
-from replay.capture.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
 from replay.capture.spool import Manifest, launch_folder, write_manifest
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):

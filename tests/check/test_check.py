@@ -767,8 +767,8 @@ import sys
 sys.modules["torch"] = sys.modules["numpy"] = sys.modules["polars"] = None
 import time
 from pathlib import Path
-from replay.check import check
-from replay.facts import read_facts
+from replay.check.run import check
+from replay.check.facts import read_facts
 started = time.process_time()
 outcome = check(read_facts(Path(sys.argv[1]), Path(sys.argv[2])))
 print(time.process_time() - started, len(outcome.findings))

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from test_passes import make_head, requests
+from support.random_heads import make_head, requests
 from twins.trees import TwinNode, accept_in_tree, draft_one_tree, replay_request_with_trees
 
 from replay.drafting.every_anchor import draft_every_anchor
@@ -62,7 +62,7 @@ def test_blocks_of_anchors_and_of_logits_change_no_tree(kv: str, monkeypatch: py
     shape = {"topk": 3, "steps": 3, "num_draft_tokens": 8, "kv": kv}
     whole = grow_trees(head, inputs, **shape)
     monkeypatch.setattr("replay.drafting.trees._BLOCK_ROWS", 3 * 5 + 1)
-    monkeypatch.setattr("replay.drafting.trees._BLOCK_LOGITS", 40 * 7)
+    monkeypatch.setattr("replay.drafting.next_tokens._BLOCK_LOGITS", 40 * 7)
     for trees, blocked in zip(whole, grow_trees(head, inputs, **shape), strict=True):
         assert nodes(trees) == nodes(blocked)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rig.inprocess import sglang_module
 from support.heads import target_tables, tiny_checkpoint
-from support.random_requests import requests
+from support.random_heads import requests
 from torch import Tensor
 
 from replay.drafting import trees as tree

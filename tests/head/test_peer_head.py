@@ -18,7 +18,7 @@ from support.peer_heads import SpecForge, Speculators, teacher_forced
 from torch import Tensor
 
 from replay.checkpoint.checkpoint import Checkpoint, load_head
-from replay.drafting import every_anchor as passes
+from replay.drafting import next_tokens
 from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.rows import DraftInput
 from replay.engines.profiles import ENGINES, NUMERICS
@@ -111,7 +111,7 @@ def replayed_logits(
 ) -> list[Tensor]:
     """Our logits [R, W] of each step; ``forced`` replaces the tokens that we would have drafted."""
     seen: list[Tensor] = []
-    choose = passes.choose
+    choose = next_tokens.choose
 
     def tap(head: Head, logits_AW: Tensor) -> tuple[Tensor, Tensor]:
         seen.append(logits_AW)
@@ -119,7 +119,7 @@ def replayed_logits(
         return (ids_A if forced is None else forced[len(seen) - 1]), tied_A
 
     with monkeypatch.context() as patch:
-        patch.setattr(passes, "choose", tap)
+        patch.setattr(next_tokens, "choose", tap)
         draft_every_anchor(head, [item], STEPS)
     return seen
 
