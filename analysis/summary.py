@@ -30,7 +30,7 @@ JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ServerCounts:
     """What the server reported for the same requests.
 
     ``requests`` of them reported something. ``accept_length`` = 1 + accepted / rounds where the server gave a
@@ -67,7 +67,7 @@ class VariantSummary(VariantSettings):
     all_anchors_accept_length: float
     ties: int
     seconds: float
-    observed: Observed | None
+    observed: ServerCounts | None
     expected: ExpectedSummary | None
     played_requests: int
     cut_rounds: int
@@ -173,7 +173,7 @@ def _summary(
     )
 
 
-def observed(requests: Sequence[RequestInfo]) -> Observed | None:
+def observed(requests: Sequence[RequestInfo]) -> ServerCounts | None:
     """The server's own rounds over ``requests``; None when it reported none.
 
     Only requests with a histogram count when any has one, so that the two definitions are never mixed.
@@ -187,11 +187,11 @@ def observed(requests: Sequence[RequestInfo]) -> Observed | None:
                 histogram[accepted] += count
         rounds = sum(histogram)
         tokens = rounds + sum(accepted * count for accepted, count in enumerate(histogram))
-        return Observed(rounds, ratio(tokens, rounds), tuple(histogram), len(drawn))
+        return ServerCounts(rounds, ratio(tokens, rounds), tuple(histogram), len(drawn))
     if counted:
         rounds = sum(request.observed_rounds or 0 for request in counted)
         tokens = sum(request.output_tokens for request in counted)
-        return Observed(rounds, ratio(tokens, rounds), (), len(counted))
+        return ServerCounts(rounds, ratio(tokens, rounds), (), len(counted))
     return None
 
 

@@ -29,7 +29,7 @@ class EncodedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TargetLimits:
     """What token ids and lengths the target takes."""
 
     vocab_size: int
@@ -37,7 +37,12 @@ class Limits:
 
 
 def encode_prompts(
-    prompts: PromptFile, tokenizer: "PreTrainedTokenizerBase | None", limits: Limits, *, raw: bool, max_new_tokens: int
+    prompts: PromptFile,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    limits: TargetLimits,
+    *,
+    raw: bool,
+    max_new_tokens: int,
 ) -> list[EncodedRequest]:
     """Token ids of every row, in file order; ``tokenizer`` may be None where all rows hold ids.
 
@@ -52,7 +57,7 @@ def _encode(
     row: PromptRow,
     place: str,
     tokenizer: "PreTrainedTokenizerBase | None",
-    limits: Limits,
+    limits: TargetLimits,
     raw: bool,
     max_new_tokens: int,
 ) -> EncodedRequest:

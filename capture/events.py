@@ -31,7 +31,7 @@ class Noted:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class CaptureProgress:
     """After each step of a batch. Requests count once they are safe on disk, tokens as soon as they are chosen."""
 
     requests_done: int
@@ -67,4 +67,4 @@ class Finished:
     result: CaptureResult
 
 
-Event = Loading | Planned | Noted | Progress | Finished
+Event = Loading | Planned | Noted | CaptureProgress | Finished

@@ -16,7 +16,7 @@ appear only inside the JSON, and a file that is cut short or disagrees with itse
 
 A client's request ids begin with RID_PREFIX and 16 hexadecimal digits of its own, which name it (``client_of``). While
 it runs it holds the lock of ``client-<name>`` in the launch folder: rows of a client that nobody plays are anybody's
-to delete (spool_reader.py).
+to delete (client/spool_reader.py).
 """
 
 import json
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces import files
-from replay.traces.header import Fields, parse_json
+from replay.traces.fields import Fields, parse_json
 from replay.traces.tensors import NAMES, Layout, joined_shapes, pack_header, parse_layout, tensor_bytes
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.encode import Limits
+from replay.capture.encode import TargetLimits
 from replay.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ class TargetFiles:
         return int(self.config.num_hidden_layers)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TargetLimits:
         """Vocabulary and context of the target."""
         context = getattr(self.config, "max_position_embeddings", None)
-        return Limits(int(self.config.vocab_size), None if context is None else int(context))
+        return TargetLimits(int(self.config.vocab_size), None if context is None else int(context))
 
 
 def open_target(model: str) -> TargetFiles:

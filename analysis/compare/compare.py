@@ -13,7 +13,7 @@ import numpy as np
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.compare.common_anchors import CommonAnchors, common_anchors
-from replay.analysis.compare.pairing import Joined
+from replay.analysis.compare.pairing import PairedRounds
 from replay.analysis.counts import ACCEPTED, CUT, DRAFTED, ROUNDS, Counts, Mask, per_request, ratio
 from replay.analysis.gaps import Gap, paired_gaps
 from replay.analysis.summary import JsonObject, json_value
@@ -103,7 +103,7 @@ class Comparison:
         return document
 
 
-def compare(joined: Joined, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:
+def compare(joined: PairedRounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:
     """Every variant B of ``joined`` against its A (see ``join``), by paired bootstrap over requests."""
     counts = per_request(joined.rounds)
     against = counts.pop(joined.a.name)
@@ -146,7 +146,7 @@ def within(gap: Gap, length_a: float, length_b: float) -> bool | None:
 
 
 def _pair(
-    joined: Joined,
+    joined: PairedRounds,
     b: VariantInfo,
     counts_a: Counts,
     counts_b: Counts,
@@ -183,7 +183,7 @@ def _side(name: str, counts: Counts) -> Side:
 
 
 def _categories(
-    joined: Joined, b: VariantInfo, counts_a: Counts, counts_b: Counts, both: Mask, *, seed: int, resamples: int
+    joined: PairedRounds, b: VariantInfo, counts_a: Counts, counts_b: Counts, both: Mask, *, seed: int, resamples: int
 ) -> tuple[CategoryGap, ...]:
     """In the order in which they first come; empty where no request has one."""
     named = [request.category for request in joined.rounds.requests]

@@ -16,7 +16,7 @@ _REQUEST_FACTS = ("prompt_tokens", "output_tokens", "source", "temperature")
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class PairedRounds:
     """The requests that both have, under A and every B. ``shown`` has the variants' own names, by those in ``rounds``:
     ``A`` and ``B``, or ``B1``, ``B2`` and on; to a name that several have, what they differ in is added. ``files``: how
     many rounds files they came from.
@@ -35,7 +35,7 @@ class Joined:
 
 def join(
     first: Rounds, second: Rounds | None = None, *, variant_a: str | None = None, variant_b: str | None = None
-) -> Joined:
+) -> PairedRounds:
     """A from ``first``, every B from ``second``; from one alone its first variant is A and every other a B.
 
     Raises UsageError for a variant that is not there or not named where there are several, and where there is nothing
@@ -67,7 +67,7 @@ def join(
     )
     shown = dict(zip((new.name for new in renamed), _own_names([a, *others]), strict=True))
     only = [tuple(name for name in names if name not in common) for names in (ids_a, ids_b)]
-    return Joined(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1], 1 if second is None else 2)
+    return PairedRounds(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1], 1 if second is None else 2)
 
 
 def _own_names(variants: Sequence[VariantInfo]) -> list[str]:

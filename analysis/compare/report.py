@@ -10,7 +10,7 @@ from replay.analysis import wording
 from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.compare.common_anchors import CommonDrafts
 from replay.analysis.compare.compare import LEVEL, Comparison, Pair
-from replay.analysis.compare.pairing import Joined
+from replay.analysis.compare.pairing import PairedRounds
 from replay.analysis.tables import Column, Fitted, bullet, heading, pairs
 
 # Common rounds below this share of all are told apart from what a server shows.
@@ -29,7 +29,7 @@ _RULE = (
 _HOLM = ", with Holm's adjustment of the p values for {count} comparisons"
 
 
-def render_comparison(comparison: Comparison, joined: Joined) -> RenderableType:
+def render_comparison(comparison: Comparison, joined: PairedRounds) -> RenderableType:
     """The report of ``compare(joined)``, which adapts to the console's width; details where there is one pair."""
     parts: list[RenderableType] = [Text(answer(comparison), style="bold"), Text(), _pair_table(comparison, joined)]
     rule = _RULE + (_HOLM.format(count=len(comparison.pairs)) if len(comparison.pairs) > 1 else "")
@@ -117,7 +117,7 @@ def _column(title: str, cells: Sequence[str], *, left: bool = False) -> Column:
     return Column(title, tuple(map(Text, cells)), "left" if left else "right")
 
 
-def _pair_table(comparison: Comparison, joined: Joined) -> Fitted:
+def _pair_table(comparison: Comparison, joined: PairedRounds) -> Fitted:
     """A's row, then one for each B."""
     found, first = comparison.pairs, comparison.pairs[0]
     sides = [first.a, *(pair.b for pair in found)]
@@ -221,7 +221,7 @@ def _requests(pair: Pair) -> Fitted:
     return Fitted((names,), (tuple(columns),), tuple(row.request_id for row in rows))
 
 
-def _provenance(comparison: Comparison, joined: Joined) -> Iterator[tuple[str, str]]:
+def _provenance(comparison: Comparison, joined: PairedRounds) -> Iterator[tuple[str, str]]:
     trace = joined.rounds.trace
     told = [trace.get(key) for key in ("path", "target", "engine", "engine_version")]
     yield "trace", " · ".join(str(item) for item in told if item)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from replay.analysis.counts import histograms, per_request, position_rates
-from replay.analysis.diagnosis.evidence import RoundKey, ServedRound
+from replay.analysis.diagnosis.evidence import RoundDraft, RoundKey
 from replay.analysis.diagnosis.verdict import Stratum
 from replay.traces.rounds import RequestInfo, Rounds
 
@@ -60,8 +60,8 @@ def _halves(rounds: Rounds, variant: str) -> tuple[float, float]:
 
 
 def strata(
-    replayed: Mapping[RoundKey, ServedRound],
-    served: Mapping[RoundKey, ServedRound],
+    replayed: Mapping[RoundKey, RoundDraft],
+    served: Mapping[RoundKey, RoundDraft],
     requests: Sequence[RequestInfo],
     cached: Mapping[str, int],
 ) -> list[Stratum]:

@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from replay.analysis.bootstrap import resampled_sums
 from replay.analysis.counts import ROUNDS, Counts, lengths, stacked_sums
-from replay.analysis.diagnosis import evidence as ev
 
 if TYPE_CHECKING:
     import polars as pl
@@ -39,7 +38,7 @@ _SMOOTH = 1.0  # rounds of every count that a predicted histogram is given besid
 
 
 @dataclass(frozen=True, slots=True)
-class ServedRound:
+class RoundDraft:
     """One round that a server ran or that was replayed at the same anchor."""
 
     drafted: tuple[int, ...]
@@ -73,7 +72,7 @@ RoundKey = tuple[str, int]  # request id and anchor
 
 
 def drafted_evidence(
-    replayed: Mapping[RoundKey, ServedRound], served: Mapping[RoundKey, ServedRound], steps: int
+    replayed: Mapping[RoundKey, RoundDraft], served: Mapping[RoundKey, RoundDraft], steps: int
 ) -> Evidence:
     """Compare round by round at the anchors that both have. ``steps`` is the most that can be accepted."""
     keys = [key for key in served if key in replayed]
@@ -98,7 +97,7 @@ def drafted_evidence(
 
 
 def accepted_evidence(
-    replayed: Mapping[RoundKey, ServedRound], served: Mapping[RoundKey, ServedRound], steps: int
+    replayed: Mapping[RoundKey, RoundDraft], served: Mapping[RoundKey, RoundDraft], steps: int
 ) -> Evidence:
     """Compare how many tokens were taken, for a hypothesis whose drafts nobody can know, such as those of noise.
 
@@ -211,7 +210,7 @@ def _padded(histogram: Sequence[int], steps: int) -> npt.NDArray[np.float64]:
 
 
 def accepted_gain(
-    better: Mapping[RoundKey, ServedRound], base: Mapping[RoundKey, ServedRound], *, seed: int = 0
+    better: Mapping[RoundKey, RoundDraft], base: Mapping[RoundKey, RoundDraft], *, seed: int = 0
 ) -> tuple[float, float, float]:
     """Accepted tokens a round that ``better`` has over ``base`` at the same anchors, with its 95 % interval.
 
@@ -250,10 +249,10 @@ def length_gain(better: Counts, base: Counts, *, seed: int = 0) -> tuple[float, 
     return gain, float(low), float(high)
 
 
-def by_anchor(table: "pl.DataFrame") -> dict[ev.RoundKey, ev.ServedRound]:
+def by_anchor(table: "pl.DataFrame") -> dict[RoundKey, RoundDraft]:
     """Rounds of one variant or server by request and anchor."""
     columns = table.select("request_id", "anchor", "drafted", "accepted")
     return {
-        (request, anchor): ev.ServedRound(tuple(drafted), accepted)
+        (request, anchor): RoundDraft(tuple(drafted), accepted)
         for request, anchor, drafted, accepted in columns.iter_rows()
     }

@@ -127,7 +127,7 @@ def build_ladder(
     seed: int = 0,
     resamples: int = DEFAULT_RESAMPLES,
 ) -> Ladder:
-    """The ladder of the counts that rungs.py made (``anchors``) and of ``replays``.
+    """The ladder of the counts that simulator/teacher_forced.py made (``anchors``) and of ``replays``.
 
     ``observed``: an accept length, or by request id the server's rounds by accepted tokens; None takes what the server
     reported in the trace. Raises UsageError for an accept length that cannot be or histograms of other requests.

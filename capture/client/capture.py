@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import replay
 from replay.capture.client.api import ServerApi, open_api
 from replay.capture.client.facts import ServerFacts, check_same_server, read_facts
-from replay.capture.client.join import Joined
+from replay.capture.client.join import JoinedRequest
 from replay.capture.client.requests import PROBE_TOKENS, ServerClient
 from replay.capture.client.spool_reader import SpoolReader
-from replay.capture.encode import EncodedRequest, Limits, encode_prompts
+from replay.capture.encode import EncodedRequest, TargetLimits, encode_prompts
 from replay.capture.events import CaptureResult, Event, Loading, Noted
 from replay.capture.options import ServerOptions, check_numbers, check_place, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
@@ -74,7 +74,7 @@ def encode(prompts: PromptFile, facts: ServerFacts, options: ServerOptions) -> l
 
         files = open_target(facts.tokenizer_path)
         tokenizer, vocab_size = files.tokenizer, vocab_size or files.limits.vocab_size
-    limits = Limits(vocab_size or (1 << 31) - 1, facts.context)
+    limits = TargetLimits(vocab_size or (1 << 31) - 1, facts.context)
     return encode_prompts(prompts, tokenizer, limits, raw=options.raw, max_new_tokens=options.max_new_tokens)
 
 
@@ -147,7 +147,7 @@ def _header(options: ServerOptions, prompts: PromptFile, facts: ServerFacts, tap
 
 
 def _weights_and_lookup(
-    options: ServerOptions, header: TraceHeader, probe: Joined, request: EncodedRequest
+    options: ServerOptions, header: TraceHeader, probe: JoinedRequest, request: EncodedRequest
 ) -> "tuple[tuple[torch.Tensor, torch.Tensor | None] | None, bool, str]":
     """The target's weights, whether R[0] is a lookup in its embedding, and what is missing of them, in words."""
     import torch

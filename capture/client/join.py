@@ -58,7 +58,7 @@ class ServedRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedRequest:
     """Rows of one request: taps name -> [T-1, H], kept logits of its n output tokens, rounds, the tail, and the feed
     where a draft was fed."""
 
@@ -150,7 +150,7 @@ def same_histogram(left: Sequence[int], right: Sequence[int]) -> bool:
 
 def join(
     name: str, prompt_ids: Sequence[int], output_ids: Sequence[int], recorded: Sequence[Recorded], taps: Sequence[str]
-) -> Joined:
+) -> JoinedRequest:
     """Gather the rows of one request from ``recorded``, in the order they were recorded.
 
     Raises CaptureError, naming the request, where a position has no row or a row consumed another token than the one at
@@ -207,7 +207,7 @@ def join(
         at = int((~have_logits).nonzero()[0, 0])
         raise CaptureError(f"{name}: the server recorded no logits for output token {at} of {outputs}")
     entries = [one.entry for one in recorded if one.entry.kind != "feed"]
-    return Joined(
+    return JoinedRequest(
         gathered,
         logits["topk_ids"],
         logits["topk_logprobs"],

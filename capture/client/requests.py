@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Any
 from replay.capture.client.answers import generate
 from replay.capture.client.api import RefusedError, ServerApi
 from replay.capture.client.facts import ServerFacts
-from replay.capture.client.join import Answer, Joined, first_missing, histogram_of, join, lacks_feed, same_histogram
+from replay.capture.client.join import (
+    Answer,
+    JoinedRequest,
+    first_missing,
+    histogram_of,
+    join,
+    lacks_feed,
+    same_histogram,
+)
 from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.client.watch import RecordingStoppedError, RecordingWatch
 from replay.capture.encode import EncodedRequest
-from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
+from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Noted, Planned
 from replay.capture.options import ServerOptions
 from replay.errors import CaptureError, OutputError, TraceCorruptError
 from replay.traces.captured import CapturedRequest
@@ -61,7 +69,7 @@ class _Batch:
     """Finished requests on their way to the trace."""
 
     requests: list[CapturedRequest] = field(default_factory=list)
-    rounds: list[tuple[str, Joined]] = field(default_factory=list)
+    rounds: list[tuple[str, JoinedRequest]] = field(default_factory=list)
     rids: list[str] = field(default_factory=list)
     bytes: int = 0
     since: float = 0.0
@@ -87,7 +95,7 @@ class ServerClient:
         self.output_tokens = self.most_left = self.differing = self.cached = self.unfed = 0
         self.stop = False
 
-    def probe(self, request: EncodedRequest) -> Joined:
+    def probe(self, request: EncodedRequest) -> JoinedRequest:
         """Rows of a short prompt, all the way: the server, its plugin, the folder and this process work together."""
         short = replace(request, prompt_ids=request.prompt_ids[:PROBE_TOKENS], max_new_tokens=1)
         rid = partial(rid_of, self.spool.client, "probe")
@@ -300,7 +308,9 @@ class ServerClient:
         self.spool.drop(batch.rids)
         seconds = time.monotonic() - self.started
         rate = self.output_tokens / seconds if seconds > 0 else 0.0
-        self.on_event(Progress(len(writer.done_ids), requests, self.output_tokens, self.most_left, seconds, rate))
+        self.on_event(
+            CaptureProgress(len(writer.done_ids), requests, self.output_tokens, self.most_left, seconds, rate)
+        )
 
     def _note_end(self, writer: "TraceWriter", sentence: str) -> None:
         try:
@@ -339,7 +349,7 @@ def _is_full(batch: _Batch) -> bool:
     )
 
 
-def _rounds_frame(rounds: Sequence[tuple[str, Joined]]) -> Any:
+def _rounds_frame(rounds: Sequence[tuple[str, JoinedRequest]]) -> Any:
     """The table of served rounds (SPEC.md, section 6)."""
     import polars as pl
 

@@ -23,7 +23,7 @@ from replay.capture.client.api import RefusedError, ServerApi
 from replay.capture.client.facts import ServerFacts
 from replay.capture.client.join import Answer
 from replay.capture.encode import EncodedRequest
-from replay.capture.events import CaptureResult, Event, Finished, Noted, Planned, Progress
+from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Noted, Planned
 from replay.capture.options import ServerOptions
 from replay.capture.spool import RID_PREFIX
 from replay.errors import CaptureError, OutputError, TraceError
@@ -67,7 +67,11 @@ def capture_stock(
                 file.flush()
                 tokens, finished = tokens + len(answer.output_ids), finished + 1
                 seconds = time.monotonic() - started
-                on_event(Progress(finished, len(requests), tokens, left, seconds, tokens / seconds if seconds else 0.0))
+                on_event(
+                    CaptureProgress(
+                        finished, len(requests), tokens, left, seconds, tokens / seconds if seconds else 0.0
+                    )
+                )
     except KeyboardInterrupt:
         raise CaptureError(
             f"interrupted: {finished} of {len(requests)} answers are safe in {path}; type the same command with "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import replay
 from replay.capture.encode import EncodedRequest, encode_prompts
-from replay.capture.events import CaptureResult, Event, Finished, Loading, Noted, Planned, Progress
+from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Loading, Noted, Planned
 from replay.capture.local.sampling import Sampling
 from replay.capture.options import CaptureOptions, check_numbers, check_place, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CaptureOptions",
+    "CaptureProgress",
     "CaptureResult",
     "Event",
     "Finished",
     "Loading",
     "Noted",
     "Planned",
-    "Progress",
     "capture_local",
     "plan_batches",
 ]
@@ -231,4 +231,6 @@ class _Recorder:
     def _tell(self, tokens_left: int) -> None:
         seconds = time.monotonic() - self.started
         rate = self.output_tokens / seconds if seconds > 0 else 0.0
-        self.on_event(Progress(self.requests_done, self.requests, self.output_tokens, tokens_left, seconds, rate))
+        self.on_event(
+            CaptureProgress(self.requests_done, self.requests, self.output_tokens, tokens_left, seconds, rate)
+        )

@@ -1,6 +1,6 @@
 """``replay serve``: a real SGLang server with recording on. It sets the environment and starts SGLang's launcher.
 
-The plugin (sglang_plugin.py) is installed with this package and found by SGLang itself. Nothing of SGLang is edited.
+The plugin (plugin.py) is installed with this package and found by SGLang itself. Nothing of SGLang is edited.
 """
 
 import http.client

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from replay.traces.header import Fields, parse_json
+from replay.traces.fields import Fields, parse_json
 
 RECORD_VARIABLE = "REPLAY_RECORD"
 

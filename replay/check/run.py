@@ -14,7 +14,7 @@ from replay.check.layer_ids import readings
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class CheckRule:
     """``what`` it looks at, for the reader; ``needs`` says when it can: facts it must have, and their name."""
 
     what: str
@@ -28,33 +28,35 @@ def _stated(facts: Facts) -> bool:
 
 
 _SERVER = "--server or --server-args"
-RULES: tuple[Rule, ...] = (
-    Rule("architecture", rules_tensors.architecture),
-    Rule("sizes in the config", rules_tensors.sizes),
-    Rule("layer ids", rules_wiring.layer_ids),
-    Rule("taps against fc", rules_wiring.taps),
-    Rule("norms before fc and in the first layer", rules_wiring.norms),
-    Rule("norm of the state fed back", rules_wiring.feedback),
-    Rule("tensor names", rules_tensors.names),
-    Rule("tensor shapes", rules_tensors.misshapen),
-    Rule("origin of lm_head", rules_tensors.lm_head),
-    Rule("origin of the embedding", rules_tensors.embedding),
-    Rule("NaN and zeros in samples", rules_values.sampled),
-    Rule("vocabulary sizes", rules_vocabulary.vocabulary_size),
-    Rule("vocabulary map", rules_vocabulary.vocabulary_map),
-    Rule("rope theta and scaling", rules_positions.rope),
-    Rule("rope geometry", rules_positions.rope_geometry),
-    Rule("attention window", rules_positions.window),
-    Rule("longest position", rules_positions.max_length),
-    Rule("positions of images", rules_positions.image_positions),
-    Rule("dtype", rules_server.dtype),
-    Rule("dtype of the weights and inherited quantisation", rules_server.draft_precision),
-    Rule("drafting depth", rules_server.depth, _stated, _SERVER),
-    Rule("algorithm and load format", rules_server.algorithm, _stated, _SERVER),
-    Rule("acceptance rule", rules_server.acceptance, _stated, _SERVER),
-    Rule("KV cache dtype", rules_server.draft_kv, _stated, _SERVER),
-    Rule("coverage of emitted tokens", rules_vocabulary.coverage, lambda facts: facts.emitted is not None, "--trace"),
-    Rule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
+RULES: tuple[CheckRule, ...] = (
+    CheckRule("architecture", rules_tensors.architecture),
+    CheckRule("sizes in the config", rules_tensors.sizes),
+    CheckRule("layer ids", rules_wiring.layer_ids),
+    CheckRule("taps against fc", rules_wiring.taps),
+    CheckRule("norms before fc and in the first layer", rules_wiring.norms),
+    CheckRule("norm of the state fed back", rules_wiring.feedback),
+    CheckRule("tensor names", rules_tensors.names),
+    CheckRule("tensor shapes", rules_tensors.misshapen),
+    CheckRule("origin of lm_head", rules_tensors.lm_head),
+    CheckRule("origin of the embedding", rules_tensors.embedding),
+    CheckRule("NaN and zeros in samples", rules_values.sampled),
+    CheckRule("vocabulary sizes", rules_vocabulary.vocabulary_size),
+    CheckRule("vocabulary map", rules_vocabulary.vocabulary_map),
+    CheckRule("rope theta and scaling", rules_positions.rope),
+    CheckRule("rope geometry", rules_positions.rope_geometry),
+    CheckRule("attention window", rules_positions.window),
+    CheckRule("longest position", rules_positions.max_length),
+    CheckRule("positions of images", rules_positions.image_positions),
+    CheckRule("dtype", rules_server.dtype),
+    CheckRule("dtype of the weights and inherited quantisation", rules_server.draft_precision),
+    CheckRule("drafting depth", rules_server.depth, _stated, _SERVER),
+    CheckRule("algorithm and load format", rules_server.algorithm, _stated, _SERVER),
+    CheckRule("acceptance rule", rules_server.acceptance, _stated, _SERVER),
+    CheckRule("KV cache dtype", rules_server.draft_kv, _stated, _SERVER),
+    CheckRule(
+        "coverage of emitted tokens", rules_vocabulary.coverage, lambda facts: facts.emitted is not None, "--trace"
+    ),
+    CheckRule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
 )
 
 

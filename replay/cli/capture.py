@@ -117,7 +117,7 @@ def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
             match event:
                 case record.Noted(text):
                     progress.console.print(f"note: {text}", highlight=False, markup=False)
-                case record.Progress():
+                case record.CaptureProgress():
                     progress.update(
                         task,
                         description=f"{event.requests_done}/{event.requests} requests",

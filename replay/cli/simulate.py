@@ -171,13 +171,13 @@ def run_simulation(
     """Simulate with a progress bar on stderr. Raises UsageError for a device that cannot be used here."""
     from rich.console import Console
 
-    from replay.simulator.simulation import Progress, simulate
+    from replay.simulator.simulation import ReplayProgress, simulate
 
     _check_device(device)
     with show_progress(Console(stderr=True)) as progress:
         task = progress.add_task("replaying", total=None, rate="requests")
 
-        def on_event(event: Progress) -> None:
+        def on_event(event: ReplayProgress) -> None:
             progress.update(task, completed=event.done, total=event.total)
 
         return simulate(trace, checkpoints, variants, device=device, on_event=on_event)

@@ -24,7 +24,7 @@ from replay.engines.wiring import Wiring, parse_wiring
 from replay.errors import TraceError, UsageError
 from replay.faults.remedies import remedy
 from replay.simulator.binding import bind, resolve
-from replay.simulator.simulation import Progress, simulate
+from replay.simulator.simulation import ReplayProgress, simulate
 from replay.simulator.variant import Variant
 from replay.traces.reader import Trace
 from replay.traces.rounds import HEALTHY_NAME
@@ -101,7 +101,7 @@ def diagnose(
 
     ``trained`` is the wiring the head was made for, where known; ``observed`` an accept length from elsewhere, else
     the trace's own server is explained. With ``ladder`` the way from the training metric down to what was observed
-    follows (climb.py). Raises TraceError where nothing was observed, UsageError where the two differ
+    follows (ladder.py). Raises TraceError where nothing was observed, UsageError where the two differ
     in steps, and whatever ``simulate`` raises.
     """
     case = _Case(trace, checkpoint, resolve(served, checkpoint, trace), trained, observed, on_event)
@@ -115,7 +115,7 @@ class _Tried:
 
     hypothesis: Hypothesis
     scored: Scored
-    by_anchor: dict[ev.RoundKey, ev.ServedRound]
+    by_anchor: dict[ev.RoundKey, ev.RoundDraft]
     counts: Counts
 
 
@@ -173,7 +173,7 @@ class _Case:
             served = self._variants[found.named]
         assert right is not None
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: ReplayProgress) -> None:
             self._tell(Trying("the ladder", progress.done, progress.total))
 
         return climb(
@@ -306,13 +306,13 @@ class _Case:
         """What its draft is fed; faults of weights and runs aside, which are costly to apply and change none of it."""
         faults = tuple(fault for fault in variant.faults if fault.kind.startswith(_FEEDING))
         subject = bind(replace(variant, faults=faults), self._checkpoint, self._trace)
-        conduct = subject.conduct
+        behaviour = subject.behaviour
         return Fed(
             subject.wiring.taps,
-            shift=-(conduct.pairing == "earlier-features"),
-            zeros=conduct.zero_slots,
-            unrecorded=conduct.unit_taps,
-            own_token=conduct.pairing == "own-token",
+            shift=-(behaviour.pairing == "earlier-features"),
+            zeros=behaviour.zero_slots,
+            unrecorded=behaviour.unit_taps,
+            own_token=behaviour.pairing == "own-token",
         )
 
     def _as_fed(self, others: Sequence[Hypothesis]) -> list[Hypothesis]:

@@ -160,7 +160,7 @@ def _signature(subject: Subject, served: Variant) -> tuple[object, ...]:
     if own == ENGINES[served.engine].own_embedding:
         own = None
     tensors = id(subject.checkpoint.tensors)
-    return subject.wiring, subject.conduct, subject.config, own, subject.tree_kv, subject.precision, tensors
+    return subject.wiring, subject.behaviour, subject.config, own, subject.tree_kv, subject.precision, tensors
 
 
 def _plays(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> bool:

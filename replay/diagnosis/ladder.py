@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from replay.analysis.ladder.ladder import Factor, Ladder
     from replay.checkpoint.checkpoint import Checkpoint
     from replay.engines.wiring import Wiring
-    from replay.simulator.simulation import Progress
+    from replay.simulator.simulation import ReplayProgress
     from replay.simulator.variant import Variant
     from replay.traces.reader import Trace
 
@@ -41,7 +41,7 @@ def climb(
     served_products: bool = True,
     seed: int = 0,
     resamples: int = DEFAULT_RESAMPLES,
-    on_event: "Callable[[Progress], None]" = lambda _: None,
+    on_event: "Callable[[ReplayProgress], None]" = lambda _: None,
 ) -> "Ladder":
     """From the training metric of ``checkpoint`` down to what a server accepted that runs it as ``served`` says.
 
@@ -53,7 +53,7 @@ def climb(
     """
     from replay.analysis.ladder.ladder import Replays, build_ladder
     from replay.simulator.binding import resolve
-    from replay.simulator.simulation import Progress, simulate
+    from replay.simulator.simulation import ReplayProgress, simulate
     from replay.simulator.teacher_forced import score_anchors
 
     rule = served.verify
@@ -64,7 +64,7 @@ def climb(
     distinct = list(dict.fromkeys(playable.values()))
     total = 2 * len(trace.requests)
     anchors = score_anchors(
-        trace, checkpoint, ideal, device=device, on_event=lambda event: on_event(Progress(event.done, total))
+        trace, checkpoint, ideal, device=device, on_event=lambda event: on_event(ReplayProgress(event.done, total))
     )
     rounds = simulate(
         trace,
@@ -72,7 +72,7 @@ def climb(
         distinct,
         device=device,
         served_products=served_products,
-        on_event=lambda event: on_event(Progress(event.total + event.done, total)),
+        on_event=lambda event: on_event(ReplayProgress(event.total + event.done, total)),
     )
     names = {chosen: rounds.variants[distinct.index(variant)].name for chosen, variant in playable.items()}
     replays = Replays(rounds, factors, names, why_not, rule)

@@ -5,7 +5,7 @@ one more pass in which each anchor's row also sees that anchor's own earlier row
 The rows that true features made are the committed draft KV, as a server holds it after each verify
 (SGLang 0.5.23 speculative/eagle_worker_v2.py, draft extend).
 
-Suffixes as in head.py and attention.py: R rows of all packed requests, A anchors of all, K steps.
+Suffixes as in head/model.py and head/attention.py: R rows of all packed requests, A anchors of all, K steps.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from replay.drafting.first_pass import FirstPass, PackedAttention, first_pass
 from replay.drafting.next_tokens import next_tokens
 from replay.drafting.rows import DraftInput, drafted_positions
-from replay.engines.behaviour import Conduct
+from replay.engines.behaviour import Behaviour
 from replay.head.model import Head
 
 
@@ -33,14 +33,14 @@ class ChainAttention:
     """Attention of drafted rows: the committed rows that ``base`` holds, and the anchor's own drafted rows before."""
 
     def __init__(self, head: Head, base: PackedAttention) -> None:
-        self._base, self._conduct = base, head.conduct
+        self._base, self._behaviour = base, head.behaviour
         self._chain: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(head.config.num_layers)]
 
     def __call__(self, layer: int, q: Tensor, k_AMH: Tensor, v_AMH: Tensor) -> Tensor:
         """One more drafted row per anchor."""
         chain = self._chain[layer]
         chain.append((k_AMH, v_AMH))
-        seen = chain[seen_from(self._conduct, len(chain)) :]
+        seen = chain[seen_from(self._behaviour, len(chain)) :]
         if seen:
             k_JAMH, v_JAMH = (torch.stack(part) for part in zip(*seen, strict=True))
         else:
@@ -48,10 +48,10 @@ class ChainAttention:
         return self._base.answer(layer, q, k_JAMH, v_JAMH, len(chain))
 
 
-def seen_from(conduct: Conduct, step: int) -> int:
+def seen_from(behaviour: Behaviour, step: int) -> int:
     """How many of the first drafted rows the drafted row of ``step`` (1, 2, ...) does not see."""
-    hidden = {"grow": 0, "overwrite": step - 1, "unseen": step}[conduct.chain]
-    return hidden if conduct.window is None else max(hidden, step - conduct.window)
+    hidden = {"grow": 0, "overwrite": step - 1, "unseen": step}[behaviour.chain]
+    return hidden if behaviour.window is None else max(hidden, step - behaviour.window)
 
 
 def draft_every_anchor(
@@ -64,11 +64,11 @@ def draft_every_anchor(
 ) -> list[Drafts]:
     """Drafts of ``steps`` tokens at every anchor of every request, in the order of ``inputs``.
 
-    ``first`` is the first pass over the same inputs, where another variant that agrees up to there has made it.
-    ``fed`` are target ids [A, >= K-1] for each request: drafted rows then embed these, one a step, whatever was
-    drafted (teacher-forced, as training runs a head).
-    Equal to running each anchor by itself (twin.py) up to the rounding of products over other numbers of rows. Conduct
-    that follows the walk is not played here but in walk.py.
+    ``first`` is the first pass over the same inputs, where another variant that agrees up to there has made it. ``fed``
+    are target ids [A, >= K-1] for each request: drafted rows then embed these, one a step, whatever was drafted
+    (teacher-forced, as training runs a head). Equal to running each anchor by itself (tests/twins/rounds.py) up to the
+    rounding of products over other numbers of rows. Behaviour that follows the walk is not played here but in
+    round_by_round.py.
     """
     inputs = list(inputs)
     if sum(item.anchors for item in inputs) == 0:
@@ -82,13 +82,13 @@ def draft_every_anchor(
     for step in range(steps):
         if step:
             embeds_AE = head.embed(drafted[-1] if fed_AK is None else fed_AK[:, step - 1])
-            positions_A = drafted_positions(first.positions_A, step, head.conduct)
+            positions_A = drafted_positions(first.positions_A, step, head.behaviour)
             output = head.forward(embeds_AE, output.feedback_RE, positions_A, chain)
         ids_A, tied_A = next_tokens(head, output.normed_RE, None if step else first.sizes_A)
         drafted.append(ids_A)
         tied.append(tied_A)
     counts = [item.anchors for item in inputs]
     drafted_AK, tied_AK = torch.stack(drafted, 1).cpu(), torch.stack(tied, 1).cpu()
-    if head.conduct.dummy_from is not None:
-        drafted_AK[first.positions_A.cpu() >= head.conduct.dummy_from] = 0
+    if head.behaviour.dummy_from is not None:
+        drafted_AK[first.positions_A.cpu() >= head.behaviour.dummy_from] = 0
     return [Drafts(*parts) for parts in zip(drafted_AK.split(counts), tied_AK.split(counts), strict=True)]

@@ -66,13 +66,13 @@ class PackedAttention:
         return torch.cat(answers)
 
     def _sight(self, reach_A: Tensor, blank_R: Tensor | None, step: int) -> Sight:
-        conduct = self._head.conduct
+        behaviour = self._head.behaviour
         first_A = None
-        if conduct.alone:
+        if behaviour.alone:
             first_A = reach_A - 1
-        elif conduct.window is not None:
-            first_A = reach_A + step - conduct.window
-        return Sight(first_A, blank_R, reach_A - 1, conduct.blank_fill == "masked")
+        elif behaviour.window is not None:
+            first_A = reach_A + step - behaviour.window
+        return Sight(first_A, blank_R, reach_A - 1, behaviour.blank_fill == "masked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class FirstPass:
 def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
     """One causal pass over every committed row. There must be an anchor in some request.
 
-    A head with ``product_rows`` makes every row in a product as large as the server's (served_products.py).
+    A head with ``product_rows`` makes every row in a product as large as the server's (product_sizes.py).
     """
-    parts = [committed_rows(item, head.conduct, head.config.target_hidden_size) for item in inputs]
+    parts = [committed_rows(item, head.behaviour, head.config.target_hidden_size) for item in inputs]
     attention = PackedAttention(head, inputs, parts)
     ids_R = torch.cat([part.ids_R for part in parts]).to(head.device)
     positions_R = torch.cat([part.positions_R for part in parts]).to(head.device)

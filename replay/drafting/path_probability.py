@@ -1,9 +1,9 @@
-"""The head's own probabilities along a recorded path: K passes as in passes.py, each fed the path's next token.
+"""The head's own probabilities along a recorded path: K passes as in every_anchor.py, each fed the path's next token.
 
 A head that samples its draft (rule ``rejection``) reads its own sample at each step. Given that the samples were
 x_1 .. x_k, its distribution for the next is the one that it has when it is fed x_1 .. x_k, with its own states between.
 
-Suffixes as in passes.py: A anchors of all packed requests, K steps, W draft vocabulary.
+Suffixes as in every_anchor.py: A anchors of all packed requests, K steps, W draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ def force_every_anchor(
     """q(x_k) [A, K] in float64 of the path's tokens at every anchor, request by request; 0 beyond the end.
 
     q is the softmax in fp32 of the rounded draft logits / temperature over the draft vocabulary (sglang 0.5.23
-    speculative/spec_utils.py ``renorm_draft_probs``: no top-k, no top-p), 0 for tokens the head cannot draft.
-    ``first`` is the first pass over the same inputs, where another variant has made it. Equal to forcing each anchor by
-    itself up to the rounding of products over other numbers of rows; conduct that follows the walk is not played here.
+    speculative/spec_utils.py ``renorm_draft_probs``: no top-k, no top-p), 0 for tokens the head cannot draft. ``first``
+    is the first pass over the same inputs, where another variant has made it. Equal to forcing each anchor by itself up
+    to the rounding of products over other numbers of rows; behaviour that follows the walk is not played here.
     """
     inputs = list(inputs)
     counts = [item.anchors for item in inputs]
@@ -53,12 +53,12 @@ def force_every_anchor(
     for step in range(steps):
         if step:
             embeds_AE = head.embed(path_AK[:, step - 1].clamp(min=0))
-            positions_A = drafted_positions(first.positions_A, step, head.conduct)
+            positions_A = drafted_positions(first.positions_A, step, head.behaviour)
             output = head.forward(embeds_AE, output.feedback_RE, positions_A, chain)
         chances.append(_chances(head, output.normed_RE, path_AK[:, step], heat_A, columns))
     q_AK = torch.stack(chances, 1)
-    if head.conduct.dummy_from is not None:
-        dummy_A = first.positions_A >= head.conduct.dummy_from
+    if head.behaviour.dummy_from is not None:
+        dummy_A = first.positions_A >= head.behaviour.dummy_from
         q_AK[dummy_A] = (path_AK[dummy_A] == 0).double()
     return list(q_AK.cpu().split(counts))
 

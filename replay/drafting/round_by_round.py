@@ -1,11 +1,11 @@
-"""Rounds in order, many requests side by side: for conduct under which the draft KV depends on the rounds before.
+"""Rounds in order, many requests side by side: for behaviour under which the draft KV depends on the rounds before.
 
-Where passes.py computes every anchor at once, this keeps one growing draft KV per request and plays round after round:
-drafts, verify, and what the engine leaves in the KV (conduct.py). Any conduct can be played here, and what follows the
-walk only here. Slower than passes.py; the twin is twin.py.
+Where every_anchor.py computes every anchor at once, this keeps one growing draft KV per request and plays round after
+round: drafts, verify, and what the engine leaves in the KV (engines/behaviour.py). Any behaviour can be played here,
+and what follows the walk only here. Slower than every_anchor.py; the twin is tests/twins/rounds.py.
 
 Suffixes: N requests of the pack that are still running, Q rows of each in one pass, C slots of the draft KV,
-K steps, E head width; M, G, H as in attention.py.
+K steps, E head width; M, G, H as in head/attention.py.
 """
 
 from collections.abc import Sequence
@@ -100,13 +100,13 @@ def walk(
     ``follow`` are the accepted tokens of each request's rounds in another run: the walk then goes as that one went,
     as far as it goes, whatever is drafted here.
 
-    Equal to twin.py up to the rounding of products over other numbers of rows.
+    Equal to tests/twins/rounds.py up to the rounding of products over other numbers of rows.
     """
     tails = tails or [torch.empty(0, dtype=torch.long) for _ in inputs]
     follow = follow or [() for _ in inputs]
     requests = []
     for item, tail, lead in zip(inputs, tails, follow, strict=True):
-        rows = committed_rows(item, head.conduct, head.config.target_hidden_size)
+        rows = committed_rows(item, head.behaviour, head.config.target_hidden_size)
         with _served(head, item, item.rows):
             state_RE = head.fuse(rows.features_RKD)
         requests.append(_Request(item, tail, rows, state_RE, head.embed(rows.ids_R), lead))
@@ -131,8 +131,8 @@ class _Walk:
     """All requests of a pack, round by round."""
 
     def __init__(self, head: Head, requests: Sequence[_Request], steps: int) -> None:
-        self._head, self._conduct, self._requests, self._steps = head, head.conduct, requests, steps
-        kept = steps if self._conduct.rewrite == "accumulate" else 1
+        self._head, self._behaviour, self._requests, self._steps = head, head.behaviour, requests, steps
+        kept = steps if self._behaviour.rewrite == "accumulate" else 1
         slots = max((len(item.item.tokens_T) * kept + steps + 1 for item in requests), default=0)
         self._kv = _SlotKV(head, len(requests), slots)
         self._out_NE = torch.zeros((len(requests), head.config.hidden_size), dtype=head.dtype, device=head.device)
@@ -172,27 +172,27 @@ class _Walk:
 
     def _keep(self, accepted: int) -> tuple[int, int]:
         """How many drafted rows stay, and the first row behind the anchor row that is made from true features."""
-        if self._conduct.rewrite == "stale":
+        if self._behaviour.rewrite == "stale":
             kept = min(accepted, self._steps - 1)
             return kept, kept
-        return (self._steps - 1 if self._conduct.rewrite == "accumulate" else 0), 0
+        return (self._steps - 1 if self._behaviour.rewrite == "accumulate" else 0), 0
 
     def _leaves_hole(self, accepted: int) -> bool:
         """Whether the row of the last accepted drafted token is left blank."""
-        least = {"never": self._steps + 1, "accepted": 1, "full": self._steps}[self._conduct.hole]
+        least = {"never": self._steps + 1, "accepted": 1, "full": self._steps}[self._behaviour.hole]
         return accepted >= least
 
     def _draft(self, running: list[int]) -> tuple[Tensor, Tensor]:
         """Drafted ids and ties [N, K] on the CPU; the drafted rows lie behind the slots in use."""
-        head, conduct = self._head, self._conduct
+        head, behaviour = self._head, self._behaviour
         out_NE, feedback_NE = self._out_NE[running], self._feedback_NE[running]
         anchor_rows_N = torch.tensor([self._requests[place].anchor - 1 for place in running])
         drafted: list[Tensor] = []
         tied: list[Tensor] = []
-        passes = self._steps + (conduct.next_row == "drafted")
+        passes = self._steps + (behaviour.next_row == "drafted")
         for step in range(passes):
             if step:
-                positions = drafted_positions(anchor_rows_N, step, conduct)
+                positions = drafted_positions(anchor_rows_N, step, behaviour)
                 rows = _Pass(running, anchor_rows_N[:, None] + step, [1] * len(running), step)
                 output = self._pass(rows, head.embed(drafted[-1]), feedback_NE, positions)
                 out_NE, feedback_NE = output.normed_RE, output.feedback_RE
@@ -200,11 +200,11 @@ class _Walk:
                 ids_N, tied_N = next_tokens(head, out_NE)
                 drafted.append(ids_N)
                 tied.append(tied_N)
-        if conduct.next_row == "drafted":
+        if behaviour.next_row == "drafted":
             self._out_NE[running], self._feedback_NE[running] = out_NE, feedback_NE
         drafted_NK, tied_NK = torch.stack(drafted, 1).cpu(), torch.stack(tied, 1).cpu()
-        if conduct.dummy_from is not None:
-            drafted_NK[anchor_rows_N >= conduct.dummy_from] = 0
+        if behaviour.dummy_from is not None:
+            drafted_NK[anchor_rows_N >= behaviour.dummy_from] = 0
         return drafted_NK, tied_NK
 
     def _commit(self, places: list[int], ranges: Sequence[range], holes: Sequence[int | None]) -> None:
@@ -224,7 +224,7 @@ class _Walk:
             request = self._requests[place]
             request.used += count
             first_round = not request.accepted
-            if self._conduct.next_row == "drafted" and not first_round and request.taken < self._steps:
+            if self._behaviour.next_row == "drafted" and not first_round and request.taken < self._steps:
                 continue  # the next round goes on from the last drafted row, which is there already
             token_row, state_row = (row * most + chosen for chosen in self._next_rows(count, first_round))
             self._out_NE[place] = output.normed_RE[token_row]
@@ -232,7 +232,7 @@ class _Walk:
 
     def _next_rows(self, count: int, first_round: bool) -> tuple[int, int]:
         """Which of ``count`` rows of true features give the next round's first token, and the state fed on."""
-        last, kind = count - 1, "accepted" if first_round else self._conduct.next_row
+        last, kind = count - 1, "accepted" if first_round else self._behaviour.next_row
         token_row = {"first": 0, "previous": max(0, last - 1)}.get(kind, last)
         return token_row, 0 if kind == "hidden-only" else token_row
 
@@ -253,7 +253,7 @@ class _Walk:
 
     def _pass(self, rows: "_Pass", embed_RE: Tensor, state_RE: Tensor, positions_R: Tensor) -> HeadOutput:
         """The head over rows of several requests; keys and values go into the slots behind those in use."""
-        kv, conduct = self._kv, self._conduct
+        kv, behaviour = self._kv, self._behaviour
         device = self._head.device
         places = torch.tensor(rows.places, device=device)
         used_N1 = torch.tensor([self._requests[place].used for place in rows.places], device=device)[:, None]
@@ -273,7 +273,7 @@ class _Walk:
             kv.values[layer][places[:, None], written_NQ] = v_RMH.unflatten(0, (-1, queries))
             return attend_to_slots(
                 q_RNH.unflatten(0, (-1, queries)), kv.keys[layer][places], kv.values[layer][places], seen_NQC,
-                blank_NQC, fp32=self._head.numerics.attention_fp32, masked=conduct.blank_fill == "masked",
+                blank_NQC, fp32=self._head.numerics.attention_fp32, masked=behaviour.blank_fill == "masked",
             ).flatten(0, 1)  # fmt: skip
 
         return self._head.forward(embed_RE, state_RE, positions_R, attend)
@@ -282,19 +282,19 @@ class _Walk:
         self, step: int, places: Tensor, used_N1: Tensor, slots_NQ: Tensor, index_NQ: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Which slots each row sees [N, Q, C], and which of these are blank to it."""
-        kv, conduct = self._kv, self._conduct
+        kv, behaviour = self._kv, self._behaviour
         slot_C = torch.arange(kv.index_NC.shape[1], device=slots_NQ.device)
         # Committed rows are their own anchor rows; drafted ones have it in the last slot in use.
         own_NQ1 = (slots_NQ if step == 0 else used_N1 - 1)[..., None]
         seen_NQC = slot_C <= slots_NQ[..., None]
         if step:
-            hidden = seen_from(conduct, step)
+            hidden = seen_from(behaviour, step)
             drafted_NQC = slot_C > own_NQ1
             seen_NQC &= ~drafted_NQC | (slot_C >= used_N1[..., None] + hidden)
-        if conduct.alone:
+        if behaviour.alone:
             seen_NQC &= slot_C >= own_NQ1
-        if conduct.window is not None:
-            seen_NQC &= kv.index_NC[places][:, None] > index_NQ[..., None] - conduct.window
+        if behaviour.window is not None:
+            seen_NQC &= kv.index_NC[places][:, None] > index_NQ[..., None] - behaviour.window
         return seen_NQC, kv.blank_NC[places][:, None] & (slot_C != own_NQ1)
 
 

@@ -1,8 +1,8 @@
 """The committed rows of a request as an engine makes them: what each embeds, which features it takes, where it stands.
 
 Healthy: row i embeds x[i+1], takes the features of position i and stands at position i (SGLang 0.5.23
-speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``, ``_draft_extend_for_decode``). Conduct (conduct.py) says
-otherwise. Suffixes: T tokens of the request, R rows, K taps, D target width.
+speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``, ``_draft_extend_for_decode``). Behaviour (behaviour.py)
+says otherwise. Suffixes: T tokens of the request, R rows, K taps, D target width.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from replay.drafting.product_sizes import Span
-from replay.engines.behaviour import Conduct
+from replay.engines.behaviour import Behaviour
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
     """One request: its tokens [T] and the features [>= T-2, K*D] of its rows, taps joined in wiring order.
 
-    ``sampled_T`` is what the target would choose after each of its prompt positions, needed for ``Conduct.chunk`` only.
-    ``only`` names the anchors to draft at, rising (None: every one). ``spans``: in products of how many rows a server
-    made its rows, where it told (served_products.py).
+    ``sampled_T`` is what the target would choose after each of its prompt positions, needed for ``Behaviour.chunk``
+    only. ``only`` names the anchors to draft at, rising (None: every one). ``spans``: in products of how many rows a
+    server made its rows, where it told (product_sizes.py).
     """
 
     tokens_T: Tensor
@@ -57,26 +57,26 @@ class Rows:
     blank_R: Tensor | None
 
 
-def committed_rows(item: DraftInput, conduct: Conduct, tap_width: int) -> Rows:
+def committed_rows(item: DraftInput, behaviour: Behaviour, tap_width: int) -> Rows:
     """Every committed row of a request whose features join taps of ``tap_width``."""
     index_R = torch.arange(item.rows)
     return Rows(
-        _ids(item, conduct, index_R),
-        _features(item, conduct, item.features_RKD.shape[-1] // tap_width),
-        place(index_R, conduct),
-        _blanks(item, conduct, index_R),
+        _ids(item, behaviour, index_R),
+        _features(item, behaviour, item.features_RKD.shape[-1] // tap_width),
+        place(index_R, behaviour),
+        _blanks(item, behaviour, index_R),
     )
 
 
-def place(position_R: Tensor, conduct: Conduct) -> Tensor:
+def place(position_R: Tensor, behaviour: Behaviour) -> Tensor:
     """Where rows stand that would stand at ``position_R``."""
-    placed = position_R + conduct.offset
-    return placed if conduct.max_position is None else placed.clamp_max(conduct.max_position - 1)
+    placed = position_R + behaviour.offset
+    return placed if behaviour.max_position is None else placed.clamp_max(behaviour.max_position - 1)
 
 
-def drafted_positions(anchor_rows_A: Tensor, step: int, conduct: Conduct) -> Tensor:
+def drafted_positions(anchor_rows_A: Tensor, step: int, behaviour: Behaviour) -> Tensor:
     """Where the drafted rows of ``step`` (1, 2, ...) stand, given their anchors' rows."""
-    return place(anchor_rows_A + step * conduct.advance + conduct.drafted_offset, conduct)
+    return place(anchor_rows_A + step * behaviour.advance + behaviour.drafted_offset, behaviour)
 
 
 def chunk_ends(prompt_tokens: int, chunk: int) -> range:
@@ -84,38 +84,38 @@ def chunk_ends(prompt_tokens: int, chunk: int) -> range:
     return range(chunk - 1, prompt_tokens - 1, chunk)
 
 
-def _ids(item: DraftInput, conduct: Conduct, index_R: Tensor) -> Tensor:
-    first = 0 if conduct.pairing == "own-token" else 1
+def _ids(item: DraftInput, behaviour: Behaviour, index_R: Tensor) -> Tensor:
+    first = 0 if behaviour.pairing == "own-token" else 1
     ids_R = item.tokens_T[first : first + item.rows]
-    if conduct.chunk is not None and item.sampled_T is not None:
-        ends = [end for end in chunk_ends(item.prompt_tokens, conduct.chunk) if end < item.rows]
+    if behaviour.chunk is not None and item.sampled_T is not None:
+        ends = [end for end in chunk_ends(item.prompt_tokens, behaviour.chunk) if end < item.rows]
         ends_E = torch.tensor(ends, dtype=torch.long)
         ids_R = ids_R.index_copy(0, ends_E, item.sampled_T[ends_E])
     return ids_R
 
 
-def _features(item: DraftInput, conduct: Conduct, taps: int) -> Tensor:
+def _features(item: DraftInput, behaviour: Behaviour, taps: int) -> Tensor:
     features_RKD = item.features_RKD[: item.rows]
-    if conduct.pairing == "earlier-features":
+    if behaviour.pairing == "earlier-features":
         features_RKD = torch.cat([torch.zeros_like(features_RKD[:1]), features_RKD[:-1]])
-    if conduct.unit_taps:
+    if behaviour.unit_taps:
         tap_RKD = features_RKD.unflatten(-1, (taps, -1)).float()
         size = tap_RKD.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-6)
         features_RKD = (tap_RKD / size).flatten(1).to(features_RKD.dtype)
     last = item.prompt_tokens - 1
-    if conduct.zero_slots or (conduct.handoff and last < item.rows):
+    if behaviour.zero_slots or (behaviour.handoff and last < item.rows):
         features_RKD = features_RKD.clone()
-        for slot in conduct.zero_slots:
+        for slot in behaviour.zero_slots:
             features_RKD.unflatten(-1, (taps, -1))[:, slot] = 0
-        if conduct.handoff:
+        if behaviour.handoff:
             features_RKD[last : last + 1] = 0
     return features_RKD
 
 
-def _blanks(item: DraftInput, conduct: Conduct, index_R: Tensor) -> Tensor | None:
-    if conduct.blank_prefix == 0 and conduct.blank_output == (0, 0):
+def _blanks(item: DraftInput, behaviour: Behaviour, index_R: Tensor) -> Tensor | None:
+    if behaviour.blank_prefix == 0 and behaviour.blank_output == (0, 0):
         return None
     last = item.prompt_tokens - 1
-    start, stop = conduct.blank_output
+    start, stop = behaviour.blank_output
     # Row i embeds token x[i+1]: output token t has the row of index prompt_tokens + t - 1.
-    return (index_R < min(conduct.blank_prefix, last)) | ((index_R >= last + start) & (index_R < last + stop))
+    return (index_R < min(behaviour.blank_prefix, last)) | ((index_R >= last + start) & (index_R < last + stop))

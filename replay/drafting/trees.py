@@ -10,8 +10,9 @@ root outward, and who stands first among equals is up to ``torch.topk``, as it i
 Draft KV of the branches: ``slot`` (SGLang) keeps one row of KV slots for each column, so that a node whose parent stood
 in another column attends to a stranger's rows; ``path`` (SafeAILab/EAGLE cnets.py) lets a node see its true ancestors.
 
-Suffixes as in head.py and attention.py: A anchors, P topk, R rows (anchors x P, column after column of each anchor),
-C candidates (P + (steps - 1) * P * P), G groups of P candidates with one parent (C / P), N drafted nodes of a tree.
+Suffixes as in head/model.py and head/attention.py: A anchors, P topk, R rows (anchors x P, column after column of each
+anchor), C candidates (P + (steps - 1) * P * P), G groups of P candidates with one parent (C / P), N drafted nodes of a
+tree.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,7 @@ def draft_every_tree(
     """For each of ``sizes`` the trees of every anchor, request by request in the order of ``inputs``.
 
     ``kv`` is ``slot`` or ``path``, ``first`` the first pass over the same inputs where it was made before. All sizes
-    are cut from the same candidates. Equal to growing each tree by itself (tree_twin.py) up to the rounding of
+    are cut from the same candidates. Equal to growing each tree by itself (tests/twins/trees.py) up to the rounding of
     products over other numbers of rows.
     """
     inputs = list(inputs)

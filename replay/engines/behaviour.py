@@ -1,8 +1,9 @@
 """How an engine runs a head: which rows it makes, what each may see, what stays behind after a round.
 
-The default is what a healthy server does (SGLang 0.5.23 speculative/eagle_worker_v2.py, models/llama_eagle3.py).
-Faults (faults.py) are other values of these fields. The engines (passes.py, walk.py), the head (head.py) and the twin
-(twin.py) read them; each says for itself what a field means there, so that tests can hold them against each other.
+The default is what a healthy server does (SGLang 0.5.23 speculative/eagle_worker_v2.py, models/llama_eagle3.py). Faults
+(faults/table.py) are other values of these fields. The engines (drafting/every_anchor.py, drafting/round_by_round.py),
+the head (head/model.py) and the twin (tests/twins/rounds.py) read them; each says for itself what a field means there,
+so that tests can hold them against each other.
 
 Words: row i pairs the embedding of token x[i+1] with the features of position i. Anchor S drafts from row S-1, its
 anchor row; the rows that its steps add are drafted rows, j = 1 .. K-1 embedding the j-th drafted token.
@@ -28,7 +29,7 @@ NEXT_ROWS = ("accepted", "first", "previous", "drafted", "hidden-only")
 
 
 @dataclass(frozen=True, slots=True)
-class Conduct:
+class Behaviour:
     """What may differ while a head runs. Numbers are rows (tokens) unless said otherwise.
 
     Head: ``feedback`` ``pre`` or ``post`` the final norm (None: as the config says), ``skip_norms`` norm names that
@@ -94,9 +95,9 @@ class Conduct:
         """Whether it says something of drafted rows or of what a row sees, which trees do in their own way."""
         return self._differs(_DRAFTED + _AFTER_VERIFY)
 
-    def of_first_pass(self) -> "Conduct":
+    def of_first_pass(self) -> "Behaviour":
         """The fields on which the committed rows of a round depend; drafted rows and what follows as if healthy."""
-        return Conduct(**{name: getattr(self, name) for name in _ALL if name not in _LATER})
+        return Behaviour(**{name: getattr(self, name) for name in _ALL if name not in _LATER})
 
     def _differs(self, names: tuple[str, ...]) -> bool:
         return any(getattr(self, field.name) != field.default for field in fields(self) if field.name in names)
@@ -117,5 +118,5 @@ _DRAFTED = (
 )
 # Read only after the first pass over committed rows.
 _LATER = ("drafted_offset", "advance", "dummy_from", "chain", *_AFTER_VERIFY)
-_ALL = tuple(field.name for field in fields(Conduct))
-HEALTHY = Conduct()
+_ALL = tuple(field.name for field in fields(Behaviour))
+HEALTHY = Behaviour()

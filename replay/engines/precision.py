@@ -10,7 +10,7 @@ A precision is parts joined by ``+``, of which later ones win over earlier ones:
 - ``weights=FORMAT``, ``activations=FORMAT``: one side of every linear layer that the engine quantises;
 - ``features=FORMAT`` (what the target hands over), ``kv=FORMAT`` (draft keys and values as stored), ``logits=DTYPE``.
 
-What a format does to numbers is in quantise.py, where it is applied in emulation.py.
+What a format does to numbers is in head/quantise.py, where it is applied in head/emulation.py.
 """
 
 import re
@@ -30,7 +30,7 @@ _FAMILIES = {
 _ALIASES = {"fp8": "fp8_e4m3", **_LONG_DTYPES}
 _GROUPS = ("g32", "g64", "g128")
 _FIXED = "scale=S"
-# How integers may be fitted to weights other than by default, by grid (quantise.py).
+# How integers may be fitted to weights other than by default, by grid (head/quantise.py).
 _FITS = {"int8": ("asym",), "int4": ("asym", "sym7")}
 
 # By role and family the ways to choose scales; the first is the default. A grid with scales of its own has one way.
@@ -92,7 +92,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class TensorRule:
     """``scheme`` for the ``sides`` (weight, input) of what ``pattern`` matches; "" is all that engines quantise."""
 
     pattern: str
@@ -124,13 +124,13 @@ class Precision:
     """A parsed ``--precision``; ``str`` gives its one spelling. ``base`` None is the target's dtype."""
 
     base: str | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[TensorRule, ...] = ()
     features: Format | None = None
     kv: Format | None = None
     logits: Format | None = None
 
     def scheme(self, name: str, kept: tuple[str, ...] = ()) -> Scheme:
-        """What the layer called ``name`` (``layers.0.mlp.down_proj``) runs in. ``kept`` as in ``Rule.covers``."""
+        """What the layer called ``name`` (``layers.0.mlp.down_proj``) runs in. ``kept`` as in ``TensorRule.covers``."""
         weight = entering = None
         for rule in self.rules:
             if rule.covers(name, kept):
@@ -155,7 +155,7 @@ def fused_name(name: str) -> str:
 def parse_precision(text: str) -> Precision:
     """``bf16+w4a16:g128+lm_head=int8`` as a ``Precision``. Raises UsageError naming the part that cannot be."""
     base: str | None = None
-    rules: list[Rule] = []
+    rules: list[TensorRule] = []
     formats: dict[str, Format] = {}
     for place, part in enumerate(text.split("+")):
         key, equals, value = part.strip().partition("=")
@@ -169,7 +169,7 @@ def parse_precision(text: str) -> Precision:
                 raise UsageError(f"precision {text!r} names {key} twice; type it once")
             formats[key] = parse_format(value, key)
         else:
-            rules.append(_parse_rule(key, value) if equals else Rule("", ("weight", "input"), parse_scheme(key)))
+            rules.append(_parse_rule(key, value) if equals else TensorRule("", ("weight", "input"), parse_scheme(key)))
     if sum(not rule.pattern and len(rule.sides) == 2 for rule in rules) > 1:
         raise UsageError(f"precision {text!r} names two schemes for all layers; type one of them")
     return Precision(base, tuple(rules), formats.get("features"), formats.get("kv"), formats.get("logits"))
@@ -185,7 +185,7 @@ def with_kv(precision: str | None, kv: str) -> str | None:
     return "+".join(filter(None, [str(parsed), f"kv={kv}"]))
 
 
-def _parse_rule(key: str, value: str) -> Rule:
+def _parse_rule(key: str, value: str) -> TensorRule:
     if not re.fullmatch(r"[\w.*?\[\]!-]+", key):
         raise UsageError(f"precision part {key!r} names no tensor; type e.g. fc=bf16 or *.down_proj=int8")
     if key in ("weights", "activations"):
@@ -193,8 +193,8 @@ def _parse_rule(key: str, value: str) -> Rule:
     for side in ("weight", "input"):
         if key.endswith(f".{side}"):
             form = parse_format(value, side)
-            return Rule(key.removesuffix(f".{side}"), (side,), Scheme(**{side: form}))
-    return Rule(key, ("weight", "input"), parse_scheme(value))
+            return TensorRule(key.removesuffix(f".{side}"), (side,), Scheme(**{side: form}))
+    return TensorRule(key, ("weight", "input"), parse_scheme(value))
 
 
 def parse_scheme(text: str) -> Scheme:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import HeadConfig
-from replay.engines.behaviour import Conduct
+from replay.engines.behaviour import Behaviour
 from replay.engines.wiring import Wiring
 from replay.errors import ReplayError, UsageError
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What a fault changes: the taps fed, the head, how the engine runs it, whose embedding it reads (None: as the
-    engine does), how trees lay out their KV, and the ``precision`` (precision.py). ``layers`` counts the target's.
+    engine does), how trees lay out their KV, and the ``precision`` (engines/precision.py). ``layers`` counts the
+    target's.
 
-    ``said`` names the fields of the conduct that were set, be it to what they were."""
+    ``said`` names the fields of the behaviour that were set, be it to what they were."""
 
     wiring: Wiring
     checkpoint: Checkpoint
-    conduct: Conduct
+    behaviour: Behaviour
     layers: int
     own_embedding: bool | None = None
     tree_kv: str | None = None
@@ -36,10 +37,10 @@ class Subject:
         """The head's config."""
         return self.checkpoint.config
 
-    def conducted(self, **changes: object) -> "Subject":
-        """With some fields of the conduct replaced."""
-        conduct = replace(self.conduct, **changes)  # type: ignore[arg-type]
-        return replace(self, conduct=conduct, said=self.said.union(changes))
+    def with_behaviour(self, **changes: object) -> "Subject":
+        """With some fields of the behaviour replaced."""
+        behaviour = replace(self.behaviour, **changes)  # type: ignore[arg-type]
+        return replace(self, behaviour=behaviour, said=self.said.union(changes))
 
     def configured(self, **changes: object) -> "Subject":
         """With some fields of the head's config replaced."""
@@ -68,7 +69,7 @@ class FaultKind:
 
 
 def set_fields(before: Subject, after: Subject) -> set[str]:
-    """Names of what a change has set: fields of the conduct, of the config and its RoPE, tensors, and the rest."""
+    """Names of what a change has set: fields of the behaviour, of the config and its RoPE, tensors, and the rest."""
     old, new = _flat(before), _flat(after)
     return set(after.said) | {name for name in new if name not in old or new[name] != old[name]}
 
@@ -91,12 +92,12 @@ def undone(names: Iterable[str], before: Subject, after: Subject, change: Change
 
 def _flat(subject: Subject) -> dict[str, Any]:
     """Every field that a change can set, by name; tensors by identity."""
-    conduct = {item.name: getattr(subject.conduct, item.name) for item in fields(subject.conduct)}
+    behaviour = {item.name: getattr(subject.behaviour, item.name) for item in fields(subject.behaviour)}
     rope = {f"rope.{item.name}": getattr(subject.config.rope, item.name) for item in fields(subject.config.rope)}
     config = {item.name: getattr(subject.config, item.name) for item in fields(subject.config) if item.name != "rope"}
     tensors = {name: id(tensor) for name, tensor in subject.checkpoint.tensors.items()}
     own = {name: getattr(subject, name) for name in ("wiring", "precision", "own_embedding", "tree_kv")}
-    return {**tensors, **config, **rope, **conduct, **own}
+    return {**tensors, **config, **rope, **behaviour, **own}
 
 
 def choice(kind: str, value: str, changes: Mapping[str, Change]) -> Change:
@@ -118,6 +119,6 @@ def refuse(kind: str, value: str, possible: str) -> UsageError:
     return UsageError(f"fault {kind}={value} was asked for, possible values are {possible}; type {kind}=VALUE")
 
 
-def conducting(**changes: object) -> Change:
-    """The change that replaces these fields of the conduct."""
-    return lambda subject: subject.conducted(**changes)
+def behave(**changes: object) -> Change:
+    """The change that replaces these fields of the behaviour."""
+    return lambda subject: subject.with_behaviour(**changes)

@@ -1,4 +1,4 @@
-"""Faults of the number formats in which the head runs; precision.py has their grammar."""
+"""Faults of the number formats in which the head runs; engines/precision.py has their grammar."""
 
 from dataclasses import replace
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from replay.checkpoint.config import Rope
 from replay.errors import UsageError
-from replay.faults.change import Change, Subject, choice, conducting, number_of, refuse
+from replay.faults.change import Change, Subject, behave, choice, number_of, refuse
 
 # ---- positions and attention ----
 
@@ -16,14 +16,14 @@ def offset(value: str) -> Change:
         "behind their anchor row"
     )
     if value == "stuck":
-        return conducting(advance=0)
+        return behave(advance=0)
     scope, _, number = value.rpartition(":")
     if scope not in ("", "all", "stuck"):
         raise refuse("position.offset", value, possible)
     by = number_of("position.offset", number, possible)
     if scope == "stuck":
-        return conducting(advance=0, drafted_offset=by)
-    return conducting(offset=by) if scope else conducting(drafted_offset=by)
+        return behave(advance=0, drafted_offset=by)
+    return behave(offset=by) if scope else behave(drafted_offset=by)
 
 
 def rope_params(value: str) -> Change:
@@ -41,7 +41,7 @@ def rope_params(value: str) -> Change:
 def rope_geometry(value: str) -> Change:
     possible = "interleaved, or partial:FRACTION of each head"
     if value == "interleaved":
-        return conducting(interleaved=True)
+        return behave(interleaved=True)
     name, _, number = value.partition(":")
     if name != "partial" or re.fullmatch(r"(0?\.\d+|1(\.0*)?)", number, re.ASCII) is None or float(number) == 0:
         raise refuse("position.rope-geometry", value, possible)
@@ -67,7 +67,7 @@ def max_len(value: str) -> Change:
 
     def change(subject: Subject) -> Subject:
         most = limit or subject.config.max_position_embeddings
-        return subject.conducted(dummy_from=most) if beyond else subject.conducted(max_position=most)
+        return subject.with_behaviour(dummy_from=most) if beyond else subject.with_behaviour(max_position=most)
 
     return change
 
@@ -75,7 +75,7 @@ def max_len(value: str) -> Change:
 def window(value: str) -> Change:
     """A row sees so many rows, itself included: SGLang's ``--speculative-draft-window-size N`` is N + 1 of them (0.5.23
     layers/attention/intel_amx_backend.py ``forward_extend``: sliding_window_size + 1)."""
-    return conducting(window=number_of("attn.window", value, "a number of rows", least=1))
+    return behave(window=number_of("attn.window", value, "a number of rows", least=1))
 
 
 # ---- draft KV and state ----
@@ -83,10 +83,10 @@ def window(value: str) -> Change:
 
 def rollback(value: str) -> Change:
     changes = {
-        "stale": conducting(rewrite="stale"),
-        "accumulate": conducting(rewrite="accumulate"),
-        "hole": conducting(hole="accepted"),
-        "full-hole": conducting(hole="full"),
+        "stale": behave(rewrite="stale"),
+        "accumulate": behave(rewrite="accumulate"),
+        "hole": behave(hole="accepted"),
+        "full-hole": behave(hole="full"),
     }
     return choice("kv.rollback", value, changes)
 
@@ -97,7 +97,7 @@ def prefix(value: str) -> Change:
     if fill not in ("", "masked"):
         raise refuse("kv.prefix-reuse", value, possible)
     prefix = number_of("kv.prefix-reuse", number, possible, least=1)
-    return conducting(blank_prefix=prefix, blank_fill=fill or "zero")
+    return behave(blank_prefix=prefix, blank_fill=fill or "zero")
 
 
 def skip_draft(value: str) -> Change:
@@ -108,34 +108,34 @@ def skip_draft(value: str) -> Change:
     start, stop = (number_of("kv.skip-draft", part, possible, least=0) for part in parts[:2])
     if start >= stop:
         raise refuse("kv.skip-draft", value, possible)
-    return conducting(blank_output=(start, stop), blank_fill="masked" if parts[2:] else "zero")
+    return behave(blank_output=(start, stop), blank_fill="masked" if parts[2:] else "zero")
 
 
 def handoff(value: str) -> Change:
     everything = 1 << 30
     changes = {
-        "empty": conducting(handoff=True, blank_prefix=everything),
-        "hidden": conducting(handoff=True),
-        "kv": conducting(blank_prefix=everything),
+        "empty": behave(handoff=True, blank_prefix=everything),
+        "hidden": behave(handoff=True),
+        "kv": behave(blank_prefix=everything),
     }
     return choice("kv.handoff", value, changes)
 
 
 def hidden_row(value: str) -> Change:
     rows = ("drafted", "first", "previous", "hidden-only")
-    return choice("state.hidden-row", value, {row: conducting(next_row=row) for row in rows})
+    return choice("state.hidden-row", value, {row: behave(next_row=row) for row in rows})
 
 
 def slot_write(value: str) -> Change:
-    return choice("kv.slot-write", value, {chain: conducting(chain=chain) for chain in ("overwrite", "unseen")})
+    return choice("kv.slot-write", value, {chain: behave(chain=chain) for chain in ("overwrite", "unseen")})
 
 
 def chunk(value: str) -> Change:
-    return conducting(chunk=number_of("kv.chunk-boundary", value, "a number of tokens, the chunk's", least=1))
+    return behave(chunk=number_of("kv.chunk-boundary", value, "a number of tokens, the chunk's", least=1))
 
 
 def no_kv(value: str) -> Change:
-    return choice("kv.none", value, {"alone": conducting(alone=True)})
+    return choice("kv.none", value, {"alone": behave(alone=True)})
 
 
 def tree_kv(value: str) -> Change:

@@ -1,8 +1,9 @@
 """Faults: what served heads suffer from, as small named changes of what is replayed. One table, ``FAULTS``.
 
 A fault is spelled KIND or KIND=VALUE (``kv.rollback=stale``); several at once are joined by ``+``. Each kind turns its
-value into a change of a ``Subject`` (subject.py), before any tensor runs; conduct.py says what the changed fields mean,
-and the twin plays every one of them as well. To add a kind: a function from value to change, and its line in the table.
+value into a change of a ``Subject`` (change.py), before any tensor runs; engines/behaviour.py says what the changed
+fields mean, and the twin plays every one of them as well. To add a kind: a function from value to change, and its line
+in the table.
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,7 +36,7 @@ def overwritten(value: str) -> Change:
     def lm_head(subject: Subject) -> Subject:
         if subject.config.lm_head != "own":
             raise CheckpointError(f"draft head {subject.checkpoint.name} has no lm_head of its own to overwrite")
-        return subject.conducted(target_lm_head=True)
+        return subject.with_behaviour(target_lm_head=True)
 
     def embed(subject: Subject) -> Subject:
         if "embed_tokens.weight" not in subject.checkpoint.tensors:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from replay.engines.wiring import Wiring, default_wiring
 from replay.errors import CheckpointError, UsageError, WiringError
-from replay.faults.change import Change, Subject, choice, conducting, number_of
+from replay.faults.change import Change, Subject, behave, choice, number_of
 from replay.traces.taps import tap_index, tap_name
 
 _NORMS = ("input_norm", "fc_norm", "hidden_norm", "input_layernorm", "post_attention_layernorm", "norm")
@@ -50,20 +50,20 @@ def aux_missing(value: str) -> Change:
         count = len(subject.wiring.taps)
         if slots is not None and slots[0] >= count:
             raise UsageError(f"wiring {subject.wiring} has slots 0 to {count - 1}; type another slot than {slots[0]}")
-        return subject.conducted(zero_slots=tuple(range(count)) if slots is None else slots)
+        return subject.with_behaviour(zero_slots=tuple(range(count)) if slots is None else slots)
 
     return change
 
 
 def capture_stage(value: str) -> Change:
-    return choice("wiring.aux-capture-stage", value, {"normed": conducting(unit_taps=True)})
+    return choice("wiring.aux-capture-stage", value, {"normed": behave(unit_taps=True)})
 
 
 def concat_order(value: str) -> Change:
     def reverse(subject: Subject) -> Subject:
         return replace(subject, wiring=Wiring(subject.wiring.taps[::-1]))
 
-    return choice("wiring.concat-order", value, {"qkv": conducting(features_first=True), "fc": reverse})
+    return choice("wiring.concat-order", value, {"qkv": behave(features_first=True), "fc": reverse})
 
 
 def norm(value: str) -> Change:
@@ -72,26 +72,26 @@ def norm(value: str) -> Change:
             has = {"input_norm": subject.config.norm_before_fc, "fc_norm": subject.config.fc_norm}.get(name, True)
             if not has:
                 raise CheckpointError(f"draft head {subject.checkpoint.name} has no {name} to leave out; type another")
-            return subject.conducted(skip_norms=(*subject.conduct.skip_norms, name))
+            return subject.with_behaviour(skip_norms=(*subject.behaviour.skip_norms, name))
 
         return change
 
     changes: dict[str, Change] = {f"skip:{name}": skip(name) for name in _NORMS}
-    return choice("wiring.norm", value, {"residual": conducting(residual_normed=True), **changes})
+    return choice("wiring.norm", value, {"residual": behave(residual_normed=True), **changes})
 
 
 def recycle_norm(value: str) -> Change:
     def other(subject: Subject) -> Subject:
-        return subject.conducted(feedback="pre" if subject.config.norm_output else "post")
+        return subject.with_behaviour(feedback="pre" if subject.config.norm_output else "post")
 
-    changes = {"other": other, "pre": conducting(feedback="pre"), "post": conducting(feedback="post")}
+    changes = {"other": other, "pre": behave(feedback="pre"), "post": behave(feedback="post")}
     return choice("wiring.recycle-norm", value, changes)
 
 
 def multi_layer(value: str) -> Change:
     changes = {
-        "input_layernorm": conducting(later_norm="input_layernorm"),
-        "no-residual": conducting(later_residual=False),
+        "input_layernorm": behave(later_norm="input_layernorm"),
+        "no-residual": behave(later_residual=False),
     }
     chosen = choice("wiring.multi-layer", value, changes)
 
@@ -104,5 +104,5 @@ def multi_layer(value: str) -> Change:
 
 
 def shift(value: str) -> Change:
-    changes = {"token": conducting(pairing="own-token"), "features": conducting(pairing="earlier-features")}
+    changes = {"token": behave(pairing="own-token"), "features": behave(pairing="earlier-features")}
     return choice("shift.alignment", value, changes)

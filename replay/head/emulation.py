@@ -4,7 +4,7 @@ Where inputs are quantised, the product of the two grids is taken in fp32 and ro
 where only weights are, they are unpacked into the head's dtype first, as weight-only kernels do. q, k and v, and gate
 and up, are one product in a server: they share its input, and a scale per tensor spans them all.
 
-Suffixes as in head.py.
+Suffixes as in model.py.
 """
 
 from collections import Counter

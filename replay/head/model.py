@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import HeadConfig
-from replay.engines.behaviour import HEALTHY, Conduct
+from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import PLAIN, Precision
 from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile, Numerics
 from replay.errors import CheckpointError
@@ -60,7 +60,7 @@ class Head:
         device: str | torch.device = "cpu",
         product_rows: int | None = None,
         prefill_rows: int | None = None,
-        conduct: Conduct = HEALTHY,
+        behaviour: Behaviour = HEALTHY,
         own_embedding: bool | None = None,
         precision: Precision = PLAIN,
     ) -> None:
@@ -70,7 +70,7 @@ class Head:
         are used as they are and copied only where ``precision`` rounds them. ``product_rows`` runs every matrix
         product over at most so many rows: kernels choose their order of summation by the number of rows, so equality
         to the last bit with a server that runs a few rows at a time asks for products as small as its own;
-        ``prefill_rows`` is the most that it prefills at once. ``conduct`` is how the engine runs the head where that
+        ``prefill_rows`` is the most that it prefills at once. ``behaviour`` is how the engine runs the head where that
         differs from a healthy server, ``own_embedding`` whose embedding it reads (None: as the profile says).
         ``precision`` says which tensors are rounded further than to ``dtype`` (emulation.py); what it says of the
         dtype itself has no effect here.
@@ -82,7 +82,7 @@ class Head:
         self.dtype = dtype
         self.device = torch.device(device)
         self.product_rows, self.prefill_rows = product_rows, prefill_rows
-        self.conduct = conduct
+        self.behaviour = behaviour
         self._alike: Sequence[tuple[int, Tensor]] = ()
         self._alike_rows = 0
         self.notes = list(checkpoint.notes)
@@ -100,10 +100,10 @@ class Head:
         self._fused = [self._fuse_projections(layer) for layer in range(self.config.num_layers)]
         self._inv_freq = inverse_frequencies(self.config.rope, self.config.rotary_dim).to(self.device)
 
-    def variation(self, conduct: Conduct, config: HeadConfig) -> "Head":
-        """This head with the same weights under another conduct, or a config that differs in RoPE only."""
+    def variation(self, behaviour: Behaviour, config: HeadConfig) -> "Head":
+        """This head with the same weights under another behaviour, or a config that differs in RoPE only."""
         other = copy(self)
-        other.conduct, other.config = conduct, config
+        other.behaviour, other.config = behaviour, config
         other._alike, other._alike_rows = (), 0
         other._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
         return other
@@ -128,7 +128,7 @@ class Head:
 
     def _choose_lm_head(self, target_lm_head_VE: Tensor | None) -> Tensor:
         own = self.config.lm_head == "own"
-        if own and not self.conduct.target_lm_head:
+        if own and not self.behaviour.target_lm_head:
             return self._weights["lm_head.weight"]
         table_VE = self._embed_VE if self.config.lm_head == "embed" else target_lm_head_VE
         if table_VE is None:
@@ -188,19 +188,19 @@ class Head:
         """One pass over rows. ``keep_Q`` names the rows whose output is wanted: the last layer's queries, and all
         that follows them, run on these only, while keys and values are made for every row."""
         cos_RH, sin_RH = self._rotation(positions_R)
-        conduct = self.conduct
+        behaviour = self.behaviour
         hidden, residual = state_RE, torch.empty(0)
         for layer in range(self.config.num_layers):
             prefix = f"layers.{layer}."
             if layer == 0:
                 normed = self._norm(hidden, f"{prefix}hidden_norm")
-                residual = normed if conduct.residual_normed else hidden
+                residual = normed if behaviour.residual_normed else hidden
                 halves = [self._norm(embeds_RE, f"{prefix}input_layernorm"), normed]
-                inputs = torch.cat(halves[::-1] if conduct.features_first else halves, dim=-1)
-            elif conduct.later_residual:
-                inputs, residual = self._add_norm(hidden, residual, f"{prefix}{conduct.later_norm}")
+                inputs = torch.cat(halves[::-1] if behaviour.features_first else halves, dim=-1)
+            elif behaviour.later_residual:
+                inputs, residual = self._add_norm(hidden, residual, f"{prefix}{behaviour.later_norm}")
             else:
-                inputs, residual = self._norm(hidden, f"{prefix}{conduct.later_norm}"), hidden
+                inputs, residual = self._norm(hidden, f"{prefix}{behaviour.later_norm}"), hidden
             q_RNH, k_RMH, v_RMH = self._project(layer, inputs, cos_RH, sin_RH)
             if keep_Q is not None and layer == self.config.num_layers - 1:
                 q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
@@ -209,7 +209,7 @@ class Head:
             hidden = self._mlp(layer, hidden)
         normed_RE, stream_RE = self._add_norm(hidden, residual, "norm")
         stated = "post" if self.config.norm_output else "pre"
-        return HeadOutput(normed_RE, normed_RE if (conduct.feedback or stated) == "post" else stream_RE)
+        return HeadOutput(normed_RE, normed_RE if (behaviour.feedback or stated) == "post" else stream_RE)
 
     def logits(self, normed_RE: Tensor) -> Tensor:
         """Draft logits [R, W], rounded to the head's dtype as a server's lm_head leaves them."""
@@ -224,7 +224,7 @@ class Head:
         product = self._product(f"layers.{layer}.self_attn.qkv_proj", inputs, weight, bias)
         q, k, v = product.split(sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in (q, k, v))
-        turn = rotate_interleaved if self.conduct.interleaved else rotate
+        turn = rotate_interleaved if self.behaviour.interleaved else rotate
         return turn(q, cos, sin), self.emulation.stored(turn(k, cos, sin)), self.emulation.stored(v)
 
     def _mlp(self, layer: int, x_RE: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class Head:
     def _skips(self, name: str) -> bool:
         """Whether a norm such as ``layers.0.hidden_norm`` or ``fc_norm.1`` is left out."""
         kind = next(part for part in reversed(name.split(".")) if not part.isdigit())
-        return kind in self.conduct.skip_norms
+        return kind in self.behaviour.skip_norms
 
     def _add_norm(self, x: Tensor, residual: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """norm(x + residual) and the rounded sum."""

@@ -51,7 +51,7 @@ def _with_dtype(text: str | None, target_dtype: str) -> str:
 
 
 def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
-    """A resolved variant's head, taps and conduct with its faults in them.
+    """A resolved variant's head, taps and behaviour with its faults in them.
 
     Raises UsageError, WiringError or CheckpointError where these do not fit each other or the trace.
     """
@@ -62,19 +62,19 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
     check_fit(subject.checkpoint, subject.wiring, trace)
     check_topk(subject.checkpoint, variant.topk)
     check_precision(parse_precision(subject.precision), subject.config, variant.draft)
-    if variant.topk > 1 and subject.conduct.chains_only:
+    if variant.topk > 1 and subject.behaviour.chains_only:
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(f"fault {faults} is played on chains, topk {variant.topk} drafts trees; type --topk 1")
     if variant.topk == 1 and subject.tree_kv is not None:
         raise UsageError(
             f"fault {TREE_FAULT} is played in trees, topk 1 drafts chains; type --topk N and --num-draft-tokens M"
         )
-    if subject.conduct.chunk is not None and FINAL not in trace.taps:
+    if subject.behaviour.chunk is not None and FINAL not in trace.taps:
         raise UsageError(
-            f"chunks of {subject.conduct.chunk} embed what the target would say after them, and the trace holds no "
+            f"chunks of {subject.behaviour.chunk} embed what the target would say after them, and the trace holds no "
             f"tap final; capture one with --taps {','.join((*trace.taps, FINAL))}"
         )
-    if subject.conduct.follows_walk and samples_drafts(parse_rule(variant.verify), trace):
+    if subject.behaviour.follows_walk and samples_drafts(parse_rule(variant.verify), trace):
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(
             f"fault {faults} follows the walk, and under rule {variant.verify} a text has many walks; type --verify "
@@ -99,7 +99,7 @@ def build_head(
     subject = subject or bind(variant, checkpoint, trace)
     engine = trace.header.engine
     same_kernels = engine.name == "sglang" and engine.details.get("device") == "cpu" and device == "cpu"
-    borrows = subject.config.lm_head == "target" or subject.conduct.target_lm_head
+    borrows = subject.config.lm_head == "target" or subject.behaviour.target_lm_head
     assert variant.numerics is not None
     precision = parse_precision(subject.precision)
     assert precision.base is not None
@@ -113,7 +113,7 @@ def build_head(
         device=device,
         product_rows=SERVED_PRODUCT_ROWS if served_products and same_kernels and variant.numerics == "sglang" else None,
         prefill_rows=_prefill_rows(engine.details),
-        conduct=subject.conduct,
+        behaviour=subject.behaviour,
         own_embedding=subject.own_embedding,
         precision=precision,
     )

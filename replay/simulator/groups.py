@@ -20,7 +20,7 @@ class Group:
     """Variants that differ in steps, the size of their trees and their rule only: one run at the most steps serves all.
 
     Groups with one ``stem`` have their first pass in common. ``sampled``: the head samples its drafts, and the run
-    follows the recorded text (forced.py).
+    follows the recorded text (drafting/path_probability.py).
     """
 
     head: Head
@@ -63,8 +63,8 @@ def group_variants(
             heads[weights] = build_head(
                 checkpoints[first.draft], first, trace, device, subject, served_products=served_products
             )
-        head = heads[weights].variation(subject.conduct, subject.config)
-        stem = (weights, subject.config, subject.conduct.of_first_pass(), subject.wiring)
+        head = heads[weights].variation(subject.behaviour, subject.config)
+        stem = (weights, subject.config, subject.behaviour.of_first_pass(), subject.wiring)
         kv = subject.tree_kv or first.kv
         groups.append(Group(head, subject.wiring, first.topk, kv, sizes, tuple(members), stem, sampled))
     places = {stem: place for place, stem in reversed(list(enumerate(group.stem for group in groups)))}
@@ -75,7 +75,7 @@ def _weights_key(subject: Subject) -> Hashable:
     """What tells apart heads whose weights cannot be the same tensors in memory."""
     return (
         id(subject.checkpoint.tensors),
-        subject.conduct.target_lm_head,
+        subject.behaviour.target_lm_head,
         subject.own_embedding,
         subject.precision,
     )

@@ -58,7 +58,7 @@ def sampled_after_chunks(rows: RequestRows, trace: Trace, chunk: int) -> torch.T
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class FollowedRounds:
     """The rounds of one request in the run that is followed: their anchors and accepted tokens (None: follow none)."""
 
     anchors: tuple[int, ...] | None = None
@@ -69,7 +69,7 @@ class Lead:
         return None if self.anchors is None else torch.tensor([a for a in self.anchors if a < last], dtype=torch.long)
 
 
-def leads_of(follow: "pl.DataFrame") -> dict[str, Lead]:
+def followed_rounds(follow: "pl.DataFrame") -> dict[str, FollowedRounds]:
     """By request the rounds of a table such as ``Trace.served_rounds``."""
     grouped = follow.sort("round").group_by("request_id", maintain_order=True).agg("anchor", "accepted")
-    return {name: Lead(tuple(anchors), tuple(accepted)) for name, anchors, accepted in grouped.iter_rows()}
+    return {name: FollowedRounds(tuple(anchors), tuple(accepted)) for name, anchors, accepted in grouped.iter_rows()}

@@ -15,7 +15,7 @@ from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
 from replay.drafting.trees import Trees, draft_every_tree
 from replay.simulator.groups import Group
-from replay.simulator.inputs import Lead, draft_input, sampled_after_chunks
+from replay.simulator.inputs import FollowedRounds, draft_input, sampled_after_chunks
 from replay.simulator.results import (
     RoundsTable,
     Tally,
@@ -36,7 +36,7 @@ class _Pack:
 
     rows: Sequence[RequestRows]
     inputs: list[DraftInput]
-    leads: Sequence[Lead]
+    leads: Sequence[FollowedRounds]
     first: FirstPass | None
     tallies: Sequence[Tally]
     table: RoundsTable
@@ -45,7 +45,7 @@ class _Pack:
 def replay_stem(
     stem: Sequence[Group],
     rows: Sequence[RequestRows],
-    leads: Sequence[Lead],
+    leads: Sequence[FollowedRounds],
     trace: Trace,
     spans: Mapping[str, Sequence[Span]],
     tallies: Sequence[Tally],
@@ -53,7 +53,7 @@ def replay_stem(
 ) -> None:
     start = perf_counter()
     first_group = stem[0]
-    chunk = first_group.head.conduct.chunk
+    chunk = first_group.head.behaviour.chunk
     inputs = [
         replace(
             draft_input(
@@ -67,7 +67,7 @@ def replay_stem(
         for one, lead in zip(rows, leads, strict=True)
     ]
     anchors = sum(item.anchors for item in inputs)
-    shares = anchors and not all(group.head.conduct.follows_walk for group in stem)
+    shares = anchors and not all(group.head.behaviour.follows_walk for group in stem)
     first = first_pass(first_group.head, inputs) if shares else None
     pack = _Pack(rows, inputs, leads, first, tallies, table)
     members = sum(len(group.members) for group in stem)
@@ -75,7 +75,7 @@ def replay_stem(
     for group in stem:
         for member in group.members:
             tallies[member].seconds += common
-        if group.head.conduct.follows_walk:
+        if group.head.behaviour.follows_walk:
             _walk_in_order(group, pack)
         elif group.sampled:
             _replay_sampled(group, pack)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.tensor_table import linear_names
-from replay.engines.precision import Precision, Rule, fused_name, parse_precision, parse_scheme
+from replay.engines.precision import Precision, TensorRule, fused_name, parse_precision, parse_scheme
 from replay.errors import UsageError
 from replay.simulator.variant import Variant
 
@@ -28,15 +28,15 @@ def one_by_one(
     (variant,) = variants
     formats = parse_scheme(scheme)
     names = linear_names(checkpoints[variant.draft].config)
-    rules = {f"{name}.weight": Rule(name, ("weight",), formats) for name in names if formats.weight}
+    rules = {f"{name}.weight": TensorRule(name, ("weight",), formats) for name in names if formats.weight}
     products = dict.fromkeys(map(fused_name, names)) if formats.input else {}
-    rules |= {f"{product}.input": Rule(product, ("input",), formats) for product in products}
+    rules |= {f"{product}.input": TensorRule(product, ("input",), formats) for product in products}
     if not rules:
         raise UsageError(f"--rank-precision {scheme} quantises nothing; type e.g. fp8, int8 or w4a16:g128")
-    rules[TOGETHER] = Rule("*", ("weight", "input"), formats)
+    rules[TOGETHER] = TensorRule("*", ("weight", "input"), formats)
     return [variant, *(_with_rule(variant, rule) for rule in rules.values())], list(rules)
 
 
-def _with_rule(variant: Variant, rule: Rule) -> Variant:
+def _with_rule(variant: Variant, rule: TensorRule) -> Variant:
     precision = parse_precision(variant.precision) if variant.precision else Precision()
     return replace(variant, precision=str(replace(precision, rules=(*precision.rules, rule))))

@@ -12,7 +12,7 @@ from replay.drafting.product_sizes import served_spans
 from replay.errors import UsageError
 from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
-from replay.simulator.inputs import Lead, leads_of, read_packs
+from replay.simulator.inputs import FollowedRounds, followed_rounds, read_packs
 from replay.simulator.play import replay_stem
 from replay.simulator.results import (
     RoundsTable,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ReplayProgress:
     """``done`` of ``total`` requests replayed under all variants."""
 
     done: int
@@ -51,7 +51,7 @@ def simulate(
     follow: "pl.DataFrame | None" = None,
     only: Collection[str] | None = None,
     served_products: bool = True,
-    on_event: Callable[[Progress], None] = lambda _: None,
+    on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> Rounds:
     """Replay every request of ``trace`` under every variant; rows are read a pack at a time.
 
@@ -81,7 +81,7 @@ def simulate(
     tallies = [Tally(estimator=_estimator(variant, checkpoints[variant.draft], trace)) for variant in resolved]
     table = RoundsTable(names)
     total = len(trace.requests)
-    led = None if follow is None else leads_of(follow)
+    led = None if follow is None else followed_rounds(follow)
     exact = any(group.head.product_rows is not None for group in groups)
     spans = served_spans(trace.served_rounds()) if exact else {}
     with torch.inference_mode():
@@ -92,11 +92,11 @@ def simulate(
                 for rows in pack
                 if (led is None or rows.request_id in led) and (only is None or rows.request_id in only)
             ]
-            leads = [Lead() if led is None else led[rows.request_id] for rows in played]
+            leads = [FollowedRounds() if led is None else led[rows.request_id] for rows in played]
             for stem in stems if played else []:
                 replay_stem(stem, played, leads, trace, spans, tallies, table)
             done += len(pack)
-            on_event(Progress(done, total))
+            on_event(ReplayProgress(done, total))
     return Rounds(
         table=table.frame(),
         variants=tuple(
@@ -119,6 +119,6 @@ def _estimator(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Estima
 def _taps(groups: Sequence[Group]) -> tuple[str, ...]:
     """Every tap that some variant reads."""
     taps = dict.fromkeys(tap for group in groups for tap in group.wiring.taps)
-    if any(group.head.conduct.chunk is not None for group in groups):
+    if any(group.head.behaviour.chunk is not None for group in groups):
         taps[FINAL] = None
     return tuple(taps)

@@ -22,7 +22,7 @@ from replay.drafting.rows import DraftInput
 from replay.errors import UsageError
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.inputs import draft_input, read_packs
-from replay.simulator.simulation import Progress
+from replay.simulator.simulation import ReplayProgress
 from replay.simulator.variant import Variant
 from replay.traces.reader import RequestRows, Trace
 from replay.verify.accept import continuations
@@ -50,7 +50,7 @@ def score_anchors(
     variant: Variant,
     *,
     device: str = "cpu",
-    on_event: Callable[[Progress], None] = lambda _: None,
+    on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> "pl.DataFrame":
     """Teacher-forced drafts of every anchor, counted by request and step.
 
@@ -65,7 +65,7 @@ def score_anchors(
     resolved = resolve(variant, checkpoint, trace)
     assert resolved.wiring is not None
     head = build_head(checkpoint, resolved, trace, device, served_products=False)
-    if variant.topk > 1 or head.conduct.follows_walk:
+    if variant.topk > 1 or head.behaviour.follows_walk:
         raise UsageError("training runs chains over committed rows; score anchors with topk 1 and without faults")
     known_V = torch.zeros(trace.header.target.vocab_size, dtype=torch.bool)
     known_V[head.target_ids_W.cpu()] = True
@@ -84,7 +84,7 @@ def score_anchors(
             ):
                 frames.append(_count(rows.request_id, drafts.drafted_AK, lesson.right_AK, known_V))
             done += len(pack)
-            on_event(Progress(done, total))
+            on_event(ReplayProgress(done, total))
     return pl.concat(frames)
 
 

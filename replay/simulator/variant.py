@@ -24,7 +24,7 @@ class Variant:
     """What may differ between two replays of one trace.
 
     ``draft`` names one of the heads given to ``simulate``. ``wiring`` None means the one that the head states, read
-    as ``engine`` reads it; ``precision`` (precision.py) None the target's; ``numerics`` None the engine's.
+    as ``engine`` reads it; ``precision`` (engines/precision.py) None the target's; ``numerics`` None the engine's.
 
     ``topk`` 1 drafts chains; more draft trees of ``num_draft_tokens``, the tokens that the target verifies per round,
     the known one included. A chain has steps + 1 whatever is given, as SGLang sets it
@@ -35,7 +35,7 @@ class Variant:
     whatever stood in its column, ``path`` its ancestors; ``refresh`` or None means the engine's. A chain has one
     column, so that these three are ``refresh`` there. ``faults`` are applied one after the other, ``kv``'s last.
 
-    ``verify`` is an acceptance rule as verify.py spells it.
+    ``verify`` is an acceptance rule as verify/rules.py spells it.
     """
 
     draft: str

@@ -1,4 +1,4 @@
-"""From one request's drafts to its expected rounds: what the trace knows of p meets the estimators of expected.py.
+"""From one request's drafts to its expected rounds: what the trace knows of p meets the estimators of expectation.py.
 
 Every number is made three times, with the probabilities that the trace leaves open at their middle, their lower and
 their upper bound. Tokens outside of the recorded ones get their logit from the recorded final row and the target's
@@ -21,7 +21,7 @@ from replay.traces.taps import FINAL
 from replay.verify.expectation import draw_accepted, effective_samples, expect_taken, expected_walk, follow_path
 from replay.verify.expectation import keep_probabilities as keep
 from replay.verify.rules import MAX_STEPS, Floats, Rule
-from replay.verify.target_probability import Bounds, Outside, Sampling, TargetProbability
+from replay.verify.target_probability import Bounds, Outside, TargetProbability, TargetSampling
 
 Ints = NDArray[np.int64]
 
@@ -35,7 +35,7 @@ def open_target(trace: Trace, index: int) -> TargetProbability | None:
     if record.temperature == 0:
         return None
     ids_RK, logprobs_RK, logsumexp_R = trace.logits(index)
-    sampling = Sampling(record.temperature, record.top_k, record.top_p)
+    sampling = TargetSampling(record.temperature, record.top_k, record.top_p)
     return TargetProbability(
         ids_RK.numpy(),
         logprobs_RK.double().numpy(),

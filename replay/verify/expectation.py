@@ -42,7 +42,8 @@ class Offers:
 
 
 def follow_path(drafted_AN: NDArray[np.int64], parents_AN: NDArray[np.int64], chosen_AK: NDArray[np.int64]) -> Offers:
-    """Nodes whose ancestors are the path ``chosen_AK`` (accept.py ``continuations``); parents as in tree.py."""
+    """Nodes whose ancestors are the path ``chosen_AK`` (accept.py ``continuations``); parents as in
+    drafting/trees.py."""
     depth_AN = np.zeros(drafted_AN.shape, dtype=np.int64)
     taken_AN = np.zeros(drafted_AN.shape, dtype=np.bool_)
     node_A = np.full(len(drafted_AN), -1, dtype=np.int64)

@@ -24,7 +24,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class TargetSampling:
     """How a request was sampled: temperature above 0, ``top_k`` below 1 and ``top_p`` 1 are no limit."""
 
     temperature: float
@@ -52,7 +52,13 @@ class TargetProbability:
     """
 
     def __init__(
-        self, ids_RK: Ints, logprobs_RK: Floats, sampling: Sampling, *, vocab_size: int, outside: Outside | None = None
+        self,
+        ids_RK: Ints,
+        logprobs_RK: Floats,
+        sampling: TargetSampling,
+        *,
+        vocab_size: int,
+        outside: Outside | None = None,
     ) -> None:
         self._ids_RK = ids_RK
         self._first_R = logprobs_RK[:, 0]

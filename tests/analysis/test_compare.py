@@ -14,7 +14,7 @@ from rich.console import Console
 from support.rounds_maker import make_rounds, make_variant
 
 from replay.analysis.compare.compare import Comparison, Pair, compare, holm
-from replay.analysis.compare.pairing import Joined, join
+from replay.analysis.compare.pairing import PairedRounds, join
 from replay.analysis.compare.report import answer, doubts, render_comparison
 from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
@@ -257,7 +257,7 @@ def test_one_name_for_two_variants_is_told_apart() -> None:
     assert second.b.variant == "y"
 
 
-def shown(joined: Joined) -> str:
+def shown(joined: PairedRounds) -> str:
     """The report at 80 columns, white space folded."""
     console = Console(width=80, color_system=None, _environ={})
     with console.capture() as capture:

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from replay.capture.encode import EncodedRequest
 from replay.capture.local import record
-from replay.capture.local.record import CaptureOptions, Event, Finished, Planned, Progress, capture_local, plan_batches
+from replay.capture.local.record import (
+    CaptureOptions,
+    CaptureProgress,
+    Event,
+    Finished,
+    Planned,
+    capture_local,
+    plan_batches,
+)
 from replay.capture.local.sampling import Sampling, choose, summarise_logits
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
 from replay.traces.reader import Trace
@@ -147,7 +155,7 @@ def test_header_and_events_tell_what_was_done(
     assert target.path == str(target_dir.resolve())
     assert torch.equal(trace.embed_weight(), load(target_dir, torch.float32).model.embed_tokens.weight)
     planned = next(event for event in events if isinstance(event, Planned))
-    steps = [event for event in events if isinstance(event, Progress)]
+    steps = [event for event in events if isinstance(event, CaptureProgress)]
     assert (planned.requests, planned.done) == (5, 0)
     assert [event.output_tokens for event in steps] == sorted(event.output_tokens for event in steps)
     assert steps[-1].requests_done == 5

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replay.capture.encode import EncodedRequest, Limits, encode_prompts
+from replay.capture.encode import EncodedRequest, TargetLimits, encode_prompts
 from replay.capture.prompts import read_prompts
 from replay.errors import PromptError
 
@@ -20,7 +20,7 @@ def write(folder: Path, *rows: Any) -> Path:
     return path
 
 
-def encode(path: Path, limits: Limits, max_new_tokens: int = 4) -> list[EncodedRequest]:
+def encode(path: Path, limits: TargetLimits, max_new_tokens: int = 4) -> list[EncodedRequest]:
     return encode_prompts(read_prompts(path), None, limits, raw=False, max_new_tokens=max_new_tokens)
 
 
@@ -108,7 +108,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_ids_and_lengths_are_held_against_the_target(tmp_path: Path) -> None:
-    limits = Limits(vocab_size=10, context=6)
+    limits = TargetLimits(vocab_size=10, context=6)
     for row, says in [
         ({"input_ids": [1, 10]}, "prompt token id 10 is outside the target's vocabulary, 0 to 9"),
         ({"input_ids": [-1]}, "prompt token id -1 is outside"),
@@ -127,8 +127,8 @@ def test_ids_and_lengths_are_held_against_the_target(tmp_path: Path) -> None:
 
 def test_output_is_cut_to_the_context(tmp_path: Path) -> None:
     path = write(tmp_path, {"input_ids": [1] * 2}, {"input_ids": [1] * 5}, {"input_ids": [1], "output_ids": [2] * 5})
-    assert [one.max_new_tokens for one in encode(path, Limits(10, 6))] == [4, 1, 5]
-    assert [one.max_new_tokens for one in encode(path, Limits(10, None))] == [4, 4, 5]
+    assert [one.max_new_tokens for one in encode(path, TargetLimits(10, 6))] == [4, 1, 5]
+    assert [one.max_new_tokens for one in encode(path, TargetLimits(10, None))] == [4, 4, 5]
 
 
 def test_chat_template_raw_text_and_messages(tmp_path: Path, target_dir: Path) -> None:
@@ -141,7 +141,7 @@ def test_chat_template_raw_text_and_messages(tmp_path: Path, target_dir: Path) -
         {"prompt": "Hi", "response": "Hello<|im_end|>"},
         {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]},
     )
-    limits = Limits(len(tokenizer), 8192)
+    limits = TargetLimits(len(tokenizer), 8192)
     one, chat = encode_prompts(read_prompts(path), tokenizer, limits, raw=False, max_new_tokens=4)
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     turns = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

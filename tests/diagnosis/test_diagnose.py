@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 
-from replay.analysis.diagnosis.evidence import Evidence, ServedRound, accepted_evidence, drafted_evidence, lead
+from replay.analysis.diagnosis.evidence import Evidence, RoundDraft, accepted_evidence, drafted_evidence, lead
 from replay.analysis.diagnosis.report import render_diagnosis
 from replay.analysis.diagnosis.verdict import DECISIVE, Gain, Scored, judge, rank, to_json
 from replay.capture.observed import Observed
@@ -230,8 +230,8 @@ def test_a_fault_needs_decisive_odds(ahead: float, verdict: str) -> None:
 
 def drafted(differing: range, rounds: int = 400) -> Evidence:
     """Of a hypothesis that drafts otherwise than the server in these rounds; every round takes one token."""
-    served = {("a", anchor): ServedRound((1, 2), 1) for anchor in range(rounds)}
-    ours = {key: ServedRound((1, 9) if key[1] in differing else (1, 2), 1) for key in served}
+    served = {("a", anchor): RoundDraft((1, 2), 1) for anchor in range(rounds)}
+    ours = {key: RoundDraft((1, 9) if key[1] in differing else (1, 2), 1) for key in served}
     return drafted_evidence(ours, served, 2)
 
 
@@ -269,9 +269,9 @@ def test_a_pair_does_not_come_before_the_fault_it_adds_nothing_to() -> None:
 
 def test_noise_is_told_by_what_is_accepted() -> None:
     """A tensor that was never loaded: nobody knows its drafts, only that none is taken; another fault knows them."""
-    nothing = {("a", anchor): ServedRound((8, 9), 0) for anchor in range(100)}
-    served = {("a", anchor): ServedRound((4, 5), 0) for anchor in range(100)}
-    some = {("a", anchor): ServedRound((1, 2), anchor % 3) for anchor in range(100)}
+    nothing = {("a", anchor): RoundDraft((8, 9), 0) for anchor in range(100)}
+    served = {("a", anchor): RoundDraft((4, 5), 0) for anchor in range(100)}
+    some = {("a", anchor): RoundDraft((1, 2), anchor % 3) for anchor in range(100)}
     noise = Scored("weights.missing=fc", "weights.missing", "fc", -5.0, accepted_evidence(nothing, served, 2))
     wrong = Scored("vocab.d2t=identity", "vocab.d2t", "identity", -5.0, drafted_evidence(nothing, served, 2))
     right = Scored("vocab.d2t=absolute", "vocab.d2t", "absolute", -5.0, drafted_evidence(served, served, 2))

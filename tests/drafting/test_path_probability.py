@@ -9,7 +9,7 @@ from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.first_pass import first_pass
 from replay.drafting.path_probability import force_every_anchor, path_tokens
 from replay.drafting.rows import DraftInput
-from replay.engines.behaviour import Conduct
+from replay.engines.behaviour import Behaviour
 from replay.engines.profiles import ENGINES, NUMERICS
 from replay.head.model import Head
 
@@ -22,12 +22,12 @@ HEADS = {
 }
 
 
-def make_head(name: str, conduct: Conduct | None = None) -> Head:
+def make_head(name: str, behaviour: Behaviour | None = None) -> Head:
     checkpoint = tiny_checkpoint(**HEADS[name])
     embed_VE, lm_head_VE = target_tables(checkpoint)
     return Head(
         checkpoint, target_embed_VE=embed_VE, target_lm_head_VE=lm_head_VE, profile=ENGINES["sglang"],
-        numerics=NUMERICS["sglang"], dtype=torch.float64, conduct=conduct or Conduct(),
+        numerics=NUMERICS["sglang"], dtype=torch.float64, behaviour=behaviour or Behaviour(),
     )  # fmt: skip
 
 
@@ -106,8 +106,8 @@ def test_conduct_of_drafted_rows_is_played() -> None:
     """Positions that do not advance change what follows the first step and nothing before; dummies draft token 0."""
     inputs = requests(make_head("plain"), [(4, 6)])
     healthy = force_every_anchor(make_head("plain"), inputs, [1.0], 3)[0]
-    still = force_every_anchor(make_head("plain", Conduct(advance=0)), inputs, [1.0], 3)[0]
+    still = force_every_anchor(make_head("plain", Behaviour(advance=0)), inputs, [1.0], 3)[0]
     assert torch.equal(healthy[:, 0], still[:, 0])
     assert not torch.equal(healthy[:, 1:], still[:, 1:])
-    dummy = force_every_anchor(make_head("plain", Conduct(dummy_from=0)), inputs, [1.0], 3)[0]
+    dummy = force_every_anchor(make_head("plain", Behaviour(dummy_from=0)), inputs, [1.0], 3)[0]
     assert torch.equal(dummy, (path_tokens(inputs[0], 3) == 0).double())

@@ -14,7 +14,7 @@ from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.first_pass import first_pass
 from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
-from replay.engines.behaviour import HEALTHY, Conduct
+from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import parse_precision
 from replay.engines.wiring import Wiring
 from replay.errors import ReplayError, UsageError
@@ -139,7 +139,7 @@ def bound(changed: Subject) -> Head:
         target_embed_VE=embed_VE,
         target_lm_head_VE=lm_head_VE,
         dtype=dtype,
-        conduct=changed.conduct,
+        behaviour=changed.behaviour,
         own_embedding=changed.own_embedding,
         precision=precision,
     )
@@ -218,7 +218,7 @@ def test_engines_equal_the_twin_under_each_fault(case: str) -> None:
         assert [item.anchor for item in rounds] == list(played.anchors)
         assert [list(item.drafted) for item in rounds] == played.drafted_RK.tolist()
         assert [item.accepted for item in rounds] == list(played.accepted)
-    if not head.conduct.follows_walk:
+    if not head.behaviour.follows_walk:
         for rounds, drafts, item in zip(expected, draft_every_anchor(head, items, STEPS), items, strict=True):
             drafted = [drafts.drafted_AK[item_round.anchor - item.prompt_tokens].tolist() for item_round in rounds]
             assert [list(item_round.drafted) for item_round in rounds] == drafted
@@ -240,14 +240,14 @@ def test_an_offset_of_all_rows_changes_no_token(case: str) -> None:
     changed = apply_faults(healthy, parse_faults(case))
     items = inputs(healthy, healthy)
     assert twin_rounds(bound(changed), items) == twin_rounds(bound(healthy), items)
-    assert changed.conduct.offset == 3
+    assert changed.behaviour.offset == 3
 
 
 def test_a_walk_runs_prompts_in_products_of_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a server does, whatever the most rows of its decodes: sums are rounded by how many rows there are."""
     healthy = healthy_subject({})
     head = Head(healthy.checkpoint, target_embed_VE=target_tables(healthy.checkpoint)[0], product_rows=4,
-                conduct=Conduct(rewrite="stale"))  # fmt: skip
+                behaviour=Behaviour(rewrite="stale"))  # fmt: skip
     sizes: list[int] = []
     linear = torch.nn.functional.linear
 
@@ -292,9 +292,9 @@ def test_no_fault_is_a_healthy_server() -> None:
 def test_faults_join() -> None:
     both = parse_faults("kv.rollback=stale+position.offset=1")
     assert [str(fault) for fault in both] == ["kv.rollback=stale", "position.offset=1"]
-    conduct = apply_faults(healthy_subject({}), both).conduct
-    assert (conduct.rewrite, conduct.drafted_offset) == ("stale", 1)
-    assert conduct == replace(HEALTHY, rewrite="stale", drafted_offset=1)
+    behaviour = apply_faults(healthy_subject({}), both).behaviour
+    assert (behaviour.rewrite, behaviour.drafted_offset) == ("stale", 1)
+    assert behaviour == replace(HEALTHY, rewrite="stale", drafted_offset=1)
 
 
 def test_a_fault_named_twice_is_refused() -> None:
@@ -476,11 +476,11 @@ def test_a_first_pass_serves_variants_that_differ_later() -> None:
     head = bound(healthy)
     items = inputs(healthy, healthy)
     first = first_pass(head, items)
-    for later in (HEALTHY, Conduct(chain="overwrite"), Conduct(drafted_offset=2), Conduct(advance=0)):
+    for later in (HEALTHY, Behaviour(chain="overwrite"), Behaviour(drafted_offset=2), Behaviour(advance=0)):
         assert later.of_first_pass() == HEALTHY
         variation = head.variation(later, head.config)
         shared = draft_every_anchor(variation, items, STEPS, first=first)
-        alone = draft_every_anchor(bound(replace(healthy, conduct=later)), items, STEPS)
+        alone = draft_every_anchor(bound(replace(healthy, behaviour=later)), items, STEPS)
         assert [drafts.drafted_AK.tolist() for drafts in shared] == [drafts.drafted_AK.tolist() for drafts in alone]
 
 
@@ -499,6 +499,6 @@ def test_following_another_run_drafts_at_its_anchors(case: str) -> None:
             if place < len(accepted) - 1:
                 twin.commit(STEPS, taken)
         anchors_A = torch.tensor(played.anchors, dtype=torch.long)
-        if not head.conduct.follows_walk and len(anchors_A):
+        if not head.behaviour.follows_walk and len(anchors_A):
             (only,) = draft_every_anchor(head, [replace(item, only=anchors_A)], STEPS)
             assert only.drafted_AK.tolist() == played.drafted_RK.tolist()

@@ -25,7 +25,7 @@ from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
 from replay.drafting.tree_shape import TreeSize
 from replay.drafting.trees import draft_every_tree
-from replay.engines.behaviour import HEALTHY, Conduct
+from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import Format, fused_name, parse_format, parse_precision, with_kv
 from replay.engines.profiles import ENGINES
 from replay.errors import UsageError
@@ -166,7 +166,7 @@ def head_in(
     *,
     dtype: torch.dtype = torch.float64,
     checkpoint: Checkpoint | None = None,
-    conduct: Conduct = HEALTHY,
+    behaviour: Behaviour = HEALTHY,
     **changes: object,
 ) -> Head:
     checkpoint = checkpoint or tiny_checkpoint(**changes)
@@ -176,7 +176,7 @@ def head_in(
         target_embed_VE=embed_VE,
         target_lm_head_VE=lm_head_VE if checkpoint.config.lm_head == "target" else None,
         dtype=dtype,
-        conduct=conduct,
+        behaviour=behaviour,
         precision=parse_precision(text),
     )
 
@@ -330,7 +330,7 @@ def test_engine_ordered_engine_and_twin_agree_and_differ_from_unquantised(text: 
 
 
 def test_rounds_in_order_agree_where_drafted_rows_stay_in_the_kv() -> None:
-    head = head_in("*=w4a8:g32+kv=fp8", conduct=Conduct(rewrite="stale"))
+    head = head_in("*=w4a8:g32+kv=fp8", behaviour=Behaviour(rewrite="stale"))
     item = request_for(head)
     (rounds,) = walk(head, [item], 3)
     expected = replay_request(head, item.tokens_T, item.features_RKD, 3, 3)

@@ -160,7 +160,7 @@ def test_sums_of_chains_by_hand(tmp_path: Path, checkpoint: Checkpoint, acc: flo
 
 
 def test_sums_of_trees_by_hand(sampled: Trace, checkpoint: Checkpoint) -> None:
-    """Of trees grown one by one (tree_twin.py): p of every child of a node that the text runs through."""
+    """Of trees grown one by one (trees.py): p of every child of a node that the text runs through."""
     options: dict[str, Any] = {"steps": 3, "topk": 3, "num_draft_tokens": 9, "verify": "target-only"}
     variant = resolve(Variant("h", **options, precision="fp32"), checkpoint, sampled)
     rounds = simulate(sampled, {"h": checkpoint}, [variant])

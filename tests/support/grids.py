@@ -1,4 +1,4 @@
-"""The slow, obvious twin of quantise.py: every number of a grid is written out, and the nearest is searched for.
+"""The slow, obvious twin of head/quantise.py: every number of a grid is written out, and the nearest is searched for.
 
 Grids follow the definitions themselves: fp8 from sign, exponent and mantissa bits (OCP 8-bit Floating Point 1.0,
 table 1), e2m1 as listed in OCP Microscaling Formats 1.0 (table 5). Scales are fp32 (numpy), distances exact fractions.

@@ -1,4 +1,5 @@
-"""The slow, obvious twin of forced.py: one anchor, every row made again at every step, healthy conduct only."""
+"""The slow, obvious twin of drafting/path_probability.py: one anchor, every row made again at every step, healthy
+behaviour only."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """The slow, obvious twin of the engines: one request, one round, one token at a time; no cache, no batching.
 
 Every drafted token recomputes the head over all rows so far. Rows are a list; each notes when it is made which rows
-it sees. Tests hold the engines equal to it, whatever the conduct (conduct.py).
+it sees. Tests hold the engines equal to it, whatever the behaviour (engines/behaviour.py).
 """
 
 from dataclasses import dataclass, replace
@@ -62,12 +62,12 @@ def plain_causal_attention(q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor, numerics
 
 
 class Twin:
-    """One request under a head's conduct: its rows, and the rounds that they lead to."""
+    """One request under a head's behaviour: its rows, and the rounds that they lead to."""
 
     def __init__(self, head: Head, tokens_T: Tensor, features_RKD: Tensor, prompt_tokens: int,
                  sampled_T: Tensor | None = None) -> None:  # fmt: skip
         """Prefill: a row for each prompt token."""
-        self._head, self._conduct = head, head.conduct
+        self._head, self._behaviour = head, head.behaviour
         self._tokens, self._features, self._prompt = tokens_T, features_RKD, prompt_tokens
         self._sampled = sampled_T
         self.rows: list[TwinRow] = []
@@ -78,63 +78,63 @@ class Twin:
             self.rows.append(self._true_row(index))
 
     def _true_row(self, index: int, blank: bool = False) -> TwinRow:
-        """A committed row: this position's features, and what conduct makes of them."""
-        conduct = self._conduct
-        token = index if conduct.pairing == "own-token" else index + 1
+        """A committed row: this position's features, and what behaviour makes of them."""
+        behaviour = self._behaviour
+        token = index if behaviour.pairing == "own-token" else index + 1
         last_prompt_row = self._prompt - 1
         embedded = self._tokens[token]
-        if conduct.chunk is not None and index < last_prompt_row and (index + 1) % conduct.chunk == 0:
+        if behaviour.chunk is not None and index < last_prompt_row and (index + 1) % behaviour.chunk == 0:
             assert self._sampled is not None
             embedded = self._sampled[index]
-        source = index - 1 if conduct.pairing == "earlier-features" else index
+        source = index - 1 if behaviour.pairing == "earlier-features" else index
         features = self._features[source].clone() if source >= 0 else torch.zeros_like(self._features[0])
         width = self._head.config.target_hidden_size
         for slot in range(len(features) // width):
             part = features[slot * width : (slot + 1) * width]
-            if conduct.unit_taps:
+            if behaviour.unit_taps:
                 size = part.float().pow(2).mean().sqrt().clamp_min(1e-6)
                 part.copy_((part.float() / size).to(part.dtype))
-            if slot in conduct.zero_slots:
+            if slot in behaviour.zero_slots:
                 part.zero_()
-        if conduct.handoff and index == last_prompt_row:
+        if behaviour.handoff and index == last_prompt_row:
             features = torch.zeros_like(features)
         output_token = index + 1 - self._prompt
-        blank = blank or index < min(conduct.blank_prefix, last_prompt_row)
-        blank = blank or conduct.blank_output[0] <= output_token < conduct.blank_output[1]
+        blank = blank or index < min(behaviour.blank_prefix, last_prompt_row)
+        blank = blank or behaviour.blank_output[0] <= output_token < behaviour.blank_output[1]
         state = self._head.fuse(features[None])[0]
         return self._row(index, self._placed(index), embedded, state, blank, drafted=0)
 
     def _drafted_row(self, step: int, token: int, state_E: Tensor) -> TwinRow:
         """The row that embeds the drafted token number ``step``."""
         index = self.anchor - 1 + step
-        conduct = self._conduct
-        position = self._placed(self.anchor - 1 + step * conduct.advance + conduct.drafted_offset)
+        behaviour = self._behaviour
+        position = self._placed(self.anchor - 1 + step * behaviour.advance + behaviour.drafted_offset)
         return self._row(index, position, torch.tensor(token), state_E, False, drafted=step)
 
     def _row(self, index: int, position: int, token: Tensor, state: Tensor, blank: bool, *, drafted: int) -> TwinRow:
         here = len(self.rows)
         own = here - drafted  # the row itself, or the anchor row of the round
-        conduct = self._conduct
+        behaviour = self._behaviour
         sees, zeros = [], []
         for place, row in enumerate(self.rows):
-            near = conduct.window is None or row.index > index - conduct.window
+            near = behaviour.window is None or row.index > index - behaviour.window
             if place > own:
-                seen = near and conduct.chain == "grow"
+                seen = near and behaviour.chain == "grow"
             else:
-                seen = near and (not conduct.alone or place == own)
+                seen = near and (not behaviour.alone or place == own)
             empty = row.blank and place != own
-            if seen and not (empty and conduct.blank_fill == "masked"):
+            if seen and not (empty and behaviour.blank_fill == "masked"):
                 sees.append(place)
                 if empty:
                     zeros.append(place)
-        if not (drafted and conduct.chain == "unseen"):
+        if not (drafted and behaviour.chain == "unseen"):
             sees.append(here)
         embed = self._head.embed(token[None])[0]
         return TwinRow(index, position, embed, state, blank, tuple(sees), tuple(zeros))
 
     def _placed(self, position: int) -> int:
-        position += self._conduct.offset
-        limit = self._conduct.max_position
+        position += self._behaviour.offset
+        limit = self._behaviour.max_position
         return position if limit is None else min(position, limit - 1)
 
     def _run(self) -> HeadOutput:
@@ -158,7 +158,7 @@ class Twin:
             output, place, state = self._run(), self._next_row, self._next_state
         else:
             output, place, state = self._continued, -1, -1
-        continues = self._conduct.next_row == "drafted"
+        continues = self._behaviour.next_row == "drafted"
         for step in range(1, steps + 1):
             logits_W = head.logits(output.normed_RE[place][None])[0]
             drafted.append(int(head.target_ids_W[int(logits_W.argmax())]))
@@ -166,30 +166,30 @@ class Twin:
                 self.rows.append(self._drafted_row(step, drafted[-1], output.feedback_RE[state]))
                 output, place, state = self._run(), -1, -1
         self._continued = output if continues else None
-        if self._conduct.dummy_from is not None and self.anchor - 1 >= self._conduct.dummy_from:
+        if self._behaviour.dummy_from is not None and self.anchor - 1 >= self._behaviour.dummy_from:
             return [0] * steps
         return drafted
 
     def commit(self, steps: int, accepted: int) -> None:
         """Verify took ``accepted`` tokens: what becomes of the rows, and from which one the next round drafts."""
-        conduct, anchor = self._conduct, self.anchor
-        base = len(self.rows) - (steps - 1) - (conduct.next_row == "drafted")
-        kept = {"refresh": 0, "stale": min(accepted, steps - 1), "accumulate": steps - 1}[conduct.rewrite]
+        behaviour, anchor = self._behaviour, self.anchor
+        base = len(self.rows) - (steps - 1) - (behaviour.next_row == "drafted")
+        kept = {"refresh": 0, "stale": min(accepted, steps - 1), "accumulate": steps - 1}[behaviour.rewrite]
         self.rows = self.rows[: base + kept]
-        holed = {"never": False, "accepted": accepted > 0, "full": accepted == steps}[conduct.hole]
+        holed = {"never": False, "accepted": accepted > 0, "full": accepted == steps}[behaviour.hole]
         hole = anchor + accepted - 1 if holed else None
-        if conduct.rewrite == "stale":
+        if behaviour.rewrite == "stale":
             self.rows = [
                 replace(row, blank=True) if place >= base and row.index == hole else row
                 for place, row in enumerate(self.rows)
             ]
-        first = anchor + (kept if conduct.rewrite == "stale" else 0)
+        first = anchor + (kept if behaviour.rewrite == "stale" else 0)
         written = len(self.rows)
         for index in range(first, anchor + accepted + 1):
             self.rows.append(self._true_row(index, blank=index == hole))
         last = len(self.rows) - 1
-        self._next_row = {"first": written, "previous": max(written, last - 1)}.get(conduct.next_row, last)
-        self._next_state = written if conduct.next_row == "hidden-only" else self._next_row
+        self._next_row = {"first": written, "previous": max(written, last - 1)}.get(behaviour.next_row, last)
+        self._next_state = written if behaviour.next_row == "hidden-only" else self._next_row
         if accepted == steps:
             self._continued = None
         self.anchor += accepted + 1
@@ -207,7 +207,7 @@ def draft_one_round(
 ) -> list[int]:
     """The target ids that ``head`` drafts when ``anchor`` tokens are committed and token x[anchor] is known.
 
-    ``prompt_tokens`` of these are the prompt (None: all), which matters only to conduct that speaks of it.
+    ``prompt_tokens`` of these are the prompt (None: all), which matters only to behaviour that speaks of it.
     """
     twin = Twin(head, tokens_T, features_RKD, anchor if prompt_tokens is None else prompt_tokens, sampled_T)
     while twin.anchor < anchor:

@@ -1,12 +1,13 @@
 """Rounds in a server's own order: one draft KV that grows and is rewritten as the server does it, row for row.
 
-Where passes.py computes every anchor at once, this walks: prefill, then per round one row for each drafted token and
-an extend of K+1 rows after verify (SGLang 0.5.23 speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``,
-``draft_forward``, ``_draft_extend_for_decode``). Products therefore run over as many rows as the server's do for one
-request at a time, which is what equality to the last bit can depend on: tests hold it against a real server's rounds,
-drafted token for drafted token. ``replay simulate`` uses passes.py. Slower than passes.py, faster than twin.py.
+Where drafting/every_anchor.py computes every anchor at once, this walks: prefill, then per round one row for each
+drafted token and an extend of K+1 rows after verify (SGLang 0.5.23 speculative/eagle_worker_v2.py
+``_draft_extend_for_prefill``, ``draft_forward``, ``_draft_extend_for_decode``). Products therefore run over as many
+rows as the server's do for one request at a time, which is what equality to the last bit can depend on: tests hold it
+against a real server's rounds, drafted token for drafted token. ``replay simulate`` uses drafting/every_anchor.py.
+Slower than drafting/every_anchor.py, faster than rounds.py.
 
-Suffixes as in head.py and attention.py.
+Suffixes as in head/model.py and head/attention.py.
 """
 
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class OrderedRequest:
 
 
 def replay_in_order(head: Head, item: DraftInput, steps: int, tail: Tensor | None = None) -> list[TwinRound]:
-    """Every round of one request, in order. Equal to twin.py; see the module's head for what it is for."""
+    """Every round of one request, in order. Equal to rounds.py; see the module's head for what it is for."""
     request = OrderedRequest(head, item, steps, tail)
     rounds = []
     while not request.done:

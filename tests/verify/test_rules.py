@@ -81,8 +81,8 @@ def test_typical_takes_what_stands_above_entropy_or_epsilon() -> None:
 
 def test_a_server_takes_drafts_with_p_over_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang 0.5.23's own Triton kernel (kernels/ops/speculative/reject_sampling.py), interpreted on the CPU, takes as
-    many drafted tokens as the same coins do under min(1, p/q): the definition that test_expected.py enumerates. Given
-    the draft it is p/q, given the text q/p, so p and q change places here."""
+    many drafted tokens as the same coins do under min(1, p/q): the definition that test_expectation.py enumerates.
+    Given the draft it is p/q, given the text q/p, so p and q change places here."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 

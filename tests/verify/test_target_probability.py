@@ -9,17 +9,19 @@ import pytest
 import torch
 from rig.inprocess import sglang_module
 
-from replay.verify.target_probability import Bounds, Sampling, TargetProbability
+from replay.verify.target_probability import Bounds, TargetProbability, TargetSampling
 
 V, ROWS = 50, 12
 SAMPLINGS = [
-    Sampling(1.0), Sampling(0.6), Sampling(1.7), Sampling(1.0, top_k=5), Sampling(0.8, top_k=12),
-    Sampling(1.0, top_p=0.8), Sampling(0.7, top_p=0.95), Sampling(1.3, top_k=9, top_p=0.6),
-    Sampling(1.3, top_k=30, top_p=0.9), Sampling(1.0, top_k=1),
+    TargetSampling(temperature, top_k, top_p)
+    for temperature, top_k, top_p in [
+        (1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 0, 1.0), (1.0, 5, 1.0), (0.8, 12, 1.0), (1.0, 0, 0.8), (0.7, 0, 0.95),
+        (1.3, 9, 0.6), (1.3, 30, 0.9), (1.0, 1, 1.0),
+    ]
 ]  # fmt: skip
 
 
-Renormalised = Callable[[int, bool, Sampling], np.ndarray]
+Renormalised = Callable[[int, bool, TargetSampling], np.ndarray]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def renormalised() -> Iterator[Renormalised]:
     module: Any = sglang_module("kernels.ops.sampling.renorm_triton")
 
     @cache
-    def probabilities(seed: int, rounded: bool, sampling: Sampling) -> np.ndarray:
+    def probabilities(seed: int, rounded: bool, sampling: TargetSampling) -> np.ndarray:
         probs = (random_logits(seed, rounded=rounded) / sampling.temperature).softmax(-1)
         if sampling.top_k > 0:
             probs = module.top_k_renorm_probs_triton(probs, sampling.top_k)
@@ -57,7 +59,7 @@ def random_logits(seed: int, *, rounded: bool) -> torch.Tensor:
 
 
 def recorded(
-    logits: torch.Tensor, k: int, sampling: Sampling, *, outside: bool = False
+    logits: torch.Tensor, k: int, sampling: TargetSampling, *, outside: bool = False
 ) -> tuple[TargetProbability, torch.Tensor]:
     """What a trace keeps of ``logits``: the top k, with the log-probabilities of whole rows beside it."""
     logprobs = logits.double().log_softmax(-1)
@@ -79,7 +81,7 @@ def every(target: TargetProbability) -> Bounds:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("rounded", [True, False])
 def test_whole_rows_are_renormalised_as_the_server_does(
-    renormalised: Renormalised, sampling: Sampling, rounded: bool
+    renormalised: Renormalised, sampling: TargetSampling, rounded: bool
 ) -> None:
     logits = random_logits(0, rounded=rounded)
     found = every(recorded(logits, V, sampling)[0])
@@ -91,7 +93,7 @@ def test_whole_rows_are_renormalised_as_the_server_does(
 @pytest.mark.parametrize("k", [1, 12, 30])
 @pytest.mark.parametrize("outside", [False, True])
 def test_what_is_not_recorded_stays_within_its_bounds(
-    renormalised: Renormalised, sampling: Sampling, k: int, outside: bool
+    renormalised: Renormalised, sampling: TargetSampling, k: int, outside: bool
 ) -> None:
     for seed, rounded in ((1, True), (2, False)):
         logits = random_logits(seed, rounded=rounded)
@@ -99,14 +101,14 @@ def test_what_is_not_recorded_stays_within_its_bounds(
         exact = renormalised(seed, rounded, sampling)
         assert (found.low <= exact + 2e-6).all()
         assert (exact <= found.high + 2e-6).all()
-        if sampling == Sampling(1.0) and outside:
+        if sampling == TargetSampling(1.0) and outside:
             np.testing.assert_allclose(found.high, found.low, rtol=1e-12)
 
 
 def test_the_bounds_are_narrow_where_the_trace_decides() -> None:
     """At temperature 1 a recorded token is known exactly, and one outside to the last recorded probability."""
     logits = random_logits(3, rounded=False)
-    target, ids = recorded(logits, 12, Sampling(1.0))
+    target, ids = recorded(logits, 12, TargetSampling(1.0))
     found = every(target)
     whole = logits.double().softmax(-1).numpy()
     inside = np.zeros((ROWS, V), dtype=bool)
@@ -127,7 +129,7 @@ def test_the_tail_at_other_temperatures_is_bounded_by_its_extremes(temperature: 
     alike = torch.cat([head, torch.full((40,), -4.0)])
     tight = torch.cat([head, torch.full((20,), -1.8), torch.full((20,), -60.0)])
     for logits in (alike, tight):
-        target, _ = recorded(logits.expand(ROWS, V).clone(), k, Sampling(temperature))
+        target, _ = recorded(logits.expand(ROWS, V).clone(), k, TargetSampling(temperature))
         exact = (logits.double() / temperature).softmax(-1)[0]
         found = target.of(np.array([0]), np.array([0]))
         assert min(abs(found.low[0] - exact), abs(found.high[0] - exact)) < 1e-6 * exact
@@ -136,7 +138,7 @@ def test_the_tail_at_other_temperatures_is_bounded_by_its_extremes(temperature: 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("k", [1, 12, 30, V])
-def test_entropy_stays_within_its_bounds(renormalised: Renormalised, sampling: Sampling, k: int) -> None:
+def test_entropy_stays_within_its_bounds(renormalised: Renormalised, sampling: TargetSampling, k: int) -> None:
     logits = random_logits(4, rounded=True)
     found = recorded(logits, k, sampling)[0].entropy()
     exact_p = renormalised(4, True, sampling)
