@@ -11,8 +11,7 @@ from pathlib import Path
 
 from replay.errors import TraceCorruptError, TraceVersionError, UsageError
 from replay.traces import files
-from replay.traces.fields import Fields as Fields  # whoever reads headers of its own gets both from here
-from replay.traces.fields import parse_json, show
+from replay.traces.fields import Fields, parse_json, show
 from replay.traces.files import decode_utf8
 from replay.traces.taps import EMBED, FINAL, parse_tap, sort_taps
 

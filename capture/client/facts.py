@@ -9,7 +9,8 @@ from typing import Any
 from replay.capture.client.api import ServerApi
 from replay.capture.spool import Manifest, launch_folder, read_manifests
 from replay.errors import CaptureError, TraceCorruptError, TraceError
-from replay.traces.header import MAX_COUNT, EngineInfo, Fields, TargetInfo
+from replay.traces.fields import Fields
+from replay.traces.header import MAX_COUNT, EngineInfo, TargetInfo
 from replay.traces.taps import FINAL
 
 # details that decide rows or rounds: those of one trace come from servers that agree in them and in all speculative_*

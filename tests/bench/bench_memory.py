@@ -20,7 +20,7 @@ from replay.traces.writer import TraceWriter
 # The command itself, then the kernel's own count of the most memory that this process ever held.
 RUN = """
 import sys
-from replay.cli import cli
+from replay.cli.app import cli
 cli(sys.argv[1:], standalone_mode=False)
 status = open("/proc/self/status").read()
 print(status.split("VmHWM:")[1].split("kB")[0].strip(), file=sys.stderr)

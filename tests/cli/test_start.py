@@ -14,7 +14,7 @@ HEAVY = ("torch", "polars", "transformers", "numpy", "safetensors", "sglang")
 HELP = """
 import atexit, json, sys
 atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))
-from replay.cli import main
+from replay.cli.app import main
 sys.argv = ["replay", *json.loads(sys.argv[1])]
 main()
 """

@@ -46,7 +46,7 @@ def test_a_good_trace(tmp_path: Path, dtype: str, tied: bool) -> None:
 
 def test_only_so_many_rows(tmp_path: Path) -> None:
     folder = write_trace(tmp_path / "t", [[make_request("a", 1, output=100), make_request("b", 2, output=20)]])
-    assert "computed for 12 of 120 output positions" in list(Trace.open(folder).check(rows=12))[-1].what
+    assert "computed for 12 of 120 output positions" in list(check_trace(Trace.open(folder), rows=12))[-1].what
 
 
 def test_batches_do_not_change_the_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +237,7 @@ def test_the_bound_holds_and_is_not_idle() -> None:
 
 PEAK = """
 import resource, sys
+from replay.traces.check import check_trace
 from replay.traces.reader import Trace
 for folder in sys.argv[1:]:
     print(sum(finding.severity == "error" for finding in check_trace(Trace.open(folder))))
