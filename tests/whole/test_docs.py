@@ -1,4 +1,4 @@
-"""The documents say what the program does: every command, option and public name, and every example runs.
+"""The documents say what the program does: every command, option and public name; every example runs, every link leads.
 
 A ```python block in README.md or docs/ runs as written, in order, one namespace a file, in an empty folder. It may use
 
@@ -33,9 +33,13 @@ from replay.traces.header import TapInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+README_LINES = 200
 PROSE = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
 COMMANDS = sorted(cli.commands)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 WIRED_EMBED_3_16 = tiny_config(
     hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 2, 15]}
 )
@@ -121,6 +125,39 @@ def test_every_command_line_is_one_that_the_program_takes(line: str) -> None:
         return
     assert words[0] in cli.commands
     cli.commands[words[0]].make_context(words[0], words[1:])
+
+
+# ---- pages ----
+
+
+def test_the_readme_is_short() -> None:
+    assert len(DOCUMENTS[0].read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+def _links() -> Iterator[tuple[Path, str]]:
+    """Every relative link, with the document that holds it."""
+    for document in LINKING:
+        for link in LINK.findall(FENCE.sub("", document.read_text(encoding="utf-8"))):
+            if not re.match(r"\w+:", link):
+                yield document, link
+
+
+def _anchors(document: Path) -> set[str]:
+    """What GitHub makes of the headings: lower case, no punctuation, hyphens for spaces, -1 at the second of a name."""
+    found: list[str] = []
+    for heading in HEADING.findall(FENCE.sub("", document.read_text(encoding="utf-8"))):
+        found.append(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-"))
+    return {f"{name}-{n}" if (n := found[:place].count(name)) else name for place, name in enumerate(found)}
+
+
+@pytest.mark.parametrize(
+    ("document", "link"), [pytest.param(*pair, id=f"{pair[0].name}:{pair[1]}") for pair in dict.fromkeys(_links())]
+)
+def test_every_link_leads_to_a_file_and_a_heading(document: Path, link: str) -> None:
+    path, _, anchor = link.partition("#")
+    target = document.parent / path if path else document
+    assert target.exists()
+    assert not anchor or anchor in _anchors(target)
 
 
 # ---- Python ----
