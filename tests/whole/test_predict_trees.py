@@ -63,7 +63,6 @@ def test_branches_are_the_servers(captured: Capture, size: tuple[int, int, int])
     topk, steps, num_draft_tokens = size
     served = replay.Variant("demo", steps=steps, topk=topk, num_draft_tokens=num_draft_tokens)
     variant = resolve(served, checkpoint, trace)
-    assert variant.wiring is not None
     head, compared = build_head(checkpoint, variant, trace), 0
     with torch.inference_mode():
         for index, record in enumerate(trace.records):
