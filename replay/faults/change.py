@@ -15,6 +15,8 @@ from replay.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+_BF16 = Precision("bf16")
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -30,7 +32,7 @@ class Subject:
     layers: int
     own_embedding: bool | None = None
     tree_kv: str | None = None
-    precision: Precision = Precision("bf16")
+    precision: Precision = _BF16
     said: frozenset[str] = frozenset()
 
     @property

@@ -1,4 +1,4 @@
-"""What to type against the fault that a diagnosis named: the remedy of its kind (table.py), with its braces filled in."""
+"""What to type against the fault that a diagnosis named: the remedy of its kind (table.py), its braces filled in."""
 
 from replay.engines.wiring import LAST_ID_DECIDES, Wiring, engine_ids
 from replay.faults.change import NO_REMEDY

@@ -24,8 +24,8 @@ _TABLE: Sequence[FaultKind] = (
     FaultKind(
         "wiring.aux-missing", "a slot of fc is fed zeros", "SLOT|all", "0", wiring.aux_missing,
         reports=5, changes_feed=True,
-        remedy="{missing}: see that every layer id fires{never}; compare the fed taps with `replay check`, or serve with "
-        "`replay serve --wiring {wiring}`"),
+        remedy="{missing}: see that every layer id fires{never}; compare the fed taps with `replay check`, or serve "
+        "with `replay serve --wiring {wiring}`"),
     FaultKind(
         "wiring.aux-capture-stage", "taps are taken behind a norm", "normed", "normed", wiring.capture_stage,
         reports=2, changes_feed=True,
