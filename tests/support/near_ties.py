@@ -3,9 +3,9 @@
 Two machines round the same head in two orders, so where two drafts are almost equally good they may choose otherwise.
 That is told from an error by measuring. The **margin** of a round that parts is by how much the replay preferred its
 own draft to the server's, in nats, at the first place where they part; up to there both saw the same. The **noise** is
-by how much the same numbers move when the replay itself rounds in another order: what 99 of 100 of them stay below.
-The margin compares two numbers, each of which the server and the replay have rounded in their own way: it is a near tie
-up to twice the noise.
+by how much the same numbers move at most, anywhere in the trace, when the replay itself rounds in another order. The
+margin compares two numbers, each of which the server and the replay have rounded in their own way: it is a near tie up
+to twice the noise.
 """
 
 import math
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import replay
+from replay.drafting.margins import margins_along
 from replay.drafting.product_sizes import served_spans
 from replay.drafting.tree_shape import ROOT, TreeSize
 from replay.drafting.trees import Candidates, grow_in_blocks, keep_best
@@ -139,7 +140,7 @@ def judge_trees(
 
 
 def tree_noise(mine: Mapping[Anchor, Grown], other: Mapping[Anchor, Grown]) -> dict[int, float]:
-    """By depth what 99 of 100 scores of kept nodes move at most between two rounding orders, in nats.
+    """By depth how far the score of a kept node moves at most between two rounding orders, in nats.
 
     From the third token on a node may see a stranger's rows (``slot``): it moves more where another one stands there.
     """
@@ -147,7 +148,7 @@ def tree_noise(mine: Mapping[Anchor, Grown], other: Mapping[Anchor, Grown]) -> d
     for anchor, grown in mine.items():
         for path in grown.kept & other[anchor].scores.keys():
             moved.setdefault(len(path), []).append(abs(grown.scores[path] - other[anchor].scores[path]))
-    return {depth: sorted(sizes)[int(0.99 * (len(sizes) - 1))] for depth, sizes in moved.items()}
+    return {depth: max(sizes) for depth, sizes in moved.items()}
 
 
 def tree_margin(served: frozenset[Path], mine: Grown, others: Sequence[Grown]) -> tuple[float, int]:
@@ -172,6 +173,71 @@ def tree_margin(served: frozenset[Path], mine: Grown, others: Sequence[Grown]) -
 
 def _log(score: float) -> float:
     return math.log(score) if score > 0 else -math.inf
+
+
+# ---- chains ----
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A replay that follows the server's own drafts: at each anchor [K] what it would draft, and log-probabilities."""
+
+    served: tuple[int, ...]
+    preferred: tuple[int, ...]
+    margins: tuple[float, ...]
+    log_probs: tuple[float, ...]
+
+
+def follow_chains(
+    trace: replay.Trace, head_folder: Any, variant: replay.Variant, *, served_products: bool = True
+) -> dict[Anchor, Followed]:
+    """The replay fed what the server drafted, at the anchors of the server's own rounds."""
+    checkpoint = replay.load_head(head_folder)
+    resolved = resolve(variant, checkpoint, trace)
+    head = build_head(checkpoint, resolved, trace, served_products=served_products)
+    spans = served_spans(trace.served_rounds())
+    found: dict[Anchor, Followed] = {}
+    with torch.inference_mode():
+        for index, record in enumerate(trace.records):
+            rounds = trace.served_rounds().filter(request_id=record.request_id).sort("round")
+            anchors, drafted_AK = rounds["anchor"].to_list(), torch.tensor(rounds["drafted"].to_list())
+            rows = trace.read(index, resolved.wiring.taps)
+            whole = draft_input(rows, resolved.wiring, spans=spans.get(record.request_id, ()))
+            (read,) = margins_along(head, [replace(whole, only=torch.tensor(anchors))], [drafted_AK])
+            columns = (drafted_AK, read.preferred_AK, read.margin_AK, read.logit_AK - read.logsumexp_AK)
+            for anchor, *parts in zip(anchors, *(column.tolist() for column in columns), strict=True):
+                found[record.request_id, anchor] = Followed(*map(tuple, parts))
+    return found
+
+
+def judge_chains(what: str, mine: Mapping[Anchor, Followed], other: Mapping[Anchor, Followed]) -> Judged:
+    """The server's chains against ``mine``; ``other`` is the same in another rounding order, for the noise."""
+    noise = chain_noise(mine, other)
+    parted = []
+    for one in mine.values():
+        step = first_difference(one)
+        if step is not None:
+            parted.append((one.margins[step], 2 * noise))
+    return Judged(what, len(mine), len(mine) - len(parted), tuple(parted))
+
+
+def first_difference(one: Followed) -> int | None:
+    """The first step in which the replay would draft another token than the server; None for none."""
+    pairs = enumerate(zip(one.served, one.preferred, strict=True))
+    return next((step for step, (served, preferred) in pairs if served != preferred), None)
+
+
+def chain_noise(mine: Mapping[Anchor, Followed], other: Mapping[Anchor, Followed]) -> float:
+    """How far the log-probability of a server's token moves at most between two rounding orders, in nats.
+
+    Of tokens at most as likely as all others together, as one in a near tie is: a certain one hardly moves.
+    """
+    return max(
+        abs(here - there)
+        for anchor, one in mine.items()
+        for here, there in zip(one.log_probs, other[anchor].log_probs, strict=True)
+        if max(here, there) <= math.log(0.5)
+    )
 
 
 # ---- what a test shows of it ----
