@@ -8,12 +8,13 @@ import torch
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.behaviour import HEALTHY
 from replay.engines.precision import PLAIN, parse_precision
-from replay.engines.profiles import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
+from replay.engines.profiles import ENGINES, PRECISIONS, precision_of_dtype
 from replay.engines.wiring import Wiring, default_wiring, sglang_wiring
 from replay.errors import UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
+from replay.head.products import Execution
 from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
 from replay.simulator.variant import Variant
 from replay.traces.reader import Trace
@@ -103,18 +104,21 @@ def build_head(
     assert variant.numerics is not None
     precision = parse_precision(subject.precision)
     assert precision.base is not None
+    profile = replace(ENGINES[variant.engine], numerics=variant.numerics)
+    if subject.own_embedding is not None:
+        profile = replace(profile, own_embedding=subject.own_embedding)
+    small = served_products and same_kernels and variant.numerics == "sglang"
     return Head(
         subject.checkpoint,
-        target_embed_VE=trace.embed_weight(),
-        target_lm_head_VE=trace.lm_head_weight() if borrows else None,
-        profile=ENGINES[variant.engine],
-        numerics=NUMERICS[variant.numerics],
-        dtype=getattr(torch, PRECISIONS[precision.base]),
-        device=device,
-        product_rows=SERVED_PRODUCT_ROWS if served_products and same_kernels and variant.numerics == "sglang" else None,
-        prefill_rows=_prefill_rows(engine.details),
+        TargetTables(trace.embed_weight(), trace.lm_head_weight() if borrows else None),
+        profile=profile,
+        execution=Execution(
+            dtype=getattr(torch, PRECISIONS[precision.base]),
+            device=torch.device(device),
+            product_rows=SERVED_PRODUCT_ROWS if small else None,
+            prefill_rows=_prefill_rows(engine.details),
+        ),
         behaviour=subject.behaviour,
-        own_embedding=subject.own_embedding,
         precision=precision,
     )
 
