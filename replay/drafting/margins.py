@@ -27,7 +27,7 @@ class Margins:
 
     ``logit_AK`` is the logit of the server's token, -inf where the head cannot draft it; ``best_AK`` the largest one
     over the draft vocabulary and ``preferred_AK`` the target id that has it (of equal ones the lowest draft id);
-    ``logsumexp_AK`` is over the draft vocabulary too. ``margin_AK`` is best - logit: 0 where replay and server agree or
+    ``logsumexp_AK`` is over the draft vocabulary too. ``margin_AK`` is best - logit in nats: 0 where both agree or
     tie, inf where the head cannot draft the server's token. All but ``preferred_AK`` (int64) are float32.
 
     From the first step on for which the server drafted nothing, numbers are NaN and ``preferred_AK`` is -1. An anchor
