@@ -72,6 +72,25 @@ class HeadConfig:
         return self.num_taps * self.target_hidden_size
 
     @property
+    def features_width(self) -> int:
+        """Features that a row is fed: those of ``fc``, or the final state's where it takes the place of taps.
+
+        A final state that is not as wide as the head goes through ``fc`` as taps do.
+        """
+        final_fits = not self.use_aux_hidden_state and self.target_hidden_size == self.hidden_size
+        return self.target_hidden_size if final_fits else self.fc_inputs
+
+    @property
+    def skips_fc(self) -> bool:
+        """Whether features are as wide as the head, which then takes them as they stand: no fc, no norm before it.
+
+        SGLang 0.5.23 (models/llama_eagle3.py ``LlamaModel.forward``) and SafeAILab/EAGLE (eagle/model/cnets.py
+        ``Model.forward``) compare the widths as they run. Config and wiring tell it beforehand: a wiring whose features
+        are not ``features_width`` wide is refused (simulator/fit.py).
+        """
+        return self.features_width == self.hidden_size
+
+    @property
     def rotary_dim(self) -> int:
         """Leading features of each attention head that are rotated."""
         return int(self.head_dim * self.rope.partial_factor)

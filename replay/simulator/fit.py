@@ -27,10 +27,7 @@ def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
             f"draft head {checkpoint.name} embeds {config.vocab_size} tokens, the trace's target {target.name} has "
             f"{target.vocab_size}; give a head that was made for this target"
         )
-    # A head that reads the final state takes it as it stands where the widths agree: no fc (Head.fuse).
-    skips_fc = not config.use_aux_hidden_state and target.hidden_size == config.hidden_size
-    inputs = target.hidden_size if skips_fc else config.fc_inputs
-    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=inputs)
+    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=config.features_width)
 
 
 def check_topk(checkpoint: Checkpoint, topk: int) -> None:

@@ -20,7 +20,7 @@ from replay.checkpoint.checkpoint import check_checkpoint, read_checkpoint
 from replay.checkpoint.config import HeadConfig, parse_config, read_config
 from replay.engines.profiles import ENGINES
 from replay.errors import CheckpointError
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
 
 Tensors = dict[str, Tensor]
 RICH = {
@@ -215,7 +215,7 @@ def test_narrow_integers_in_d2t_draft_the_same_tokens(dtype: torch.dtype) -> Non
     wide = tiny_checkpoint()
     narrow = check_checkpoint("h", wide.config, {**wide.tensors, "d2t": wide.tensors["d2t"].to(dtype)})
     embed_VE, _ = target_tables(wide)
-    ids = [Head(checkpoint, target_embed_VE=embed_VE).target_ids_W for checkpoint in (wide, narrow)]
+    ids = [Head(checkpoint, TargetTables(embed_VE)).target_ids_W for checkpoint in (wide, narrow)]
     assert torch.equal(*ids) and torch.equal(ids[0], torch.arange(40) + wide.tensors["d2t"])
 
 
@@ -238,9 +238,9 @@ def test_lm_head_is_own_the_target_s_or_the_embedding() -> None:
     embed_VE, lm_head_VE = target_tables(own)
     x_RE = torch.eye(32)
     for checkpoint, table_WE in ((own, own.tensors["lm_head.weight"]), (borrowed, lm_head_VE), (tied, embed_VE)):
-        head = Head(checkpoint, target_embed_VE=embed_VE, target_lm_head_VE=lm_head_VE)
+        head = Head(checkpoint, TargetTables(embed_VE, lm_head_VE))
         assert torch.equal(head.logits(x_RE), table_WE.T)
-    untold = Head(borrowed, target_embed_VE=embed_VE)  # a tied target has no lm_head of its own
+    untold = Head(borrowed, TargetTables(embed_VE))  # a tied target has no lm_head of its own
     assert torch.equal(untold.logits(x_RE), embed_VE.T)
 
 
@@ -248,7 +248,7 @@ def test_a_borrowed_lm_head_is_the_target_s_even_where_the_embedding_is_the_head
     plain = tiny_checkpoint(draft_vocab_size=None)
     embed_VE, _ = target_tables(plain)
     checkpoint = check_checkpoint("h", plain.config, {**plain.tensors, "embed_tokens.weight": embed_VE + 1})
-    head = Head(checkpoint, target_embed_VE=embed_VE, profile=ENGINES["eagle"])
+    head = Head(checkpoint, TargetTables(embed_VE), profile=ENGINES["eagle"])
     assert torch.equal(head.logits(torch.eye(32)), embed_VE.T)
     assert torch.equal(head.embed(torch.arange(96)), embed_VE + 1)
 
@@ -258,7 +258,7 @@ def test_the_engine_decides_whose_embedding_is_used() -> None:
     own_VE = torch.full((96, 32), 3.0)
     checkpoint = check_checkpoint("h", config, tensors | {"embed_tokens.weight": own_VE})
     target_VE, _ = target_tables(checkpoint)
-    sglang, eagle = (Head(checkpoint, target_embed_VE=target_VE, profile=ENGINES[name]) for name in ("sglang", "eagle"))
+    sglang, eagle = (Head(checkpoint, TargetTables(target_VE), profile=ENGINES[name]) for name in ("sglang", "eagle"))
     assert torch.equal(sglang.embed(torch.tensor([7])), target_VE[7:8])
     assert torch.equal(eagle.embed(torch.tensor([7])), own_VE[7:8])
     assert sglang.notes == ["sglang replaces the head's own embed_tokens by the target's"] and eagle.notes == []
@@ -267,13 +267,13 @@ def test_the_engine_decides_whose_embedding_is_used() -> None:
 def test_a_head_of_another_target_is_refused() -> None:
     checkpoint, borrowed = tiny_checkpoint(), tiny_checkpoint(draft_vocab_size=None)
     with pytest.raises(CheckpointError, match="uses the target's embedding, and none was given"):
-        Head(checkpoint, target_embed_VE=None)
+        Head(checkpoint, TargetTables(None))
     with pytest.raises(CheckpointError, match="tiny is 32 wide, the target's embedding 33"):
-        Head(checkpoint, target_embed_VE=torch.zeros(96, 33))
+        Head(checkpoint, TargetTables(torch.zeros(96, 33)))
     with pytest.raises(CheckpointError, match=r"drafts token \d+, the embedding has 50 rows"):
-        Head(checkpoint, target_embed_VE=torch.zeros(50, 32))
+        Head(checkpoint, TargetTables(torch.zeros(50, 32)))
     with pytest.raises(CheckpointError, match="borrows an lm_head of 96 x 32, the target's is 97 x 32"):
-        Head(borrowed, target_embed_VE=torch.zeros(96, 32), target_lm_head_VE=torch.zeros(97, 32))
+        Head(borrowed, TargetTables(torch.zeros(96, 32), torch.zeros(97, 32)))
 
 
 # ---- files ----
@@ -557,7 +557,7 @@ def outputs(config: HeadConfig, tensors: Tensors, engine: str = "eagle") -> tupl
     """Logits and feedback of ten rows."""
     checkpoint = check_checkpoint("h", config, tensors)
     embed_VE, lm_head_VE = target_tables(checkpoint)
-    head = Head(checkpoint, target_embed_VE=embed_VE, target_lm_head_VE=lm_head_VE, profile=ENGINES[engine])
+    head = Head(checkpoint, TargetTables(embed_VE, lm_head_VE), profile=ENGINES[engine])
     generator = torch.Generator().manual_seed(2)
     features_RKD = torch.randn(10, config.fc_inputs, generator=generator)
     ids_R = torch.randint(config.vocab_size, (10,), generator=generator)
@@ -639,5 +639,5 @@ def test_sglang_builds_attention_without_bias_and_says_so() -> None:
     assert torch.equal(outputs(config, tensors, "sglang")[0], outputs(bare, unbiased, "sglang")[0])
     assert not torch.equal(outputs(config, tensors, "eagle")[0], outputs(bare, unbiased, "eagle")[0])
     checkpoint = check_checkpoint("h", config, tensors)
-    head = Head(checkpoint, target_embed_VE=target_tables(checkpoint)[0])
+    head = Head(checkpoint, TargetTables(target_tables(checkpoint)[0]))
     assert head.notes == ["sglang builds q, k and v without the bias that this head has"]
