@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from replay.capture.client.api import ServerApi
-from replay.capture.spool import Manifest, launch_folder, read_manifests
+from replay.capture.manifest import Manifest, read_manifests
+from replay.capture.spool import launch_folder
 from replay.errors import CaptureError, TraceCorruptError, TraceError
 from replay.traces.fields import Fields
 from replay.traces.header import MAX_COUNT, EngineInfo, TargetInfo

@@ -21,9 +21,10 @@ from importlib import metadata
 from pathlib import Path
 
 import replay
+from replay.capture.manifest import Manifest, read_manifests
 from replay.capture.plugin.facts import server_url, without_secrets
 from replay.capture.plugin.recording import RECORD_VARIABLE, SIMULATED, VERSIONS, Recording
-from replay.capture.spool import Manifest, drop_launches, launch_folder, read_manifests
+from replay.capture.spool import drop_launches, launch_folder
 from replay.errors import CaptureError, OutputError, TraceCorruptError, UsageError, WiringError
 from replay.traces.files import LOCK, take_lock
 from replay.traces.taps import FINAL, parse_taps

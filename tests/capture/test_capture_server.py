@@ -31,7 +31,7 @@ from replay.capture.client.capture import capture_server
 from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.options import ServerOptions
-from replay.capture.spool import Entry, chunk_names, client_lock, drop_launches, launch_folder
+from replay.capture.spool import Entry, client_lock, drop_launches, launch_folder, row_file_names
 from replay.diagnosis.feed import read_feeding
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
 from replay.traces.check import check_trace
@@ -179,7 +179,7 @@ def test_requests_have_ids_and_cache_salts_of_their_own(options: ServerOptions, 
 def test_spool_is_empty_afterwards(options: ServerOptions, server: FakeServer) -> None:
     assert server.folder is not None
     capture(options)
-    assert chunk_names(launch_folder(server.folder, LAUNCH)) == []
+    assert row_file_names(launch_folder(server.folder, LAUNCH)) == []
 
 
 def test_trace_may_lie_in_the_recording_folder(options: ServerOptions, server: FakeServer) -> None:
@@ -197,7 +197,7 @@ def test_trouble_is_tried_again(options: ServerOptions, server: FakeServer, trou
     assert len({body["rid"] for body in server.asked}) == len(server.asked) == 7
     # the rows of a try that was aborted under way are no part of the trace, and of no use to anyone
     assert trace.served_rounds().height == 20
-    assert server.folder is not None and chunk_names(launch_folder(server.folder, LAUNCH)) == []
+    assert server.folder is not None and row_file_names(launch_folder(server.folder, LAUNCH)) == []
 
 
 def test_a_prompt_that_is_refused_is_left_out_by_name(options: ServerOptions, server: FakeServer) -> None:
@@ -237,11 +237,11 @@ def test_files_hold_rows_of_one_client_and_go_with_it(options: ServerOptions, se
         for client in (dead, living, "replay-stray"):
             server.answer({"rid": rid_of(client, "0", 0), "input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
         capture(options)
-        left = chunk_names(folder)
-        assert {json.loads(chunk_header(folder / name)["entries"])[0]["rid"] for name in left} == {f"{living}-0-0"}
+        left = row_file_names(folder)
+        assert {json.loads(row_file_header(folder / name)["entries"])[0]["rid"] for name in left} == {f"{living}-0-0"}
 
 
-def chunk_header(path: Path) -> dict[str, str]:
+def row_file_header(path: Path) -> dict[str, str]:
     data = path.read_bytes()
     metadata: dict[str, str] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     return metadata
@@ -290,7 +290,7 @@ def test_torn_file_is_not_believed(options: ServerOptions, server: FakeServer, m
     (folder / "rows-9-00000001.safetensors").symlink_to("/etc/passwd")
     capture(options)
     assert len(Trace.open(options.out)) == 4
-    assert sorted(chunk_names(folder)) == ["rows-8-00000001.safetensors", "rows-9-00000001.safetensors"]
+    assert sorted(row_file_names(folder)) == ["rows-8-00000001.safetensors", "rows-9-00000001.safetensors"]
 
 
 def test_recording_that_fails_midway_ends_the_capture(
@@ -392,12 +392,12 @@ def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: F
         process.kill()
     server.answer = answer  # type: ignore[method-assign]
     before = (options.out / "shard-00000.safetensors").read_bytes()
-    assert len(Trace.open(options.out, allow_incomplete=True)) == 2 and chunk_names(folder)
+    assert len(Trace.open(options.out, allow_incomplete=True)) == 2 and row_file_names(folder)
     result, _ = capture(replace(options, resume=True))
     trace = Trace.open(options.out)
     assert result.recorded == 2 and (options.out / "shard-00000.safetensors").read_bytes() == before
     assert sorted(record.request_id for record in trace.records) == ["r0", "r1", "r2", "r3"]
-    assert trace.served_rounds().height == 20 and chunk_names(folder) == []
+    assert trace.served_rounds().height == 20 and row_file_names(folder) == []
 
 
 def test_api_key_is_sent_and_asked_for(options: ServerOptions, server: FakeServer) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import replay
+from replay.capture.manifest import read_manifests
 from replay.capture.plugin import launch as serve_module
 from replay.capture.plugin.facts import server_url
 from replay.capture.plugin.launch import ServeOptions, open_folder, prepare
 from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
-from replay.capture.spool import chunk_names, read_manifests
+from replay.capture.spool import row_file_names
 from replay.errors import CaptureError, OutputError, UsageError
 
 DRAFT = ("--model-path", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d")
@@ -110,7 +111,7 @@ def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     rows.touch()
     with pytest.raises(OutputError, match=r"another server records into .*rec, .*--trace another folder"):
         open_folder(prepare(options(tmp_path), {}))
-    assert chunk_names(first.folder) == [rows.name]
+    assert row_file_names(first.folder) == [rows.name]
     os.close(lock)  # the first has ended
     os.close(open_folder(prepare(options(tmp_path), {})))
     assert not first.folder.exists()
@@ -120,7 +121,7 @@ def test_plugin_is_installed_with_this_package() -> None:
     serve_module._check_plugin()
     entry = next(one for one in metadata.entry_points(group="sglang.srt.plugins") if one.name == serve_module.PLUGIN)
     environment = {key: value for key, value in os.environ.items() if key != RECORD_VARIABLE}
-    assert entry.value == "replay.capture.plugin.plugin:activate"
+    assert entry.value == "replay.capture.plugin.hooks:activate"
     # idle unless asked for: not even SGLang is imported
     code = f"import sys; from {entry.module} import {entry.attr}; {entry.attr}(); assert 'sglang' not in sys.modules"
     subprocess.run([sys.executable, "-I", "-c", code], check=True, env=environment)
@@ -165,7 +166,8 @@ ANSWERING = """
 import http.server, os, sys
 from pathlib import Path
 from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
-from replay.capture.spool import Manifest, launch_folder, write_manifest
+from replay.capture.manifest import Manifest, write_manifest
+from replay.capture.spool import launch_folder
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
