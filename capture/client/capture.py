@@ -20,7 +20,7 @@ from replay.capture.client.requests import PROBE_TOKENS, ServerClient
 from replay.capture.client.spool_reader import SpoolReader
 from replay.capture.encode import EncodedRequest, TargetLimits, encode_prompts
 from replay.capture.events import CaptureResult, Event, Loading, Noted
-from replay.capture.options import ServerOptions, check_numbers, check_place, settings_of
+from replay.capture.options import ServerOptions, check_options, check_place, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.spool import RID_PREFIX, SPOOL
 from replay.errors import OutputError, PromptError, TraceError, UsageError
@@ -38,7 +38,7 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
     Raises UsageError, PromptError, CaptureError, OutputError and TraceError; what can be refused is refused before the
     first prompt is sent.
     """
-    check_numbers(
+    check_options(
         options,
         ("--timeout", options.timeout, options.timeout > 0, "above 0"),
         ("--retries", options.retries, options.retries >= 0, "0 or more"),
