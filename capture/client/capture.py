@@ -2,7 +2,7 @@
 
 Each request gets an id of this client's own and a cache salt of its own, so that no cached prefix takes the place of
 rows. Its answer comes over HTTP, its rows through the spool; both are joined, and finished requests go into the trace
-in batches. A server without the plugin gives answers only: see capture/stock.py.
+in batches. A server without the plugin gives answers only: see without_plugin.py.
 """
 
 import secrets
@@ -54,9 +54,9 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
     requests = encode(prompts, facts, options)
     on_event(Loading(facts.model_path, len(requests)))
     if not facts.recording:
-        from replay.capture.client.without_plugin import capture_stock
+        from replay.capture.client.without_plugin import capture_answers
 
-        return capture_stock(options, api, facts, requests, on_event)
+        return capture_answers(options, api, facts, requests, on_event)
     return _capture_recorded(options, prompts, api, facts, requests, on_event)
 
 

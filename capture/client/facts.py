@@ -20,7 +20,10 @@ _DECISIVE = ("wiring", "server_wiring", "dtype", "quantization", "kv_cache_dtype
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """``spool`` is where its rows can be read here, ``manifests`` one of each of its processes; empty where stock."""
+    """``spool`` is where its rows can be read here, ``manifests`` one of each of its processes.
+
+    Without the plugin there is no spool and no manifest.
+    """
 
     version: str
     model_path: str

@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from replay.capture.target_files import TargetFiles
     from replay.traces.writer import TraceWriter
 
-__all__ = [
-    "CaptureOptions",
-    "CaptureProgress",
-    "CaptureResult",
-    "Event",
-    "Finished",
-    "Loading",
-    "Noted",
-    "Planned",
-    "capture_local",
-    "plan_batches",
-]
-
 _BATCH_TOKENS = 32_768  # of a batch at most, padding and outputs included; one request alone may have more
 _BATCH_BYTES = 1 << 30  # of a batch's recorded rows at most, likewise
 _CHECK_TOKENS = 128  # of the first prompt, on which the hooks are held against the target's own hidden states

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.fake_server import (
     LAUNCH,
     PATTERN,
@@ -32,6 +33,7 @@ from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.options import ServerOptions
 from replay.capture.spool import Entry, client_lock, drop_launches, launch_folder, row_file_names
+from replay.cli.app import cli
 from replay.diagnosis.feed import read_feeding
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
 from replay.traces.check import check_trace
@@ -376,9 +378,9 @@ def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: F
     server.answer = hang_at_third  # type: ignore[method-assign]
     script = (
         "import sys; from pathlib import Path\n"
-        "from replay.capture.client import capture, requests\n"
+        "from replay.capture.client import batch, capture\n"
         "from replay.capture.options import ServerOptions\n"
-        "requests._BATCH_REQUESTS = 1\n"
+        "batch.BATCH_REQUESTS = 1\n"
         "url, prompts, out = sys.argv[1:]\n"
         "options = ServerOptions(url, Path(prompts), Path(out), max_new_tokens=9, concurrency=1)\n"
         "capture.capture_server(options, lambda _: None)"
@@ -515,6 +517,45 @@ def test_taps_can_be_fewer_but_keep_what_the_draft_is_fed(options: ServerOptions
     assert set(Trace.open(options.out).header.taps) == {"2", "final"}
     with pytest.raises(UsageError, match="3 are not recorded"):
         capture(replace(options, taps="3", force=True))
+
+
+@pytest.mark.parametrize(
+    ("taps", "message"),
+    [("2,embd", "'embd' is not a tap"), ("2,,final", "'' is not a tap"), ("2,out:1", "names 2 twice")],
+)
+def test_taps_that_cannot_be_are_refused_before_the_server_is_asked(
+    options: ServerOptions, server: FakeServer, taps: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        capture(replace(options, taps=taps))
+    assert server.keys == [] and not options.out.exists()
+
+
+def test_last_line_names_every_tap_that_inspect_does(options: ServerOptions) -> None:
+    """Also embed, of which no row is stored: it is looked up."""
+    command = ["capture", "--server", options.server, "--prompts", str(options.prompts), "-o", str(options.out)]
+    done = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert done.exit_code == 0 and done.stdout.endswith(f" taps {','.join(Trace.open(options.out).taps)}\n")
+    assert ",".join(Trace.open(options.out).taps) == "embed,2,final"
+
+
+@pytest.mark.parametrize("json_wanted", [False, True])
+def test_no_trace_is_no_success(options: ServerOptions, server: FakeServer, json_wanted: bool) -> None:
+    """A server without the plugin: its answers are kept and named, and the exit code says that this is not a trace."""
+    server.folder, server.refused = None, (6,)
+    command = ["capture", "--server", options.server, "--prompts", str(options.prompts), "-o", str(options.out)]
+    done = CliRunner().invoke(cli, [*command, *(["--json"] if json_wanted else [])], catch_exceptions=False)
+    responses = options.out / "responses.jsonl"
+    assert done.exit_code == 1 and len(responses.read_text().splitlines()) == 3
+    assert (
+        f"replay: {options.server} does not record, so there is no trace: its 3 answers are kept in {responses}; start "
+        "it by replay serve for a trace"
+    ) in " ".join(done.stderr.splitlines())
+    if json_wanted:
+        document = json.loads(done.stdout)
+        assert (document["requests"], document["recorded"], document["taps"]) == (4, 3, [])
+    else:
+        assert done.stdout == ""
 
 
 def test_places_and_rows_that_cannot_be(options: ServerOptions, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def capture_until_killed(server: Server, prompts: Path, out: Path) -> dict[str, 
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replay.capture.client.requests._BATCH_REQUESTS", 1)
+        patch.setattr("replay.capture.client.batch.BATCH_REQUESTS", 1)
         with pytest.raises(CaptureError, match="--resume"):
             capture_server(options(server, prompts, out, concurrency=1, retries=1), lambda _: None)
     thread.join()

@@ -243,8 +243,11 @@ def fake_server(server: FakeServer) -> Iterator[FakeServer]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if not self.refused():
-                self.send(*server.answer(body))
+            try:
+                if not self.refused():
+                    self.send(*server.answer(body))
+            except ConnectionError:
+                self.close_connection = True  # the client has gone: a test has killed it, or it has given up
 
     if server.folder is not None:
         server.manifest()
