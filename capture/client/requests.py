@@ -1,4 +1,4 @@
-"""A capture's requests: asked for, their rows gathered from the spool, joined, and written to the trace in batches."""
+"""A capture's requests: asked for, their rows gathered from the spool, joined, and written to the trace."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from replay.capture.client.answers import generate
 from replay.capture.client.api import ServerApi
 from replay.capture.client.asking import Answered, Asker, Refused
-from replay.capture.client.batch import Batch
 from replay.capture.client.facts import ServerFacts
 from replay.capture.client.join import (
     JoinedRequest,
@@ -19,6 +18,7 @@ from replay.capture.client.join import (
     lacks_feed,
     same_histogram,
 )
+from replay.capture.client.shard import NextShard
 from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.client.watch import RecordingStoppedError, RecordingWatch
 from replay.capture.encode import EncodedRequest
@@ -119,7 +119,7 @@ class ServerClient:
     ) -> None:
         """Until each of ``todo`` is in the trace or refused; what is whole is kept, whatever ends it."""
         waiting: list[Answered] = []
-        batch = Batch(self.options)
+        shard = NextShard(self.options)
         left = len(todo)
         try:
             while left:
@@ -127,7 +127,7 @@ class ServerClient:
                 self.spool.poll()
                 for one in list(waiting):
                     if self._is_whole(one):
-                        self._finish(one, batch, taps)
+                        self._finish(one, shard, taps)
                         left -= 1
                     elif time.monotonic() - one.since > _ROWS_SECONDS:
                         self.watch.check()
@@ -135,14 +135,14 @@ class ServerClient:
                     else:
                         continue
                     waiting.remove(one)
-                if batch.is_full or (batch and not left):
-                    self._write(batch, writer, requests)
-                    batch = Batch(self.options)
+                if shard.is_full or (shard and not left):
+                    self._write(shard, writer, requests)
+                    shard = NextShard(self.options)
                 if waiting and time.monotonic() - waiting[0].since > 1:
                     self.watch.check()
         finally:
-            if batch:
-                self._write(batch, writer, requests)
+            if shard:
+                self._write(shard, writer, requests)
 
     def _take_answers(self, waiting: list[Answered]) -> int:
         """Put new answers among those whose rows are ``waiting``; how many requests were refused instead."""
@@ -165,7 +165,7 @@ class ServerClient:
             return True
         return not lacks_feed([it.entry for it in recorded])
 
-    def _finish(self, one: Answered, batch: Batch, taps: Sequence[str]) -> None:
+    def _finish(self, one: Answered, shard: NextShard, taps: Sequence[str]) -> None:
         request, answer = one.request, one.answer
         name = f"request {request.request_id!r}"
         try:
@@ -177,7 +177,7 @@ class ServerClient:
             self.differing += 1
         self.cached += answer.counters.cached_tokens > 0
         self.unfed += self.facts.drafts and joined.feed is None
-        batch.add(one, joined)
+        shard.add(one, joined)
         self.output_tokens += len(answer.output_ids)
         self.most_left -= request.max_new_tokens
 
@@ -198,9 +198,9 @@ class ServerClient:
         self.on_event(Noted(f"the rows of request {one.request.request_id!r} did not come whole; asking again"))
         self.asker.ask(one.request, one.attempt + 1)
 
-    def _write(self, batch: Batch, writer: "TraceWriter", requests: int) -> None:
-        batch.write(writer)
-        self.spool.drop(batch.rids)
+    def _write(self, shard: NextShard, writer: "TraceWriter", requests: int) -> None:
+        shard.write(writer)
+        self.spool.drop(shard.rids)
         seconds = time.monotonic() - self.started
         rate = self.output_tokens / seconds if seconds > 0 else 0.0
         self.on_event(

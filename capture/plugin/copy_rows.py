@@ -28,7 +28,7 @@ FED_ROWS = 8  # of a request's first prefill: more would not tell more
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class TargetForward:
     """What a target's forward gave. Of a prefill there are logits for the last row of each request."""
 
     hidden_RC: "Tensor"
@@ -37,7 +37,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Verify:
+class HeldVerify:
     """Between a verify's forward and its end: node rows, R = B*N, on the device, which only another forward overwrites.
 
     The logits are summarised at once, since the verify writes to them.
@@ -48,7 +48,7 @@ class Verify:
     summary: "dict[str, Tensor]"
 
 
-def copy_prefill(batch: Any, forward: Forward, columns: Columns, k: int) -> "Copied":
+def copy_prefill(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "Copied":
     """Of a prefill: all rows of each request of ours, and the logits of its last one."""
     import torch
 
@@ -65,7 +65,7 @@ def copy_prefill(batch: Any, forward: Forward, columns: Columns, k: int) -> "Cop
     return tensors, partial(prefill_rows, known, columns.taps, columns.width)
 
 
-def copy_decode(batch: Any, forward: Forward, columns: Columns, k: int) -> "Copied":
+def copy_decode(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "Copied":
     """Of a plain decode: one row a request."""
     size = len(batch.rids)
     tensors = {
@@ -78,12 +78,12 @@ def copy_decode(batch: Any, forward: Forward, columns: Columns, k: int) -> "Copi
     return tensors, partial(decode_rows, list(batch.rids), columns.taps, columns.width)
 
 
-def begin_verify(forward: Forward, k: int) -> Verify:
+def hold_verify(forward: TargetForward, k: int) -> HeldVerify:
     """Hold the rows of a verify's forward until it is known which of them were accepted."""
-    return Verify(forward.hidden_RC, forward.final_RH, summarise_rows(forward.logits_RV, k))
+    return HeldVerify(forward.hidden_RC, forward.final_RH, summarise_rows(forward.logits_RV, k))
 
 
-def copy_verify(verify: Verify, result: Any, batch: Any, columns: Columns) -> "Copied":
+def copy_verify(held: HeldVerify, result: Any, batch: Any, columns: Columns) -> "Copied":
     """The accepted rows of a verify, in the order of their positions."""
     index_BD = result.accept_index.long().clamp(min=0)  # global node numbers
     size, depth = index_BD.shape
@@ -91,9 +91,9 @@ def copy_verify(verify: Verify, result: Any, batch: Any, columns: Columns) -> "C
     flat = index_BD.reshape(-1)
     drafted_BN = batch.spec_info.draft_token.reshape(size, nodes)
     tensors = {
-        "hidden": verify.hidden_RC[flat],
-        "final": verify.final_RH[flat],
-        **{name: tensor[flat] for name, tensor in verify.summary.items()},
+        "hidden": held.hidden_RC[flat],
+        "final": held.final_RH[flat],
+        **{name: tensor[flat] for name, tensor in held.summary.items()},
         "input_ids": _own(drafted_BN.reshape(-1)[flat]),
         "drafted": _own(drafted_BN),
         "chosen": _own(result.next_token_ids.reshape(size, nodes)[:, :depth]),

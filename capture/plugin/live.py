@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from replay.capture.plugin.columns import Columns
 from replay.capture.plugin.copy_rows import (
-    Forward,
-    Verify,
-    begin_verify,
+    HeldVerify,
+    TargetForward,
     copy_decode,
     copy_feed,
     copy_prefill,
     copy_verify,
+    hold_verify,
 )
 from replay.capture.plugin.recorder import RowRecorder
 from replay.capture.spool import RID_PREFIX
@@ -34,7 +34,7 @@ class LiveRecording:
 
     def __init__(self, columns: Columns, k: int, recorder: RowRecorder) -> None:
         self.columns, self.k, self.recorder = columns, k, recorder
-        self._verify: Verify | None = None  # whose forward has run and whose result is not there yet
+        self._held: HeldVerify | None = None  # whose forward has run and whose result is not there yet
 
     @property
     def goes_on(self) -> bool:
@@ -43,7 +43,7 @@ class LiveRecording:
 
     def record_forward(self, batch: Any, hidden_RC: "Tensor", final: "Tensor | None", logits: "Tensor | None") -> None:
         """Copy the rows of a target's forward where requests of ours are in it; of a verify, hold them."""
-        self._verify = None
+        self._held = None
         if not self.goes_on:
             return
         with self._guarded():
@@ -51,16 +51,16 @@ class LiveRecording:
             if ours and not batch.forward_mode.is_idle():
                 self._record(batch, self._whole(hidden_RC, final, logits))
 
-    def _whole(self, hidden_RC: "Tensor", final: "Tensor | None", logits: "Tensor | None") -> Forward:
+    def _whole(self, hidden_RC: "Tensor", final: "Tensor | None", logits: "Tensor | None") -> TargetForward:
         if final is None or logits is None or logits.shape[-1] != self.columns.vocabulary:
             seen = "none" if logits is None else str(list(logits.shape))
             raise RuntimeError(f"a forward gave no final hidden states or no full logits (logits: {seen})")
-        return Forward(hidden_RC, final, logits)
+        return TargetForward(hidden_RC, final, logits)
 
-    def _record(self, batch: Any, forward: Forward) -> None:
+    def _record(self, batch: Any, forward: TargetForward) -> None:
         mode = batch.forward_mode
         if mode.is_target_verify():
-            self._verify = begin_verify(forward, self.k)
+            self._held = hold_verify(forward, self.k)
         elif mode.is_extend():
             self.recorder.submit(*copy_prefill(batch, forward, self.columns, self.k))
         elif mode.is_decode():
@@ -68,12 +68,12 @@ class LiveRecording:
 
     def record_verify(self, result: Any, batch: Any) -> None:
         """Copy the accepted rows of the verify whose forward was held."""
-        verify, self._verify = self._verify, None
-        if verify is None:
+        held, self._held = self._held, None
+        if held is None:
             return
         with self._guarded():
             if not batch.forward_mode.is_idle():
-                self.recorder.submit(*copy_verify(verify, result, batch, self.columns))
+                self.recorder.submit(*copy_verify(held, result, batch, self.columns))
 
     def record_feed(self, batch: Any) -> None:
         """Copy a few rows of what the draft is fed in a prefill. Raises CaptureError, and what is UNFORESEEN."""

@@ -378,9 +378,9 @@ def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: F
     server.answer = hang_at_third  # type: ignore[method-assign]
     script = (
         "import sys; from pathlib import Path\n"
-        "from replay.capture.client import batch, capture\n"
+        "from replay.capture.client import capture, shard\n"
         "from replay.capture.options import ServerOptions\n"
-        "batch.BATCH_REQUESTS = 1\n"
+        "shard.SHARD_REQUESTS = 1\n"
         "url, prompts, out = sys.argv[1:]\n"
         "options = ServerOptions(url, Path(prompts), Path(out), max_new_tokens=9, concurrency=1)\n"
         "capture.capture_server(options, lambda _: None)"

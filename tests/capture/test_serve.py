@@ -6,14 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-import psutil
 import pytest
 from rig.server import free_port
+from support.processes import living
 
 import replay
 from replay.capture.manifest import read_manifests
@@ -177,14 +176,6 @@ def run_fake(
     )  # fmt: skip
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has asked for its exit code has."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 # It prints its own process id and that of a child of its own, and ends by itself after a minute.
 WITH_A_CHILD = """
 import os, signal, subprocess, sys, time
@@ -202,13 +193,10 @@ def test_no_process_of_the_server_outlives_its_launcher(tmp_path: Path) -> None:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         with pytest.raises(OutputError, match="another server records"):
             open_folder(prepare(options(tmp_path), {}))
-        assert len(pids) == 2 and not any(map(is_gone, pids))
+        assert len(pids) == 2 and living(pids, within=0) == pids
         process.kill()
         assert process.stdout.read() == ""  # once nobody holds it any more
-    deadline = time.monotonic() + 10
-    while not all(map(is_gone, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert all(map(is_gone, pids))
+    assert living(pids) == []
     os.close(open_folder(prepare(options(tmp_path), {})))
 
 
@@ -267,15 +255,13 @@ server.serve_forever()
 
 @pytest.mark.parametrize("json_wanted", [False, True])
 def test_server_whose_plugin_never_ran_is_stopped(tmp_path: Path, json_wanted: bool) -> None:
-    arguments = (*DRAFT, "--port", str(free_port()), "--api-key", "s3cret")
-    body = UNRECORDED.replace("SAID", "{}")
-    process = run_fake(tmp_path, body, json_wanted=json_wanted, arguments=arguments)
+    body, port = UNRECORDED.replace("SAID", "{}"), free_port()
+    process = run_fake(tmp_path, body, json_wanted=json_wanted, arguments=(*DRAFT, "--port", str(port)))
     out, error = process.communicate(timeout=60)
     assert process.returncode == 1 and "{" not in out
-    assert (
-        f"replay: the server answered at http://127.0.0.1:{arguments[-3]}, but the recording plugin never ran" in error
-    )
-    assert is_gone(int((out + error).split("\n")[json_wanted]))
+    assert f"replay: the server answered at http://127.0.0.1:{port}, but the recording plugin never ran in it" in error
+    pid = re.search(r"^\d+$", out + error, re.MULTILINE)
+    assert pid is not None and living([int(pid[0])]) == []
 
 
 def test_server_that_cannot_write_its_manifest_serves_on(tmp_path: Path) -> None:

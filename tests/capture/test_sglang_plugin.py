@@ -1,6 +1,7 @@
 """Recording a real SGLang server on the CPU rig: drafting a chain, drafting trees, and alone with sampling."""
 
 import json
+import sys
 import threading
 import time
 import urllib.request
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import psutil
 import pytest
 from rig.inprocess import sglang_module
 from rig.server import Generated, Server, end_group, start_server
+from support.processes import living
 
 from replay.capture.client.capture import capture_server
 from replay.capture.events import CaptureResult, Event, Noted
@@ -21,11 +24,10 @@ from replay.capture.manifest import read_manifests
 from replay.capture.options import ServerOptions
 from replay.capture.plugin import hooks
 from replay.capture.plugin.columns import Columns
-from replay.capture.plugin.launch import ServeOptions, prepare
 from replay.capture.plugin.live import UNFORESEEN, LiveRecording
 from replay.capture.plugin.plugin import Plugin
 from replay.capture.plugin.recorder import RowRecorder
-from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import Recording
 from replay.capture.plugin.reporter import Reporter
 from replay.capture.spool import SPOOL, launch_folder, row_file_names
 from replay.capture.target_files import fingerprint_target
@@ -57,7 +59,9 @@ class Captured:
     events: list[Event]
     leftover: list[str]  # files in the spool once the client had gone
     log: str  # of the server
-    safe: dict[str, bytes]  # shards that were whole when an earlier server was killed
+    safe: dict[str, bytes]  # shards that were whole when the `replay serve` of an earlier server was killed
+    killed: list[int]  # the processes that this earlier server had,
+    outlived: list[int]  # and those that were left of it soon after
 
 
 @pytest.fixture(scope="module")
@@ -105,34 +109,40 @@ def aborting(server: Server, spool: Path) -> Iterator[None]:
 
 @contextmanager
 def serving(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> Iterator[Server]:
-    """A server as ``replay serve`` would start it, recording into ``folder``/trace."""
-    drafting = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft_dir)]
-    arguments = ["--model-path", str(target_dir), *(drafting if kind in KINDS else [])]
-    made = prepare(ServeOptions(folder / "trace", arguments, taps="embed,3,16,28"), {})
+    """A server that ``replay serve`` started, as its user would, recording into ``folder``/trace.
+
+    In a folder that holds another ``replay``, as a checkout of this project does; the head's path is relative to it.
+    """
+    (folder / "replay").mkdir(exist_ok=True)
+    (folder / "replay" / "__init__.py").write_text("raise ImportError('this is not the installed package')")
+    if not (folder / "draft").exists():
+        (folder / "draft").symlink_to(draft_dir)
     topk, steps, rows = KINDS.get(kind, (1, 1, 2))
-    extra = [*made.command[3 + len(arguments) :], "--chunked-prefill-size", str(CHUNK)]
+    extra = ["--chunked-prefill-size", str(CHUNK)]
     if kind == "tree":
         extra += ["--max-total-tokens", str(CROWDED)]
+    replay_command = str(Path(sys.executable).with_name("replay"))
     with start_server(
-        target_dir, draft_dir if kind in KINDS else None, log=folder / "server.log", steps=steps, topk=topk,
-        num_draft_tokens=rows, extra_args=extra, env={RECORD_VARIABLE: made.environment[RECORD_VARIABLE]},
+        target_dir, Path("draft") if kind in KINDS else None, log=folder / "server.log", steps=steps, topk=topk,
+        num_draft_tokens=rows, extra_args=extra, cwd=folder,
+        launcher=(replay_command, "serve", "--trace", "trace", "--taps", "embed,3,16,28", "--"),
     ) as server:  # fmt: skip
         yield server
 
 
 def capture_until_killed(server: Server, prompts: Path, out: Path) -> dict[str, bytes]:
-    """Kill the server, all its processes, once some request is safe; the files that were whole then, by name."""
+    """Kill ``replay serve`` (kill -9) once some request is safe; the files that were whole then, by name."""
 
     def kill() -> None:
         deadline = time.monotonic() + 120
         while not (out / "shard-00000.safetensors").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        end_group(server.process)
+        end_group(server.process)  # a group of its own: the server is in another
 
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replay.capture.client.batch.BATCH_REQUESTS", 1)
+        patch.setattr("replay.capture.client.shard.SHARD_REQUESTS", 1)
         with pytest.raises(CaptureError, match="--resume"):
             capture_server(options(server, prompts, out, concurrency=1, retries=1), lambda _: None)
     thread.join()
@@ -150,9 +160,13 @@ def captured(
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
             trace, asked, safe = folder / "trace", prompts, {}
+            killed: list[int] = []
+            outlived: list[int] = []
             if kind == "chain":
                 with serving(kind, target_dir, draft_dir, folder) as server:
+                    killed = [one.pid for one in psutil.Process(server.process.pid).children(recursive=True)]
                     safe = capture_until_killed(server, prompts, trace)
+                    outlived = living(killed)
             if kind == "tree":
                 asked = folder / "prompts.jsonl"
                 asked.write_text(f"{prompts.read_text()}\n{json.dumps(TOO_LONG)}")
@@ -169,7 +183,7 @@ def captured(
                 launch = max((trace / SPOOL).iterdir(), key=lambda path: path.stat().st_mtime)
                 left = row_file_names(launch)
             log = (folder / "server.log").read_text(errors="replace")
-            made[kind] = Captured(Trace.open(trace), result, events, left, log, safe)
+            made[kind] = Captured(Trace.open(trace), result, events, left, log, safe, killed, outlived)
         return made[kind]
 
     return of
@@ -246,6 +260,13 @@ def test_a_server_that_was_killed_is_gone_on_with(captured: Callable[[str], Capt
     assert 0 < one.result.recorded < len(TEXTS)
     assert one.safe and one.safe == {name: (one.trace.path / name).read_bytes() for name in one.safe}
     assert sorted(record.request_id for record in one.trace.records) == [f"q{i}" for i in range(len(TEXTS))]
+
+
+def test_no_process_is_left_of_a_server_whose_launcher_was_killed(captured: Callable[[str], Captured]) -> None:
+    """kill -9 of ``replay serve``; it was started in a folder that holds another ``replay``, and recorded there."""
+    one = captured("chain")
+    assert len(one.killed) >= 4  # HTTP and tokenizer, scheduler, detokenizer, and what keeps them
+    assert one.outlived == []
 
 
 def test_a_crowded_server(captured: Callable[[str], Captured]) -> None:

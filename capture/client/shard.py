@@ -1,4 +1,4 @@
-"""Finished requests on their way to the trace: written together, so that shards are not too small."""
+"""Finished requests on their way to the trace: several are written together, so that shards are not too small."""
 
 import time
 from typing import TYPE_CHECKING
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     from replay.traces.writer import TraceWriter
 
-BATCH_REQUESTS = 16  # finished requests are written when they are so many,
-_BATCH_BYTES = 1 << 28  # or so large,
-_BATCH_SECONDS = 5.0  # or when the first of them is so old
+SHARD_REQUESTS = 16  # finished requests are written when they are so many,
+_SHARD_BYTES = 1 << 28  # or so large,
+_SHARD_SECONDS = 5.0  # or when the first of them is so old
 
 
-class Batch:
+class NextShard:
     """Requests with their rows, and the rounds in which a server made them; ``rids`` are their ids in the spool."""
 
     def __init__(self, options: ServerOptions) -> None:
@@ -36,9 +36,9 @@ class Batch:
     def is_full(self) -> bool:
         """Whether it is to be written now."""
         return bool(self) and (
-            len(self) >= BATCH_REQUESTS
-            or self._bytes >= _BATCH_BYTES
-            or time.monotonic() - self._since >= _BATCH_SECONDS
+            len(self) >= SHARD_REQUESTS
+            or self._bytes >= _SHARD_BYTES
+            or time.monotonic() - self._since >= _SHARD_SECONDS
         )
 
     def add(self, one: Answered, joined: JoinedRequest) -> None:
