@@ -31,7 +31,7 @@ _LEAST = ("--ap", "--ad", "--ssl-keyfile-p")  # shorter ones it refuses, being a
 def target_info(
     config: Any, architecture: str, model_path: str, hidden_size: int, vocab_size: int, dtype: str
 ) -> dict[str, Any]:
-    """The fields of traces.schema.TargetInfo, from the target's (text) config."""
+    """The fields of traces.header.TargetInfo, from the target's (text) config."""
     context = getattr(config, "max_position_embeddings", None)
     return {
         "name": Path(model_path).name if Path(model_path).is_dir() else model_path,

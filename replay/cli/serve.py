@@ -32,12 +32,12 @@ def serve(
     """
     from dataclasses import asdict
 
-    from replay.capture.plugin.launch import Ready, ServeOptions
-    from replay.capture.plugin.launch import serve as run
+    from replay.capture.plugin.launch import ServeOptions
+    from replay.capture.plugin.server import Ready, run_server
 
     def on_ready(ready: Ready) -> None:
         print_json(asdict(ready))
         sys.stdout.flush()
 
     options = ServeOptions(trace, arguments, taps, wiring, topk)
-    sys.exit(run(options, lambda note: say(f"replay: {note}"), on_ready if as_json else None))
+    sys.exit(run_server(options, lambda note: say(f"replay: {note}"), on_ready if as_json else None))
