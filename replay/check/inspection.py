@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.checkpoint.config import ARCHITECTURES
+from replay.checkpoint.config_file import CONFIG, read_config
 from replay.errors import CheckpointError, UsageError
 from replay.traces.weights import INDEX, SINGLE
 
@@ -101,8 +102,6 @@ def _other_architecture(path: Path) -> str | None:
     A head says Eagle in its architecture, states a field that only heads have, or has an ``fc``; some call themselves
     LlamaForCausalLM, as a target does. A pytorch_model.bin is not opened: that would take loading all of it.
     """
-    from replay.check.facts import read_config
-
     try:
         document = read_config(path)
         names = document.get("architectures")

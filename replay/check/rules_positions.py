@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from replay.check.facts import Facts, Settings
+from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
+from replay.checkpoint.config_file import Settings
 
 _PARAMS, _GEOMETRY, _WINDOW, _LENGTH = (
     "position.rope-params", "position.rope-geometry", "attn.window", "position.max-len"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from replay.check.facts import Draft, Facts
 from replay.check.finding import ERROR, WARNING, Finding
+from replay.traces.fields import some
 
 _MISSING, _LAYOUT, _OVERWRITTEN = "weights.missing", "weights.layout", "weights.overwritten"
 # Judged by rules of their own, or harmless.
@@ -284,8 +285,3 @@ def embedding(facts: Facts) -> Iterator[Finding]:
                       "the target's", draft.weights.file, "embed_tokens.weight", "other rows than the target's",
                       "the target's rows", "serve the head with vLLM, or train it on the target's "
                                            "embedding")  # fmt: skip
-
-
-def some(names: "list[str] | tuple[str, ...]") -> str:
-    """The first three, and how many more."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

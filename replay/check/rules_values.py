@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, Finding
-from replay.check.rules_tensors import some
+from replay.traces.fields import some
 
 _MISSING = "weights.missing"
 
