@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.errors import ReplayError, TraceCorruptError
+from replay.errors import TraceCorruptError
 from replay.traces.files import read_small
 
-Refusal = Callable[[str], ReplayError]
+Refusal = Callable[[str], Exception]
 
 MOST_DEPTH = 64  # objects and lists inside each other: more than any file of ours or of a checkpoint has
 _SHOWN = 60  # characters of a foreign value in a message
@@ -42,7 +42,7 @@ class Fields:
             raise self._refusal(f"{self.where} lacks the field {name}")
         return self.values[name]
 
-    def refuse(self, name: str, must: str) -> ReplayError:
+    def refuse(self, name: str, must: str) -> Exception:
         return self._refusal(f"{self.where}: {show_name(name)} is {show(self.values.get(name))}, must be {must}")
 
     def object(self, name: str) -> "Fields":

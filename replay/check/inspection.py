@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.checkpoint.config import ARCHITECTURES
-from replay.checkpoint.config_file import CONFIG, read_config
+from replay.checkpoint.config_file import read_config
 from replay.errors import CheckpointError, UsageError
 from replay.traces.weights import INDEX, SINGLE
 

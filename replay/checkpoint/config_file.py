@@ -1,4 +1,4 @@
-"""A checkpoint's JSON: read strictly, then typed field by field. Every refusal is a CheckpointError that says what to do.
+"""A checkpoint's JSON: read strictly, then typed field by field. Each refusal is a CheckpointError with an advice.
 
 A config leaves out what its program has a default for, and writes null for the same; here both are None.
 """

@@ -3,7 +3,6 @@
 import pickle
 import re
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 

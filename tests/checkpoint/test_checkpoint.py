@@ -336,7 +336,9 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     write_tiny(tmp_path, {})
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json .*[;,] (or )?copy or export the checkpoint again"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors.index.json .*[;,] (or )?copy or export the checkpoint again"
+    ):
         read_checkpoint(tmp_path)
 
 
@@ -430,7 +432,9 @@ def test_a_folder_without_weights_or_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no weights: looked for model.safetensors, model.safetensors.ind"):
         read_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"config.json is not a folder; give the folder that holds a checkpoint's"):
+    with pytest.raises(
+        CheckpointError, match=r"config.json is not a folder; give the folder that holds a checkpoint's"
+    ):
         read_checkpoint(tmp_path / "config.json")
 
 

@@ -124,7 +124,11 @@ def _rewrite(rounds: Rounds, path: Path, *, head: Break = lambda _: None, table:
         (lambda head: head["variants"][0].update(steps="3"), TraceCorruptError, "variants[0]: steps is '3'"),
         (lambda head: head["variants"][0].update(steps=True), TraceCorruptError, "variants[0]: steps is True"),
         (lambda head: head["variants"][0].update(wiring=[3]), TraceCorruptError, "variants[0]: wiring is [3]"),
-        (lambda head: head["requests"][0].update(observed_histogram=[1.5]), TraceCorruptError, "requests[0]: observed_histogram is [1.5]"),
+        (
+            lambda head: head["requests"][0].update(observed_histogram=[1.5]),
+            TraceCorruptError,
+            "requests[0]: observed_histogram is [1.5]",
+        ),
         (lambda head: head["requests"].append("r9"), TraceCorruptError, "requests[2] holds 'r9'"),
         (lambda head: head["variants"][1].update(name="near"), TraceCorruptError, "variant 'near' 2 times"),
         (lambda head: head["requests"][1].update(request_id="r0"), TraceCorruptError, "request 'r0' 2 times"),
