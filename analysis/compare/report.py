@@ -19,12 +19,12 @@ FEW_COMMON = 0.25
 _WORDS = {
     "better": "accepts more than",
     "worse": "accepts less than",
-    "same": "accepts the same as",
+    "equal": "accepts the same as",
     "cannot tell": "cannot be told from",
 }
 _RULE = (
     "difference: accept length of B minus that of A over the same requests; better or worse where its 95 % interval "
-    "excludes 0, same where no resample tells the two apart, within 1 % where the whole interval lies so near 0"
+    "excludes 0, equal where no resample tells the two apart, within 1 % where the whole interval lies so near 0"
 )
 _HOLM = ", with Holm's adjustment of the p values for {count} comparisons"
 
@@ -98,7 +98,7 @@ def _sides(pair: Pair) -> tuple[str, str]:
 
 
 def _near(pair: Pair) -> str:
-    return " and lies within 1 %" if pair.within_1_percent and pair.verdict != "same" else ""
+    return " and lies within 1 %" if pair.within_1_percent and pair.verdict != "equal" else ""
 
 
 def _signed(number: float) -> str:

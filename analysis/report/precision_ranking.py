@@ -1,9 +1,7 @@
 """Tensors ranked by the accept length that quantising each of them alone costs."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -30,18 +28,6 @@ class RankedTensor:
     lost: float
     lost_ci95: tuple[float, float]
     verdict: str
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values, null in place of nan."""
-        low, high = self.lost_ci95
-        return {
-            "tensor": self.tensor,
-            "precision": self.precision,
-            "accept_length": _number(self.accept_length),
-            "lost": _number(self.lost),
-            "lost_ci95": None if math.isnan(low) else [low, high],
-            "verdict": self.verdict,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +99,3 @@ def render_ranking(ranking: Ranking) -> RenderableType:
 
 def _column(heading: str, cells: Sequence[str], justify: str = "right") -> Column:
     return Column(heading, tuple(map(Text, cells)), "left" if justify == "left" else "right")
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

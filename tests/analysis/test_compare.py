@@ -16,6 +16,7 @@ from support.rounds_maker import make_rounds, make_variant
 from replay.analysis.compare.compare import Comparison, Pair, compare, holm
 from replay.analysis.compare.pairing import PairedRounds, join
 from replay.analysis.compare.report import answer, doubts, render_comparison
+from replay.analysis.json_document import document
 from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
 from replay.traces.rounds import Rounds, table_schema, write_rounds
@@ -143,7 +144,7 @@ def test_swapping_the_two_flips_every_sign() -> None:
 def test_a_file_against_itself_is_the_same() -> None:
     rounds = one("a", _walks(random.Random(1), 4, 0.5))
     pair = paired(rounds, rounds)
-    assert (pair.verdict, pair.ci95, pair.p_value, pair.within_1_percent) == ("same", (0.0, 0.0), 1.0, True)
+    assert (pair.verdict, pair.ci95, pair.p_value, pair.within_1_percent) == ("equal", (0.0, 0.0), 1.0, True)
     assert pair.anchors.share_a == pair.anchors.share_b == 1.0 and pair.anchors.equal == pair.a.rounds
     assert pair.anchors.drafts is not None and pair.anchors.drafts.tokens_different == 0
     assert pair.most_different == ()
@@ -223,7 +224,7 @@ def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
         for item, path in zip(rounds, paths, strict=True):
             write_rounds(item, path, force=True)
         done = CliRunner().invoke(cli, ["compare", *map(str, paths), "--json"])
-        assert done.exit_code == 0 and json.loads(done.stdout) == compare(join(*rounds)).to_json()
+        assert done.exit_code == 0 and json.loads(done.stdout) == document(compare(join(*rounds)).to_json())
         assert CliRunner().invoke(cli, ["compare", *map(str, paths)]).exit_code == 0
     same = CliRunner().invoke(cli, ["compare", str(paths[0]), str(paths[0])])
     assert same.exit_code == 0 and same.stdout.startswith("B (a) accepts the same as A (a)")

@@ -677,7 +677,7 @@ def test_the_json_document(tmp_path: Path) -> None:
     code, out, _ = _run(*write_case(tmp_path, Case(ids(26, 14, 1))), "--json", "--server-args", EAGLE3 + CHAIN)
     document = json.loads(out)
     assert code == 1
-    assert list(document) == ["findings", "checked", "unchecked", "fed"]
+    assert list(document) == ["schema_version", "findings", "checked", "unchecked", "fed"]
     assert document["findings"] == [
         {
             "fault": "wiring.aux-layer-id",
