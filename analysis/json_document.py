@@ -5,7 +5,7 @@ a dataclass it is a field of the type ``tuple[float, float]``; elsewhere ``inter
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def json_value(value: object) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {_key(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, Sequence):
+    if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
     if is_dataclass(value):
         return {field.name: _field(getattr(value, field.name), field.type) for field in fields(value)}
