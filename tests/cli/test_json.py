@@ -112,7 +112,7 @@ def test_every_key_of_a_document_is_on_the_page_with_its_type(
 def test_every_key_on_the_page_is_in_some_document(command: str, printed: Mapping[str, list[Document]]) -> None:
     seen = {key for one in printed[command] for key, _ in walk(one)}
     asked = rows(command) | rows(EVERY)
-    assert ["".join(pattern) for pattern in asked if not any(fits(key, pattern) for key in seen)] == []
+    assert [".".join(pattern) for pattern in asked if not any(fits(key, pattern) for key in seen)] == []
 
 
 def test_the_page_has_a_section_for_every_command_and_no_other() -> None:
