@@ -102,7 +102,7 @@ class Comparison:
         return object_json(self)
 
 
-def compare(joined: PairedRounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:
+def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:
     """Every variant B of ``joined`` against its A (see ``join``), by paired bootstrap over requests."""
     counts = per_request(joined.rounds)
     against = counts.pop(joined.a.name)

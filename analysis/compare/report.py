@@ -30,7 +30,7 @@ _HOLM = ", with Holm's adjustment of the p values for {count} comparisons"
 
 
 def render_comparison(comparison: Comparison, joined: PairedRounds) -> RenderableType:
-    """The report of ``compare(joined)``, which adapts to the console's width; details where there is one pair."""
+    """The report of ``joined``, which adapts to the console's width; details where there is one pair."""
     parts: list[RenderableType] = [Text(answer(comparison), style="bold"), Text(), _pair_table(comparison, joined)]
     rule = _RULE + (_HOLM.format(count=len(comparison.pairs)) if len(comparison.pairs) > 1 else "")
     parts += [Text(), Text(rule, style="dim")]

@@ -180,7 +180,7 @@ def _say_tokens(feeding: Feeding) -> str:
     )
 
 
-def to_json(feeding: Feeding | None) -> JsonObject:
+def feeding_json(feeding: Feeding | None) -> JsonObject:
     """``slots`` and ``fed`` of ``replay diagnose --json``; empty and null where nothing was recorded."""
     if feeding is None:
         return {"slots": [], "fed": None}

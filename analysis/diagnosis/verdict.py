@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH, Evidence, lead
-from replay.analysis.diagnosis.feed import Feeding
-from replay.analysis.diagnosis.feed import to_json as fed
+from replay.analysis.diagnosis.feed import Feeding, feeding_json
 from replay.analysis.json_document import JsonObject, interval_json, object_json
-from replay.analysis.ladder.ladder import Ladder
-from replay.analysis.ladder.ladder import to_json as climbed
+from replay.analysis.ladder.ladder import Ladder, ladder_json
 from replay.traces.rounds import HEALTHY_NAME
 
 # Nats of posterior odds: what lies closer than this to the best is not told apart from it (odds of about 150 to 1).
@@ -309,10 +307,10 @@ def to_json(diagnosis: Diagnosis) -> JsonObject:
             "expected": diagnosis.expected,
             "fix": diagnosis.fix,
             "evidence": {"kind": evidence.kind, "rounds": evidence.rounds, "agreeing": evidence.agreeing},
-            **fed(diagnosis.feeding),
+            **feeding_json(diagnosis.feeding),
             "cannot_tell": diagnosis.undecided,
             "separate": diagnosis.separate,
-            **climbed(diagnosis.ladder),
+            **ladder_json(diagnosis.ladder),
             "hypotheses": [
                 {
                     "fault": item.kind,

@@ -264,7 +264,7 @@ def _notes(replays: Replays, levels: Levels, reported: Reported) -> list[str]:
     return notes
 
 
-def to_json(ladder: Ladder | None) -> JsonObject:
+def ladder_json(ladder: Ladder | None) -> JsonObject:
     """``ladder`` (the rungs), ``attribution`` and ``notes`` of ``replay diagnose --json``; empty without a ladder."""
     if ladder is None:
         return {"ladder": [], "attribution": None, "notes": []}

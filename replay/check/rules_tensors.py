@@ -231,8 +231,8 @@ def lm_head(facts: Facts) -> Iterator[Finding]:
     config, tensors, vocabulary = draft.config, draft.tensors, draft.config.count("vocab_size") or 0
     own, size = tensors.get("lm_head.weight"), config.count("draft_vocab_size")
 
-    def found(fault: str, what: str, place: str, seen: object, expected: object, fix: str) -> Finding:
-        return Finding(fault, ERROR, what, config.where, place, str(seen), str(expected), fix)
+    def found(fault: str, what: str, field: str, seen: object, expected: object, fix: str) -> Finding:
+        return Finding(fault, ERROR, what, config.where, field, str(seen), str(expected), fix)
 
     untie = 'write "tie_word_embeddings": false'
     if config.flag("tie_word_embeddings"):

@@ -10,7 +10,7 @@ _MISSING = "weights.missing"
 
 
 def sampled(facts: Facts) -> Iterator[Finding]:
-    """What two small places of each tensor show: NaN, and nothing but zeros."""
+    """What two small samples of each tensor show: NaN, and nothing but zeros."""
     weights = facts.draft.weights
     if weights.extents is not None:
         return  # the rule on whole weights says it better

@@ -56,7 +56,7 @@ def parse_server_arguments(text: str, engine: str | None = None) -> Server:
         words = shlex.split(text, comments=True)
     except ValueError as error:
         raise UsageError(f"--server-args cannot be split into words ({error}); close the quote") from error
-    first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    first = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
     environment = dict(word.rstrip(";").split("=", 1) for word in words[:first] if _VARIABLE.fullmatch(word))
     arguments = _options(words[first:])
     known = engine or ("vllm" if "speculative_config" in arguments or "vllm" in words[:first] else "sglang")

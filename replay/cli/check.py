@@ -42,9 +42,9 @@ def check(
 
     Reads configs and tensor headers only. Exit code 1 with findings of severity error, 0 with warnings and notes.
     """
+    from replay.check import run
     from replay.check.facts import count_emitted, read_facts, read_target_config
     from replay.check.report import render_outcome
-    from replay.check.run import check as run
     from replay.check.server import check_engine, live_server, parse_server_arguments
 
     if server is not None and server_args is not None:
@@ -62,7 +62,7 @@ def check(
 
         emitted = count_emitted(Trace.open(trace))
     facts = read_facts(draft, target, stated, engine=engine, wiring=known, emitted=emitted, weights=weights)
-    outcome = run(facts)
+    outcome = run.check(facts)
     if as_json:
         print_json(outcome.to_json())
     else:

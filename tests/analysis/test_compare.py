@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from support.rounds_maker import make_rounds, make_variant
 
-from replay.analysis.compare.compare import Comparison, Pair, compare, holm
+from replay.analysis.compare.compare import Comparison, Pair, compare_variants, holm
 from replay.analysis.compare.pairing import PairedRounds, join
 from replay.analysis.compare.report import answer, doubts, render_comparison
 from replay.analysis.json_document import document
@@ -51,7 +51,7 @@ B = {
 
 
 def paired(a: Rounds, b: Rounds, **options: Any) -> Pair:
-    [pair] = compare(join(a, b), **options).pairs
+    [pair] = compare_variants(join(a, b), **options).pairs
     return pair
 
 
@@ -165,7 +165,7 @@ def _several(differing: int) -> Comparison:
     mixed = [[1, 2, 0], [0, 1, 2], [2, 2, 0], [1, 1, 1], [0, 0, 1], [3, 0, 1]]
     for number in range(differing):
         played[make_variant(f"other {number}", kv=str(number))] = mixed
-    return compare(join(make_rounds(played, trace=TRACE)))
+    return compare_variants(join(make_rounds(played, trace=TRACE)))
 
 
 def test_many_comparisons_ask_for_more() -> None:
@@ -177,7 +177,7 @@ def test_many_comparisons_ask_for_more() -> None:
 
 
 def test_requests_of_one_file_only_are_left_out_and_named() -> None:
-    comparison = compare(join(one("a", A), one("b", {"r1": B["r1"], "r7": B["r2"]})))
+    comparison = compare_variants(join(one("a", A), one("b", {"r1": B["r1"], "r7": B["r2"]})))
     assert (comparison.requests, comparison.only_a, comparison.only_b) == (1, ("r2",), ("r7",))
     assert comparison.pairs[0].a.rounds == 3 and comparison.pairs[0].b.rounds == 2
     assert any("the first rounds only (r2)" in doubt for doubt in doubts(comparison))
@@ -224,7 +224,7 @@ def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
         for item, path in zip(rounds, paths, strict=True):
             write_rounds(item, path, force=True)
         done = CliRunner().invoke(cli, ["compare", *map(str, paths), "--json"])
-        assert done.exit_code == 0 and json.loads(done.stdout) == document(compare(join(*rounds)).to_json())
+        assert done.exit_code == 0 and json.loads(done.stdout) == document(compare_variants(join(*rounds)).to_json())
         assert CliRunner().invoke(cli, ["compare", *map(str, paths)]).exit_code == 0
     same = CliRunner().invoke(cli, ["compare", str(paths[0]), str(paths[0])])
     assert same.exit_code == 0 and same.stdout.startswith("B (a) accepts the same as A (a)")
@@ -233,7 +233,7 @@ def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
 def test_a_report_says_which_is_which() -> None:
     """The letters of the table are those of the provenance, and two files say which of them it was."""
     a, b = one("x", A), one("x", B)
-    [pair] = compare(joined := join(a, b)).pairs
+    [pair] = compare_variants(joined := join(a, b)).pairs
     assert (pair.a.variant, pair.b.variant) == ("x", "x")  # their own names, as in the files
     assert {name: joined.shown[name] for name in ("A", "B")} == {"A": "x", "B": "x"}
     text = shown(joined)
@@ -253,7 +253,7 @@ def test_one_name_for_two_variants_is_told_apart() -> None:
         make_variant("x", faults=("kv.rollback=stale", "position.offset=1")): [[1], [2]],
         make_variant("y", kv="slot"): [[1], [2]],
     }
-    [first, second] = compare(join(sound, make_rounds(played, trace=TRACE))).pairs
+    [first, second] = compare_variants(join(sound, make_rounds(played, trace=TRACE))).pairs
     assert first.a.variant == "x no fault" and first.b.variant == "x kv.rollback=stale+position.offset=1"
     assert second.b.variant == "y"
 
@@ -262,7 +262,7 @@ def shown(joined: PairedRounds) -> str:
     """The report at 80 columns, white space folded."""
     console = Console(width=80, color_system=None, _environ={})
     with console.capture() as capture:
-        console.print(render_comparison(compare(joined), joined))
+        console.print(render_comparison(compare_variants(joined), joined))
     return " ".join(capture.get().split())
 
 
@@ -272,7 +272,7 @@ def test_the_report_fits_the_terminal(width: int) -> None:
     joined = join(one("a", _walks(rng, 5, 0.6)), one("b", _walks(rng, 5, 0.5)))
     console = Console(width=width, color_system=None, record=True, quiet=False, file=None, _environ={})
     with console.capture() as capture:
-        console.print(render_comparison(compare(joined), joined))
+        console.print(render_comparison(compare_variants(joined), joined))
     text = capture.get()
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     for part in ("The same anchors", "By category", "Requests that differ most", "Doubts", "Provenance"):
