@@ -1,11 +1,8 @@
-"""`replay --help` answers at once: nothing heavy is imported before a command needs it."""
+"""`replay --help` answers at once, since nothing heavy is imported before a command needs it."""
 
 import json
-import os
-import resource
 import subprocess
 import sys
-from statistics import median
 
 import pytest
 
@@ -38,21 +35,6 @@ def test_help_imports_nothing_heavy(command: str | None) -> None:
     loaded = set(json.loads(done.stderr.splitlines()[-1]))
     assert {"replay.cli.app", "click"} <= loaded
     assert loaded.isdisjoint(HEAVY), sorted(loaded.intersection(HEAVY))
-
-
-def _cpu_seconds(*arguments: str) -> float:
-    """User and system time of one run: unlike the clock on the wall it does not grow when the machine is busy."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    _python(*arguments)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
-
-
-def test_help_costs_under_half_a_second_more_than_python() -> None:
-    console_script = os.path.join(os.path.dirname(sys.executable), "replay")
-    help_seconds = median(_cpu_seconds(console_script, "--help") for _ in range(5))
-    bare_seconds = median(_cpu_seconds("-c", "pass") for _ in range(5))
-    assert help_seconds - bare_seconds < 0.5
 
 
 def test_a_full_stdout_is_refused_in_a_sentence() -> None:
