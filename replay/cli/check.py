@@ -44,6 +44,7 @@ def check(
     """
     from replay.check import run
     from replay.check.facts import count_emitted, read_facts, read_target_config
+    from replay.check.inspection import refuse_target
     from replay.check.report import render_outcome
     from replay.check.server import check_engine, live_server, parse_server_arguments
 
@@ -52,6 +53,7 @@ def check(
     if server is not None and engine not in (None, "sglang"):
         raise click.UsageError("--server asks SGLang servers; give --server-args for another --engine")
     check_engine(engine)
+    refuse_target(draft)
     stated = None if server_args is None else parse_server_arguments(server_args, engine)
     if server is not None:
         stated = live_server(_server_info(server, api_key), server)

@@ -25,7 +25,8 @@ def compare(rounds_a: Path, rounds_b: Path | None, variant_a: str | None, varian
     from replay.traces.rounds import read_rounds
 
     second = None if rounds_b is None else read_rounds(rounds_b)
-    joined = join(read_rounds(rounds_a), second, variant_a=variant_a, variant_b=variant_b)
+    called = (str(rounds_a), str(rounds_b))
+    joined = join(read_rounds(rounds_a), second, variant_a=variant_a, variant_b=variant_b, called=called)
     comparison = compare_variants(joined)
     if as_json:
         print_json(comparison.to_json())

@@ -197,15 +197,21 @@ def _refusals() -> dict[str, tuple[type[ReplayError], str, Rounds, Rounds | None
     two = make_rounds({make_variant("x"): [[1], [2]], make_variant("y", kv="y"): [[1], [2]]}, trace=TRACE)
     big = replace(b, trace={**TRACE, "target": "big"})
     told = "emitted token 2 at position 12 of request 'r1' in the first and 7"
-    several = "there are 2 variants, the rounds hold 'x', 'y'; type one of them after --variant-a"
+    several = "the first rounds file has 2 variants, 'x', 'y'; type one of them after --variant-a"
     return {
         "target": (TraceError, "target is 'tiny' in the first and 'big'", a, big, {}),
         "prompt": (TraceError, "prompt tokens of request 'r1' is 10 in the first and 11", a, longer, {}),
         "tokens": (TraceError, told, a, one("b", other), {}),
         "requests": (UsageError, "no request is in both", a, one("b", {"r8": B["r1"]}), {}),
-        "alone": (UsageError, "hold one variant", a, None, {}),
+        "alone": (UsageError, "has one variant, two are needed", a, None, {}),
         "which": (UsageError, several, two, b, {}),
-        "unknown": (UsageError, "no variant 'c', the rounds hold 'b'.*--variant-b", a, b, {"variant_b": "c"}),
+        "unknown": (
+            UsageError,
+            "the second rounds file has no variant 'c', it has 'b'; type one of them after --variant-b",
+            a,
+            b,
+            {"variant_b": "c"},
+        ),
     }
 
 
@@ -214,6 +220,20 @@ def test_what_cannot_be_compared_is_refused(case: str) -> None:
     kind, said, first, second, names = _refusals()[case]
     with pytest.raises(kind, match=said):
         join(first, second, **names)
+
+
+def test_the_command_names_the_file_that_it_asks_about(tmp_path: Path) -> None:
+    several = make_rounds({make_variant("x"): [[1], [2]], make_variant("y", kv="y"): [[1], [2]]}, trace=TRACE)
+    write_rounds(several, tmp_path / "several.parquet")
+    write_rounds(one("b", B), tmp_path / "single.parquet")
+    several_path, single = (str(tmp_path / f"{name}.parquet") for name in ("several", "single"))
+    for typed, said in (
+        ((several_path, single), f"{several_path} has 2 variants, 'x', 'y'; type one of them after --variant-a"),
+        ((single, several_path, "--variant-b", "z"), f"{several_path} has no variant 'z', it has 'x', 'y'; type one"),
+        ((single,), f"{single} has one variant, two are needed to compare"),
+    ):
+        done = CliRunner().invoke(cli, ["compare", *typed])
+        assert done.exit_code == 1 and done.stderr.startswith(f"replay: {said}")
 
 
 def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
