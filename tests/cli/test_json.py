@@ -5,7 +5,7 @@ The page's tables are read: a key as ``pairs[].a.rounds``, its type, its meaning
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,13 @@ def page_of(command: str) -> dict[Key, set[str]]:
     return {**rows(EVERY), **(rows(SAME[command]) if command in SAME else {}), **rows(command)}
 
 
+Printed = Callable[[str], list[Document]]
+
+
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Document]]:
-    """Documents by command."""
-    return {command: documents(command, tmp_path_factory.mktemp(command)) for command in COMMANDS}
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """Documents of a command, made once."""
+    return cache(lambda command: documents(command, tmp_path_factory.mktemp(command)))
 
 
 def walk(value: object, at: Key = ()) -> Iterator[tuple[Key, Any]]:
@@ -97,11 +100,9 @@ def is_a(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_key_of_a_document_is_on_the_page_with_its_type(
-    command: str, printed: Mapping[str, list[Document]]
-) -> None:
+def test_every_key_of_a_document_is_on_the_page_with_its_type(command: str, printed: Printed) -> None:
     page = page_of(command)
-    for one in printed[command]:
+    for one in printed(command):
         for key, value in walk(one):
             kinds = [kind for pattern, types in page.items() if fits(key, pattern) for kind in types]
             assert kinds, f"{'.'.join(key)} is not on the page"
@@ -109,8 +110,8 @@ def test_every_key_of_a_document_is_on_the_page_with_its_type(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_key_on_the_page_is_in_some_document(command: str, printed: Mapping[str, list[Document]]) -> None:
-    seen = {key for one in printed[command] for key, _ in walk(one)}
+def test_every_key_on_the_page_is_in_some_document(command: str, printed: Printed) -> None:
+    seen = {key for one in printed(command) for key, _ in walk(one)}
     asked = rows(command) | rows(EVERY)
     assert [".".join(pattern) for pattern in asked if not any(fits(key, pattern) for key in seen)] == []
 
@@ -140,15 +141,15 @@ def test_null_is_explained_wherever_it_may_stand() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_document_begins_with_the_version_of_its_schema(command: str, printed: Mapping[str, list[Document]]) -> None:
-    for one in printed[command]:
+def test_a_document_begins_with_the_version_of_its_schema(command: str, printed: Printed) -> None:
+    for one in printed(command):
         assert next(iter(one.items())) == ("schema_version", SCHEMA_VERSION)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_document_has_one_vocabulary(command: str, printed: Mapping[str, list[Document]]) -> None:
+def test_a_document_has_one_vocabulary(command: str, printed: Printed) -> None:
     """An interval is null or two numbers in order; a verdict on two things is one of four words, or null."""
-    for one in printed[command]:
+    for one in printed(command):
         for key, value in walk(one):
             if key[-1].endswith("ci95") or key[-1] == "unknown":
                 assert value is None or (len(value) == 2 and value[0] <= value[1]), key
@@ -158,9 +159,9 @@ def test_a_document_has_one_vocabulary(command: str, printed: Mapping[str, list[
                 assert value in ("error", "warning", "note"), key
 
 
-def test_peers_of_rounds_without_a_denominator_are_printed(printed: Mapping[str, list[Document]]) -> None:
+def test_peers_of_rounds_without_a_denominator_are_printed(printed: Printed) -> None:
     """Once a traceback: a metric of nothing is nan."""
-    values = [value for one in printed["report"] for key, value in walk(one) if key[-1] == "values"]
+    values = [value for one in printed("report") for key, value in walk(one) if key[-1] == "values"]
     assert any(None in row for row in values) and any(None not in row for row in values)
 
 

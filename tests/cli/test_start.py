@@ -1,10 +1,15 @@
 """`replay --help` answers at once, since nothing heavy is imported before a command needs it."""
 
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 
+import click
 import pytest
+
+import replay.cli
 
 HEAVY = ("torch", "polars", "transformers", "numpy", "safetensors", "sglang")
 # Reads sys.modules when the process ends, after click has printed its help and left.
@@ -35,6 +40,17 @@ def test_help_imports_nothing_heavy(command: str | None) -> None:
     loaded = set(json.loads(done.stderr.splitlines()[-1]))
     assert {"replay.cli.app", "click"} <= loaded
     assert loaded.isdisjoint(HEAVY), sorted(loaded.intersection(HEAVY))
+
+
+def test_every_command_that_is_written_can_be_typed() -> None:
+    from replay.cli.app import cli
+
+    written = set()
+    for file in pkgutil.iter_modules(replay.cli.__path__):
+        module = importlib.import_module(f"replay.cli.{file.name}")
+        commands = [one for one in vars(module).values() if isinstance(one, click.Command) and one is not cli]
+        written |= {one for one in commands if getattr(one.callback, "__module__", "") == module.__name__}
+    assert written == set(cli.commands.values())
 
 
 def test_a_full_stdout_is_refused_in_a_sentence() -> None:
