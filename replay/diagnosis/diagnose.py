@@ -25,7 +25,7 @@ from replay.errors import TraceError, UsageError
 from replay.faults.remedies import remedy
 from replay.simulator.binding import bind, resolve
 from replay.simulator.simulation import ReplayProgress, simulate
-from replay.simulator.variant import Variant
+from replay.simulator.variant import ResolvedVariant, Variant
 from replay.traces.reader import Trace
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -126,7 +126,7 @@ class _Case:
         self,
         trace: Trace,
         checkpoint: Checkpoint,
-        served: Variant,
+        served: ResolvedVariant,
         trained: Wiring | None,
         observed: "Observed | None",
         tell: Tell,
@@ -134,7 +134,7 @@ class _Case:
         self._trace, self._checkpoint, self._served, self._tell = trace, checkpoint, served, tell
         self._trained = None if trained == served.wiring else trained
         self._observed = observed
-        self._variants: dict[str, Variant] = {}
+        self._variants: dict[str, ResolvedVariant] = {}
         self._histograms: dict[str, tuple[int, ...]] = {}
         self._rounds: pl.DataFrame | None = None
         self._feeding = read_feeding(trace)
@@ -171,7 +171,6 @@ class _Case:
             right = parse_wiring(named.value) if named.kind == "wiring.aux-layer-id" else right
         elif found.named is not None:
             served = self._variants[found.named]
-        assert right is not None
 
         def tell(progress: ReplayProgress) -> None:
             self._tell(Trying("the ladder", progress.done, progress.total))
@@ -302,7 +301,7 @@ class _Case:
         fed = self._feeds(hypothesis.variant)
         return contradiction(self._feeding, fed), borne_out(self._feeding, fed)
 
-    def _feeds(self, variant: Variant) -> Fed:
+    def _feeds(self, variant: ResolvedVariant) -> Fed:
         """What its draft is fed; faults of weights and runs aside, which are costly to apply and change none of it."""
         faults = tuple(fault for fault in variant.faults if fault.kind.startswith(_FEEDING))
         subject = bind(replace(variant, faults=faults), self._checkpoint, self._trace)
@@ -317,7 +316,6 @@ class _Case:
 
     def _as_fed(self, others: Sequence[Hypothesis]) -> list[Hypothesis]:
         """The wiring that was really fed, where nothing else that is tried stands for it."""
-        assert self._served.wiring is not None
         taps = self._feeding.wiring if self._feeding is not None and self._observed is None else None
         if taps is None or len(taps) != len(self._served.wiring.taps):
             return []
@@ -429,7 +427,6 @@ class _Case:
         """The remedy of a hypothesis; for one of ``wirings`` it is that wiring."""
         target = self._trace.header.target
         right = self._trained or self._served.wiring
-        assert right is not None
 
         def fix(kind: str, value: str) -> str:
             if kind == HEALTHY_NAME:

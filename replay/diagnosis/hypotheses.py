@@ -10,13 +10,12 @@ from itertools import combinations
 from math import log
 
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.engines.profiles import ENGINES
 from replay.engines.wiring import Wiring
 from replay.errors import ReplayError
 from replay.faults.change import Subject
 from replay.faults.table import FAULTS, Fault
 from replay.simulator.binding import bind
-from replay.simulator.variant import Variant
+from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import Trace
 from replay.traces.rounds import HEALTHY_NAME
 from replay.traces.taps import EMBED, sort_taps, tap_name
@@ -66,7 +65,7 @@ class Hypothesis:
 
     kind: str
     value: str
-    variant: Variant
+    variant: ResolvedVariant
     log_prior: float
 
     @property
@@ -77,7 +76,7 @@ class Hypothesis:
         return self.value if "+" in self.kind else f"{self.kind}={self.value}"
 
 
-def singles(served: Variant, checkpoint: Checkpoint, trace: Trace) -> list[Hypothesis]:
+def singles(served: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> list[Hypothesis]:
     """The healthy server, then every single fault that head and trace can show. ``served`` is resolved."""
     weight = sum(REPORTS.get(kind, 1) for kind in FAULTS)
     found = [Hypothesis(HEALTHY_NAME, "", served, log(_P_HEALTHY))]
@@ -115,13 +114,12 @@ def drafts_noise(hypothesis: Hypothesis, checkpoint: Checkpoint) -> bool:
     return hypothesis.kind == "weights.missing" and tensor is not None and tensor.ndim > 1
 
 
-def other_wirings(served: Variant, checkpoint: Checkpoint, trace: Trace) -> list[Hypothesis]:
+def other_wirings(served: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> list[Hypothesis]:
     """Other taps for the head, as layer-id hypotheses.
 
     Likeliest what the head's config states under any convention, then taps that were all pushed along by one more at
     the front or the back (embed,3,31 served as 3,31,59), then each slot from each recorded tap.
     """
-    assert served.wiring is not None
     fed, taps, config = served.wiring.taps, trace.taps, checkpoint.config
     stated = [tuple(map(tap_name, _shifted(config.layer_ids, by))) for by in (1, 0)] if config.layer_ids else []
     pushed = [(tap, *fed[:-1]) for tap in taps] + [(*fed[1:], tap) for tap in taps]
@@ -144,7 +142,9 @@ def _shifted(ids: Sequence[int], by: int) -> list[int]:
     return [max(0, index + by) for index in ids]
 
 
-def _fitting(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) -> Iterator[tuple[str, Variant]]:
+def _fitting(
+    kind: str, served: ResolvedVariant, checkpoint: Checkpoint, trace: Trace
+) -> Iterator[tuple[str, ResolvedVariant]]:
     healthy = _signature(bind(served, checkpoint, trace), served)
     for value in dict.fromkeys(_values(kind, served, checkpoint, trace)):
         variant = replace(served, faults=(*served.faults, Fault(kind, value)))
@@ -154,16 +154,16 @@ def _fitting(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) -
             yield value, variant
 
 
-def _signature(subject: Subject, served: Variant) -> tuple[object, ...]:
+def _signature(subject: Subject, served: ResolvedVariant) -> tuple[object, ...]:
     """What tells subjects of one head apart."""
     own = subject.own_embedding
-    if own == ENGINES[served.engine].own_embedding:
+    if own == served.engine.own_embedding:
         own = None
     tensors = id(subject.checkpoint.tensors)
     return subject.wiring, subject.behaviour, subject.config, own, subject.tree_kv, subject.precision, tensors
 
 
-def _plays(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> bool:
+def _plays(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> bool:
     """Whether head and trace can show the variant at all: the refusals of ``bind`` are what they cannot."""
     try:
         bind(variant, checkpoint, trace)
@@ -189,9 +189,8 @@ def _stated_windows(trace: Trace) -> tuple[int, ...]:
     return (int(stated) + 1,) if stated.isdigit() else ()
 
 
-def _values(kind: str, served: Variant, checkpoint: Checkpoint, trace: Trace) -> Iterator[str]:
+def _values(kind: str, served: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Iterator[str]:
     """Values of one kind that are worth a replay."""
-    assert served.wiring is not None
     config = checkpoint.config
     slots = range(len(served.wiring.taps))
     longest = max((record.tokens for record in trace.records), default=0)

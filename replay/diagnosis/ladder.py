@@ -5,17 +5,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
+from replay.engines.precision import Precision
+from replay.engines.profiles import NUMERICS
 from replay.errors import ReplayError
 from replay.faults.table import TREE_FAULT
+from replay.simulator.variant import CHAIN_KV, TREE_KVS
+from replay.verify.rules import Rule
 
 if TYPE_CHECKING:
     from replay.analysis.ladder.ladder import Factor, Ladder
     from replay.checkpoint.checkpoint import Checkpoint
     from replay.engines.wiring import Wiring
     from replay.simulator.simulation import ReplayProgress
-    from replay.simulator.variant import Variant
+    from replay.simulator.variant import ResolvedVariant, Variant
     from replay.traces.reader import Trace
 
+GREEDY = Rule()
 # Which fields of a variant each rung switches from what training assumed to what the server has.
 PRECISION, KV, WIRING, FAULT, CONFIGURATION = "precision", "KV", "wiring", "fault", "configuration"
 FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -32,7 +37,7 @@ COMMON = ("draft", "verify", "engine")
 def climb(
     trace: "Trace",
     checkpoint: "Checkpoint",
-    served: "Variant",
+    served: "Variant | ResolvedVariant",
     trained_wiring: "Wiring",
     *,
     trained_steps: int | None,
@@ -56,9 +61,10 @@ def climb(
     from replay.simulator.simulation import ReplayProgress, simulate
     from replay.simulator.teacher_forced import score_anchors
 
-    rule = served.verify
-    served = resolve(replace(served, verify="greedy"), checkpoint, trace)
-    ideal = resolve(ideal_variant(served, trained_wiring, trained_steps), checkpoint, trace)
+    served = resolve(served, checkpoint, trace)
+    rule = str(served.verify)
+    served = replace(served, verify=GREEDY)
+    ideal = ideal_variant(served, trained_wiring, trained_steps)
     factors = list_factors(ideal, served)
     playable, why_not = _playable(ideal, served, factors, trace, checkpoint)
     distinct = list(dict.fromkeys(playable.values()))
@@ -79,26 +85,37 @@ def climb(
     return build_ladder(anchors, replays, observed=observed, seed=seed, resamples=resamples)
 
 
-def ideal_variant(served: "Variant", trained_wiring: "Wiring", trained_steps: int | None) -> "Variant":
+def ideal_variant(served: "ResolvedVariant", trained_wiring: "Wiring", trained_steps: int | None) -> "ResolvedVariant":
     """What training assumed of a server: chains in fp32, refreshed draft KV, no fault."""
     steps = served.steps if trained_steps is None else trained_steps
     return replace(
-        served, wiring=trained_wiring, precision="fp32", numerics=None, kv=None, faults=(), steps=steps, topk=1
+        served,
+        wiring=trained_wiring,
+        precision=Precision("fp32"),
+        numerics=NUMERICS[served.engine.numerics],
+        kv=CHAIN_KV,
+        faults=(),
+        steps=steps,
+        topk=1,
+        num_draft_tokens=steps + 1,
     )
 
 
-def mix(ideal: "Variant", served: "Variant", chosen: frozenset[str]) -> "Variant":
+def mix(ideal: "ResolvedVariant", served: "ResolvedVariant", chosen: frozenset[str]) -> "ResolvedVariant":
     """``ideal`` with the fields of the ``chosen`` factors as they are served."""
     fields = {field: getattr(served, field) for factor in chosen for field in FIELDS[factor]}
     if fields.get("topk", ideal.topk) == 1:
         fields["faults"] = tuple(fault for fault in fields.get("faults", ideal.faults) if fault.kind != TREE_FAULT)
+    tree = fields.get("topk", ideal.topk) > 1
     if KV not in chosen:
         # Trees as training would have them: a node sees its own ancestors, whatever the engine's layout is.
-        fields["kv"] = "path" if fields.get("topk", ideal.topk) > 1 else ideal.kv
+        fields["kv"] = "path" if tree else ideal.kv
+    if not tree and fields["kv"] in TREE_KVS:
+        fields["kv"] = CHAIN_KV  # a chain has one column: both layouts are the same
     return replace(ideal, **fields)
 
 
-def list_factors(ideal: "Variant", served: "Variant") -> "tuple[Factor, ...]":
+def list_factors(ideal: "ResolvedVariant", served: "ResolvedVariant") -> "tuple[Factor, ...]":
     """The rungs between the ideal walk and the served one, in order; a fault only where there is one.
 
     A tree's KV layout comes after the configuration, as a chain has none.
@@ -116,14 +133,14 @@ def list_factors(ideal: "Variant", served: "Variant") -> "tuple[Factor, ...]":
     )
 
 
-def _differ(ideal: "Variant", served: "Variant", factor: str) -> bool:
+def _differ(ideal: "ResolvedVariant", served: "ResolvedVariant", factor: str) -> bool:
     return any(getattr(ideal, field) != getattr(served, field) for field in FIELDS[factor])
 
 
-def _say(factor: str, ideal: "Variant", served: "Variant", differs: bool) -> str:
+def _say(factor: str, ideal: "ResolvedVariant", served: "ResolvedVariant", differs: bool) -> str:
     """One sentence for a rung."""
     if factor == PRECISION:
-        said = f"{served.precision}, rounded in the order of {served.numerics}"
+        said = f"{served.precision}, rounded in the order of {served.numerics.name}"
         return f"The head runs in {said}, instead of fp32." if differs else "The head runs in fp32 on the server too."
     if factor == KV:
         if served.topk > 1:
@@ -142,7 +159,7 @@ def _say(factor: str, ideal: "Variant", served: "Variant", differs: bool) -> str
     return _say_configuration(ideal, served, differs)
 
 
-def _say_configuration(ideal: "Variant", served: "Variant", differs: bool) -> str:
+def _say_configuration(ideal: "ResolvedVariant", served: "ResolvedVariant", differs: bool) -> str:
     shape = f"{served.steps} step{'' if served.steps == 1 else 's'}"
     if served.topk > 1:
         shape += f" of topk {served.topk} with {served.num_draft_tokens} draft tokens"
@@ -152,8 +169,12 @@ def _say_configuration(ideal: "Variant", served: "Variant", differs: bool) -> st
 
 
 def _playable(
-    ideal: "Variant", served: "Variant", factors: "Sequence[Factor]", trace: "Trace", checkpoint: "Checkpoint"
-) -> "tuple[dict[frozenset[str], Variant], str]":
+    ideal: "ResolvedVariant",
+    served: "ResolvedVariant",
+    factors: "Sequence[Factor]",
+    trace: "Trace",
+    checkpoint: "Checkpoint",
+) -> "tuple[dict[frozenset[str], ResolvedVariant], str]":
     """The variant of every choice of factors, and why some cannot be played (empty: all can).
 
     Those along the ladder have to be. Raises what ``bind`` raises for them.
@@ -163,7 +184,7 @@ def _playable(
 
     names = [factor.name for factor in factors if factor.differs]
     ladder = {frozenset(names[:count]) for count in range(len(names) + 1)}
-    playable: dict[frozenset[str], Variant] = {}
+    playable: dict[frozenset[str], ResolvedVariant] = {}
     why_not = ""
     for chosen in subsets(names):
         variant = mix(ideal, served, chosen)

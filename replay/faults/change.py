@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import HeadConfig
 from replay.engines.behaviour import Behaviour
+from replay.engines.precision import Precision
 from replay.engines.wiring import Wiring
 from replay.errors import ReplayError, UsageError
 
@@ -29,7 +30,7 @@ class Subject:
     layers: int
     own_embedding: bool | None = None
     tree_kv: str | None = None
-    precision: str = "bf16"
+    precision: Precision = Precision("bf16")
     said: frozenset[str] = frozenset()
 
     @property

@@ -13,7 +13,7 @@ def draft_weights(value: str) -> Change:
     if value in PRECISIONS:
         raise refuse("precision.draft-weights", value, "schemes such as fp8, int8, w8a8, w4a16:g128 and nvfp4")
     parse_precision(value)
-    return lambda subject: replace(subject, precision=f"{subject.precision}+{value}")
+    return lambda subject: replace(subject, precision=parse_precision(f"{subject.precision}+{value}"))
 
 
 def draft_kv(value: str) -> Change:
@@ -22,7 +22,7 @@ def draft_kv(value: str) -> Change:
     parse_precision(f"kv={value}")
 
     def change(subject: Subject) -> Subject:
-        return replace(subject, precision=with_kv(subject.precision, value) or subject.precision)
+        return replace(subject, precision=parse_precision(str(with_kv(str(subject.precision), value))))
 
     return change
 
@@ -33,9 +33,8 @@ def dtype_cast(value: str) -> Change:
         raise refuse("precision.dtype-cast", value, ", ".join(PRECISIONS))
 
     def change(subject: Subject) -> Subject:
-        parsed = parse_precision(subject.precision)
-        if parsed.base == value:
+        if subject.precision.base == value:
             raise UsageError(f"the head runs in {value} already; type another dtype")
-        return replace(subject, precision=str(replace(parsed, base=value)))
+        return replace(subject, precision=replace(subject.precision, base=value))
 
     return change

@@ -8,14 +8,14 @@ import torch
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.behaviour import HEALTHY
 from replay.engines.precision import PLAIN, parse_precision
-from replay.engines.profiles import ENGINES, NUMERICS, PRECISIONS, precision_of_dtype
+from replay.engines.profiles import NUMERICS, PRECISIONS, EngineProfile, engine_profile, precision_of_dtype
 from replay.engines.wiring import Wiring, default_wiring, sglang_wiring
 from replay.errors import UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
 from replay.head.model import Head
 from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
-from replay.simulator.variant import Variant
+from replay.simulator.variant import ResolvedVariant, Variant, draft_tokens, kv_layout
 from replay.traces.reader import Trace
 from replay.traces.taps import FINAL
 from replay.verify.rules import parse_rule
@@ -25,43 +25,58 @@ from replay.verify.rules import parse_rule
 SERVED_PRODUCT_ROWS = 32
 
 
-def resolve(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Variant:
-    """The variant with wiring, precision and numerics filled in as its engine would. Raises WiringError, UsageError."""
-    target = trace.header.target
-    config = checkpoint.config
-    wiring = variant.wiring
-    if wiring is None and not config.use_aux_hidden_state:
-        wiring = Wiring((FINAL,))
-    elif wiring is None and ENGINES[variant.engine].reads_layer_ids:
-        wiring = sglang_wiring(config.layer_ids, model_type=target.model_type, layers=target.layers)
-    elif wiring is None:
-        wiring = default_wiring(target.layers)
-    return replace(
-        variant,
-        wiring=wiring,
-        precision=_with_dtype(variant.precision, target.dtype),
-        numerics=variant.numerics or ENGINES[variant.engine].numerics,
+def resolve(variant: Variant | ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> ResolvedVariant:
+    """The variant with all that it leaves open decided as its engine would; a resolved one stays as it is.
+
+    Raises WiringError or UsageError.
+    """
+    if isinstance(variant, ResolvedVariant):
+        return variant
+    engine = engine_profile(variant.engine)
+    precision = PLAIN if variant.precision is None else parse_precision(variant.precision)
+    return ResolvedVariant(
+        draft=variant.draft,
+        wiring=_wiring(variant.wiring, checkpoint, engine, trace),
+        steps=variant.steps,
+        topk=variant.topk,
+        num_draft_tokens=draft_tokens(variant.topk, variant.steps, variant.num_draft_tokens),
+        precision=precision if precision.base else replace(precision, base=target_precision(trace)),
+        numerics=NUMERICS[variant.numerics or engine.numerics],
+        kv=kv_layout(variant.topk, variant.kv, engine),
+        verify=parse_rule(variant.verify),
+        engine=engine,
+        faults=variant.faults,
     )
 
 
-def _with_dtype(text: str | None, target_dtype: str) -> str:
-    """The precision with the target's dtype where it names none. Raises UsageError."""
-    precision = parse_precision(text) if text else PLAIN
-    return str(precision if precision.base else replace(precision, base=precision_of_dtype(target_dtype)))
+def _wiring(wanted: Wiring | None, checkpoint: Checkpoint, engine: EngineProfile, trace: Trace) -> Wiring:
+    """``wanted``, else what the engine feeds a head that states what this one does. Raises WiringError."""
+    target, config = trace.header.target, checkpoint.config
+    if wanted is not None:
+        return wanted
+    if not config.use_aux_hidden_state:
+        return Wiring((FINAL,))
+    if engine.reads_layer_ids:
+        return sglang_wiring(config.layer_ids, model_type=target.model_type, layers=target.layers)
+    return default_wiring(target.layers)
 
 
-def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
+def target_precision(trace: Trace) -> str:
+    """The dtype that a server loads the head in where nobody says otherwise: the target's. Raises UsageError."""
+    return precision_of_dtype(trace.header.target.dtype)
+
+
+def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subject:
     """A resolved variant's head, taps and behaviour with its faults in them.
 
     Raises UsageError, WiringError or CheckpointError where these do not fit each other or the trace.
     """
-    assert variant.wiring is not None and variant.precision is not None
     layers = trace.header.target.layers
     healthy = Subject(variant.wiring, checkpoint, HEALTHY, layers, precision=variant.precision)
     subject = apply_faults(healthy, variant.all_faults)
     check_fit(subject.checkpoint, subject.wiring, trace)
     check_topk(subject.checkpoint, variant.topk)
-    check_precision(parse_precision(subject.precision), subject.config, variant.draft)
+    check_precision(subject.precision, subject.config, variant.draft)
     if variant.topk > 1 and subject.behaviour.chains_only:
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(f"fault {faults} is played on chains, topk {variant.topk} drafts trees; type --topk 1")
@@ -74,7 +89,7 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
             f"chunks of {subject.behaviour.chunk} embed what the target would say after them, and the trace holds no "
             f"tap final; capture one with --taps {','.join((*trace.taps, FINAL))}"
         )
-    if subject.behaviour.follows_walk and samples_drafts(parse_rule(variant.verify), trace):
+    if subject.behaviour.follows_walk and samples_drafts(variant.verify, trace):
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(
             f"fault {faults} follows the walk, and under rule {variant.verify} a text has many walks; type --verify "
@@ -85,7 +100,7 @@ def bind(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Subject:
 
 def build_head(
     checkpoint: Checkpoint,
-    variant: Variant,
+    variant: ResolvedVariant,
     trace: Trace,
     device: str = "cpu",
     subject: Subject | None = None,
@@ -100,22 +115,22 @@ def build_head(
     engine = trace.header.engine
     same_kernels = engine.name == "sglang" and engine.details.get("device") == "cpu" and device == "cpu"
     borrows = subject.config.lm_head == "target" or subject.behaviour.target_lm_head
-    assert variant.numerics is not None
-    precision = parse_precision(subject.precision)
-    assert precision.base is not None
+    dtype = PRECISIONS[subject.precision.base or target_precision(trace)]
     return Head(
         subject.checkpoint,
         target_embed_VE=trace.embed_weight(),
         target_lm_head_VE=trace.lm_head_weight() if borrows else None,
-        profile=ENGINES[variant.engine],
-        numerics=NUMERICS[variant.numerics],
-        dtype=getattr(torch, PRECISIONS[precision.base]),
+        profile=variant.engine,
+        numerics=variant.numerics,
+        dtype=getattr(torch, dtype),
         device=device,
-        product_rows=SERVED_PRODUCT_ROWS if served_products and same_kernels and variant.numerics == "sglang" else None,
+        product_rows=SERVED_PRODUCT_ROWS
+        if served_products and same_kernels and variant.numerics.name == "sglang"
+        else None,
         prefill_rows=_prefill_rows(engine.details),
         behaviour=subject.behaviour,
         own_embedding=subject.own_embedding,
-        precision=precision,
+        precision=subject.precision,
     )
 
 

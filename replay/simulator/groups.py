@@ -10,9 +10,9 @@ from replay.faults.change import Subject
 from replay.head.model import Head
 from replay.simulator.binding import bind, build_head
 from replay.simulator.fit import check_rule, samples_drafts
-from replay.simulator.variant import Variant
+from replay.simulator.variant import CHAIN_KV, ResolvedVariant
 from replay.traces.reader import Trace
-from replay.verify.rules import parse_rule
+from replay.verify.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Group:
 
 
 def group_variants(
-    variants: Sequence[Variant],
+    variants: Sequence[ResolvedVariant],
     checkpoints: Mapping[str, Checkpoint],
     trace: Trace,
     device: str,
@@ -45,20 +45,18 @@ def group_variants(
 
     Raises UsageError, WiringError or CheckpointError before any tensor of the trace is read.
     """
-    alike: dict[tuple[Variant, int, str | None, bool], list[int]] = {}
-    for place, variant in enumerate(variants):
-        rule = parse_rule(variant.verify)
-        check_rule(rule, trace)
-        sampled = samples_drafts(rule, trace)
-        alike.setdefault((_without_drafting(variant), variant.topk, variant.kv, sampled), []).append(place)
+    alike: dict[tuple[ResolvedVariant, int, str, bool], list[int]] = {}
+    for number, variant in enumerate(variants):
+        check_rule(variant.verify, trace)
+        sampled = samples_drafts(variant.verify, trace)
+        alike.setdefault((_without_drafting(variant), variant.topk, variant.kv, sampled), []).append(number)
     firsts = [variants[members[0]] for members in alike.values()]
     subjects = [bind(first, checkpoints[first.draft], trace) for first in firsts]
     heads: dict[Hashable, Head] = {}
     groups: list[Group] = []
     for (*_, sampled), members, first, subject in zip(alike, alike.values(), firsts, subjects, strict=True):
-        assert first.kv is not None
         sizes = tuple(_size(variants[member]) for member in members)
-        weights = (replace(_without_drafting(first), wiring=None, faults=(), kv=None), _weights_key(subject))
+        weights = _weights_key(first, subject)
         if weights not in heads:
             heads[weights] = build_head(
                 checkpoints[first.draft], first, trace, device, subject, served_products=served_products
@@ -67,13 +65,16 @@ def group_variants(
         stem = (weights, subject.config, subject.behaviour.of_first_pass(), subject.wiring)
         kv = subject.tree_kv or first.kv
         groups.append(Group(head, subject.wiring, first.topk, kv, sizes, tuple(members), stem, sampled))
-    places = {stem: place for place, stem in reversed(list(enumerate(group.stem for group in groups)))}
-    return sorted(groups, key=lambda group: places[group.stem])
+    stems = list(dict.fromkeys(group.stem for group in groups))
+    return sorted(groups, key=lambda group: stems.index(group.stem))
 
 
-def _weights_key(subject: Subject) -> Hashable:
+def _weights_key(variant: ResolvedVariant, subject: Subject) -> Hashable:
     """What tells apart heads whose weights cannot be the same tensors in memory."""
     return (
+        variant.draft,
+        variant.engine,
+        variant.numerics,
         id(subject.checkpoint.tensors),
         subject.behaviour.target_lm_head,
         subject.own_embedding,
@@ -81,12 +82,11 @@ def _weights_key(subject: Subject) -> Hashable:
     )
 
 
-def _without_drafting(variant: Variant) -> Variant:
+def _without_drafting(variant: ResolvedVariant) -> ResolvedVariant:
     """What the head itself depends on: the variant with its chain or tree, and their acceptance, taken away."""
-    kv = None if variant.topk > 1 else variant.kv
-    return replace(variant, steps=1, topk=1, kv=kv, verify="greedy")
+    kv = CHAIN_KV if variant.topk > 1 else variant.kv
+    return replace(variant, steps=1, topk=1, num_draft_tokens=2, kv=kv, verify=Rule())
 
 
-def _size(variant: Variant) -> TreeSize:
-    assert variant.num_draft_tokens is not None
+def _size(variant: ResolvedVariant) -> TreeSize:
     return TreeSize(variant.steps, variant.num_draft_tokens)

@@ -9,7 +9,7 @@ import numpy as np
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.wiring import engine_ids
 from replay.simulator.groups import Group
-from replay.simulator.variant import Variant
+from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import Trace
 from replay.traces.rounds import RequestInfo, VariantInfo
 from replay.verify.accept import Round
@@ -64,10 +64,8 @@ class RoundsTable:
         return pl.concat(frames) if frames else pl.DataFrame(schema=table_schema())
 
 
-def variant_info(name: str, variant: Variant, tally: Tally, trace: Trace) -> VariantInfo:
+def variant_info(name: str, variant: ResolvedVariant, tally: Tally, trace: Trace) -> VariantInfo:
     """A resolved variant with what was gathered under it."""
-    assert variant.wiring is not None and variant.precision is not None and variant.numerics is not None
-    assert variant.num_draft_tokens is not None and variant.kv is not None
     return VariantInfo(
         name=name,
         draft=variant.draft,
@@ -75,12 +73,12 @@ def variant_info(name: str, variant: Variant, tally: Tally, trace: Trace) -> Var
         steps=variant.steps,
         topk=variant.topk,
         num_draft_tokens=variant.num_draft_tokens,
-        precision=variant.precision,
-        numerics=variant.numerics,
+        precision=str(variant.precision),
+        numerics=variant.numerics.name,
         kv=variant.kv,
-        verify=variant.verify,
+        verify=str(variant.verify),
         temperature=trace.header.capture.temperature,
-        engine=variant.engine,
+        engine=variant.engine.name,
         faults=tuple(map(str, variant.faults)),
         seconds=round(tally.seconds, 3),
         anchors=tally.anchors,
@@ -123,10 +121,10 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
     }
 
 
-def describe_wirings(variants: Sequence[Variant], trace: Trace) -> dict[str, list[dict[str, Any]]]:
+def describe_wirings(variants: Sequence[ResolvedVariant], trace: Trace) -> dict[str, list[dict[str, Any]]]:
     """For each wiring, the layer ids to write so that each engine feeds it."""
     target = trace.header.target
-    wirings = dict.fromkeys(variant.wiring for variant in variants if variant.wiring is not None)
+    wirings = dict.fromkeys(variant.wiring for variant in variants)
     return {
         str(wiring): [
             {"engine": said.engine, "ids": None if said.ids is None else list(said.ids), "note": said.note}
@@ -137,7 +135,7 @@ def describe_wirings(variants: Sequence[Variant], trace: Trace) -> dict[str, lis
 
 
 def describe_head(
-    name: str, checkpoint: Checkpoint, variants: Sequence[Variant], groups: Sequence[Group]
+    name: str, checkpoint: Checkpoint, variants: Sequence[ResolvedVariant], groups: Sequence[Group]
 ) -> dict[str, Any]:
     """What a report says of a head, and the notes of all its variants."""
     config = checkpoint.config

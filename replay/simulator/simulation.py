@@ -23,12 +23,11 @@ from replay.simulator.results import (
     request_info,
     variant_info,
 )
-from replay.simulator.variant import Variant, name_variants
+from replay.simulator.variant import ResolvedVariant, Variant, name_variants
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
 from replay.traces.taps import FINAL
 from replay.verify.estimator import Estimator
-from replay.verify.rules import parse_rule
 
 if TYPE_CHECKING:
     import polars as pl
@@ -45,7 +44,7 @@ class ReplayProgress:
 def simulate(
     trace: Trace,
     checkpoints: Mapping[str, Checkpoint],
-    variants: Sequence[Variant],
+    variants: Sequence[Variant | ResolvedVariant],
     *,
     device: str = "cpu",
     follow: "pl.DataFrame | None" = None,
@@ -109,11 +108,10 @@ def simulate(
     )
 
 
-def _estimator(variant: Variant, checkpoint: Checkpoint, trace: Trace) -> Estimator | None:
-    rule = parse_rule(variant.verify)
-    if rule.name == "greedy":
+def _estimator(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Estimator | None:
+    if variant.verify.name == "greedy":
         return None
-    return Estimator(rule, trace, variant.steps, draft_vocab_size=checkpoint.config.draft_vocab_size)
+    return Estimator(variant.verify, trace, variant.steps, draft_vocab_size=checkpoint.config.draft_vocab_size)
 
 
 def _taps(groups: Sequence[Group]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from replay.errors import UsageError
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.inputs import draft_input, read_packs
 from replay.simulator.simulation import ReplayProgress
-from replay.simulator.variant import Variant
+from replay.simulator.variant import ResolvedVariant, Variant
 from replay.traces.reader import RequestRows, Trace
 from replay.verify.accept import continuations
 
@@ -47,7 +47,7 @@ class Lesson:
 def score_anchors(
     trace: Trace,
     checkpoint: Checkpoint,
-    variant: Variant,
+    variant: Variant | ResolvedVariant,
     *,
     device: str = "cpu",
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
@@ -63,7 +63,6 @@ def score_anchors(
     import polars as pl
 
     resolved = resolve(variant, checkpoint, trace)
-    assert resolved.wiring is not None
     head = build_head(checkpoint, resolved, trace, device, served_products=False)
     if variant.topk > 1 or head.behaviour.follows_walk:
         raise UsageError("training runs chains over committed rows; score anchors with topk 1 and without faults")

@@ -1,18 +1,18 @@
 """A variant: everything that determines a replay, and how a sweep spells its members."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
 from replay.drafting.tree_shape import count_candidates
-from replay.engines.precision import parse_precision
-from replay.engines.profiles import NUMERICS, EngineProfile, engine_profile
+from replay.engines.precision import Precision, parse_precision
+from replay.engines.profiles import NUMERICS, EngineProfile, Numerics, engine_profile
 from replay.engines.wiring import Wiring
 from replay.errors import UsageError
 from replay.faults.table import KV_POLICIES, Fault, parse_policy
 from replay.traces.rounds import HEALTHY_NAME
-from replay.verify.rules import MAX_STEPS, parse_rule
+from replay.verify.rules import MAX_STEPS, Rule, parse_rule
 
 MAX_TOPK = 64
 MAX_DRAFT_TOKENS = 4096
@@ -21,7 +21,7 @@ CHAIN_KV, TREE_KVS = "refresh", ("slot", "path")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What may differ between two replays of one trace.
+    """What may differ between two replays of one trace, as somebody asks for it.
 
     ``draft`` names one of the heads given to ``simulate``. ``wiring`` None means the one that the head states, read
     as ``engine`` reads it; ``precision`` (engines/precision.py) None the target's; ``numerics`` None the engine's.
@@ -58,27 +58,54 @@ class Variant:
         if not 1 <= self.topk <= MAX_TOPK:
             raise UsageError(f"topk {self.topk} was asked for, possible are 1 (a chain) to {MAX_TOPK}")
         if self.precision is not None:
-            object.__setattr__(self, "precision", str(parse_precision(self.precision)))
+            parse_precision(self.precision)
         _one_of("numerics", self.numerics, (None, *NUMERICS))
-        if self.kv not in (None, CHAIN_KV, *TREE_KVS):
-            if (policy := parse_policy(str(self.kv))) in self.faults:
+        if policy := policy_fault(self.kv):
+            if policy in self.faults:
                 raise UsageError(f"kv {self.kv} is the fault {policy}, which was given as well; type one of them")
         rule = parse_rule(self.verify)
         if rule.chains_only and self.topk > 1:
             raise UsageError(
                 f"rule {rule} was asked for with topk {self.topk}, it verifies chains; type --topk 1, or another rule"
             )
-        object.__setattr__(self, "verify", str(rule))
-        object.__setattr__(self, "num_draft_tokens", _tokens(self.topk, self.steps, self.num_draft_tokens))
-        object.__setattr__(self, "kv", _layout(self.topk, self.kv, profile))
+        draft_tokens(self.topk, self.steps, self.num_draft_tokens)
+        kv_layout(self.topk, self.kv, profile)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedVariant:
+    """A variant in which everything is decided for one head and one trace (binding.py ``resolve``).
+
+    Fields are called as in ``Variant`` and mean the same. ``precision`` names its dtype; ``kv`` is ``refresh`` or a
+    policy of a chain, ``slot`` or ``path`` of a tree.
+    """
+
+    draft: str
+    wiring: Wiring
+    steps: int
+    topk: int
+    num_draft_tokens: int
+    precision: Precision
+    numerics: Numerics
+    kv: str
+    verify: Rule
+    engine: EngineProfile
+    faults: tuple[Fault, ...]
 
     @property
     def all_faults(self) -> tuple[Fault, ...]:
         """The faults, with that of a draft KV policy behind them."""
-        return self.faults if self.kv in (None, CHAIN_KV, *TREE_KVS) else (*self.faults, parse_policy(str(self.kv)))
+        policy = policy_fault(self.kv)
+        return self.faults if policy is None else (*self.faults, policy)
 
 
-def _tokens(topk: int, steps: int, wanted: int | None) -> int:
+def policy_fault(kv: str | None) -> Fault | None:
+    """The fault that a draft KV policy is; None where ``kv`` is a layout, which is no fault. Raises UsageError."""
+    return None if kv in (None, CHAIN_KV, *TREE_KVS) else parse_policy(str(kv))
+
+
+def draft_tokens(topk: int, steps: int, wanted: int | None) -> int:
+    """Tokens verified a round: those of a chain follow from its steps, those of a tree are given. Raises UsageError."""
     if topk == 1:
         return steps + 1
     most = min(1 + count_candidates(topk, steps), MAX_DRAFT_TOKENS)
@@ -95,7 +122,8 @@ def _tokens(topk: int, steps: int, wanted: int | None) -> int:
     return wanted
 
 
-def _layout(topk: int, wanted: str | None, profile: EngineProfile) -> str:
+def kv_layout(topk: int, wanted: str | None, profile: EngineProfile) -> str:
+    """The draft KV of a chain or tree where ``wanted`` was typed. Raises UsageError for a policy in trees."""
     if topk == 1:
         return CHAIN_KV if wanted is None or wanted in TREE_KVS else wanted
     if wanted not in (None, CHAIN_KV, *TREE_KVS):
@@ -129,12 +157,27 @@ def sweep(**choices: list[object]) -> list[Variant]:
     combinations: Iterator[dict[str, Any]] = (
         dict(zip(names, values, strict=True)) for values in product(*(choices[name] for name in names))
     )
-    return list(dict.fromkeys(Variant(**values) for values in combinations))
+    distinct: dict[Hashable, Variant] = {}
+    for values in combinations:
+        variant = Variant(**values)
+        distinct.setdefault(_meaning(variant), variant)
+    return list(distinct.values())
 
 
-def name_variants(variants: list[Variant]) -> list[str]:
+def _meaning(variant: Variant) -> Hashable:
+    """Equal for two variants that differ in their spelling only."""
+    return replace(
+        variant,
+        num_draft_tokens=draft_tokens(variant.topk, variant.steps, variant.num_draft_tokens),
+        precision=None if variant.precision is None else str(parse_precision(variant.precision)),
+        kv=kv_layout(variant.topk, variant.kv, engine_profile(variant.engine)),
+        verify=str(parse_rule(variant.verify)),
+    )
+
+
+def name_variants(variants: Sequence[ResolvedVariant]) -> list[str]:
     """A short distinct name for each, made of the fields in which they differ."""
-    columns = [field.name for field in fields(Variant)]
+    columns = [field.name for field in fields(ResolvedVariant)]
     differing = [name for name in columns if len({getattr(variant, name) for variant in variants}) > 1]
     if not differing:
         differing = ["wiring"]
@@ -152,12 +195,14 @@ def name_variants(variants: list[Variant]) -> list[str]:
     return names
 
 
-def _follows(variant: Variant, name: str) -> bool:
+def _follows(variant: ResolvedVariant, name: str) -> bool:
     """Whether the field says nothing that topk 1 has not said."""
     return (variant.topk == 1 and name == "num_draft_tokens") or (name == "kv" and variant.kv == CHAIN_KV)
 
 
 def _spell(name: str, value: object) -> str:
+    if isinstance(value, EngineProfile | Numerics):
+        value = value.name
     if name in ("draft", "wiring", "precision", "numerics"):
         return str(value)
     if isinstance(value, tuple):

@@ -52,7 +52,6 @@ def main(trace: Path, draft: Path, requests: int | None, steps: int, runs: int) 
     opened = replay.Trace.open(trace)
     checkpoint = replay.load_head(draft)
     variant = resolve(replay.Variant(checkpoint.name, steps=steps), checkpoint, opened)
-    assert variant.wiring is not None
     head = build_head(checkpoint, variant, opened)
     count = min(requests or len(opened.requests), len(opened.requests))
     inputs = [draft_input(opened.read(index, variant.wiring.taps), variant.wiring) for index in range(count)]

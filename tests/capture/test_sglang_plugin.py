@@ -27,6 +27,7 @@ from replay.capture.spool import SPOOL, chunk_names, launch_folder, read_manifes
 from replay.capture.target_files import fingerprint_target
 from replay.diagnosis.feed import read_feeding
 from replay.errors import CaptureError, WiringError
+from replay.traces.check import check_trace
 from replay.traces.reader import Trace
 
 TEXTS = (
@@ -229,7 +230,7 @@ def test_another_version_is_refused_with_both() -> None:
 def test_trace_passes_its_check(captured: Callable[[str], Captured], kind: str) -> None:
     """Above all: lm_head(final), made anew, is the recorded argmax and (greedy) the token that the server emitted."""
     one = captured(kind)
-    assert [finding for finding in one.trace.check() if finding.severity == "error"] == []
+    assert [finding for finding in check_trace(one.trace) if finding.severity == "error"] == []
     assert len(one.trace) == len(TEXTS)
     assert set(one.trace.taps) == {"embed", "3", "16", "28", "final"} and one.trace.header.embed == "lookup"
     notes = [event.text for event in one.events if isinstance(event, Noted)]

@@ -15,7 +15,6 @@ from replay.drafting.first_pass import first_pass
 from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
 from replay.engines.behaviour import HEALTHY, Behaviour
-from replay.engines.precision import parse_precision
 from replay.engines.wiring import Wiring
 from replay.errors import ReplayError, UsageError
 from replay.faults.change import Subject, set_fields
@@ -130,10 +129,9 @@ def healthy_subject(options: dict[str, Any]) -> Subject:
 
 def bound(changed: Subject) -> Head:
     embed_VE, lm_head_VE = target_tables(changed.checkpoint)
-    precision = parse_precision(changed.precision)
     # In double precision no rounding can part the engines; of precision faults the rounding is the matter.
     plain = changed.precision == healthy_subject({}).precision
-    dtype = torch.float64 if plain else torch.float16 if precision.base == "fp16" else torch.float32
+    dtype = torch.float64 if plain else torch.float16 if changed.precision.base == "fp16" else torch.float32
     return Head(
         changed.checkpoint,
         target_embed_VE=embed_VE,
@@ -141,7 +139,7 @@ def bound(changed: Subject) -> Head:
         dtype=dtype,
         behaviour=changed.behaviour,
         own_embedding=changed.own_embedding,
-        precision=precision,
+        precision=changed.precision,
     )
 
 

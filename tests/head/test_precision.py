@@ -33,7 +33,7 @@ from replay.head.model import Head
 from replay.head.quantise import quantise, quantise_weight
 from replay.simulator.fit import check_precision
 from replay.simulator.precision_ranking import TOGETHER, one_by_one
-from replay.simulator.variant import Variant
+from replay.simulator.variant import Variant, sweep
 
 # ---- what may be typed ----
 
@@ -60,7 +60,7 @@ from replay.simulator.variant import Variant
 )
 def test_every_precision_has_one_spelling(typed: str, spelled: str) -> None:
     assert str(parse_precision(typed)) == spelled == str(parse_precision(spelled))
-    assert Variant("h", precision=typed) == Variant("h", precision=spelled)
+    assert len(sweep(draft=["h"], precision=[typed, spelled])) == 1
 
 
 @pytest.mark.parametrize(

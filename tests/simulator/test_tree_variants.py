@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,28 +63,38 @@ def test_the_largest_tree_holds_every_candidate(trace: Trace, checkpoint: Checkp
     assert set(table["drafted"].list.len()) == {12}
 
 
-def test_the_layout_is_the_engines_unless_it_is_said() -> None:
-    tree = {"topk": 2, "num_draft_tokens": 4}
-    assert [Variant("h", **tree, engine=engine).kv for engine in ("sglang", "eagle")] == ["slot", "path"]
-    assert Variant("h", **tree, kv="refresh").kv == "slot"
-    assert Variant("h", **tree, kv="path").kv == "path"
+def test_the_layout_is_the_engines_unless_it_is_said(trace: Trace, checkpoint: Checkpoint) -> None:
+    def layout(**options: Any) -> str:
+        return resolve(Variant("h", topk=2, num_draft_tokens=4, **options), checkpoint, trace).kv
+
+    assert [layout(engine=engine) for engine in ("sglang", "eagle")] == ["slot", "path"]
+    assert layout(kv="refresh") == "slot"
+    assert layout(kv="path") == "path"
 
 
-def test_a_chain_has_one_layout_and_one_number_of_tokens() -> None:
-    plain = Variant("h", steps=3)
+def test_a_chain_has_one_layout_and_one_number_of_tokens(trace: Trace, checkpoint: Checkpoint) -> None:
+    asked = Variant("h", steps=3)
+    plain = resolve(asked, checkpoint, trace)
     assert (plain.num_draft_tokens, plain.kv) == (4, "refresh")
-    assert Variant("h", steps=3, num_draft_tokens=16, kv="path") == plain
-    assert dataclasses.replace(plain, steps=5).num_draft_tokens == 6
+    assert resolve(Variant("h", steps=3, num_draft_tokens=16, kv="path"), checkpoint, trace) == plain
+    assert resolve(dataclasses.replace(asked, steps=5), checkpoint, trace).num_draft_tokens == 6
 
 
-def test_a_sweep_holds_each_variant_once_and_names_what_differs() -> None:
-    variants = sweep(draft=["h"], steps=[3], topk=[1, 4], num_draft_tokens=[8], kv=["slot", "path"])
-    assert name_variants(variants) == [
+def test_what_is_resolved_stays_as_it_is(trace: Trace, checkpoint: Checkpoint) -> None:
+    plain = resolve(Variant("h", steps=3), checkpoint, trace)
+    assert resolve(plain, checkpoint, trace) is plain
+
+
+def test_a_sweep_holds_each_variant_once_and_names_what_differs(trace: Trace, checkpoint: Checkpoint) -> None:
+    def names(**choices: list[Any]) -> list[str]:
+        return name_variants([resolve(one, checkpoint, trace) for one in sweep(draft=["h"], **choices)])
+
+    assert names(steps=[3], topk=[1, 4], num_draft_tokens=[8], kv=["slot", "path"]) == [
         "topk=1",
         "topk=4 num_draft_tokens=8 kv=slot",
         "topk=4 num_draft_tokens=8 kv=path",
     ]
-    assert name_variants(sweep(draft=["h"], steps=[1, 3])) == ["steps=1", "steps=3"]
+    assert names(steps=[1, 3]) == ["steps=1", "steps=3"]
 
 
 def test_more_columns_than_tokens_to_draft_are_refused(trace: Trace, checkpoint: Checkpoint) -> None:
@@ -111,7 +122,6 @@ def test_every_round_of_a_sweep_of_trees_and_chains_equals_the_twins(trace: Trac
     for variant, info in zip(variants, rounds.variants, strict=True):
         resolved = resolve(variant, checkpoint, trace)
         head = build_head(checkpoint, resolved, trace)
-        assert resolved.wiring is not None
         for index, request in enumerate(rounds.requests):
             item = draft_input(trace.read(index, resolved.wiring.taps), resolved.wiring)
             sized = (item.tokens_T, item.features_RKD, item.prompt_tokens)

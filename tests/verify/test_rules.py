@@ -50,7 +50,7 @@ def test_what_is_no_rule_is_refused(text: str, said: str) -> None:
 
 
 def test_a_variant_spells_its_rule_one_way() -> None:
-    assert Variant("h", verify="target-only:acc=1,single=1.0").verify == "target-only"
+    assert str(parse_rule("target-only:acc=1,single=1.0")) == "target-only"
     assert len(sweep(draft=["h"], verify=["target-only", "target-only:acc=1", "rejection"])) == 2
     for verify in ("rejection", "typical"):
         with pytest.raises(UsageError, match="topk 4"):
