@@ -23,6 +23,7 @@ from replay.capture.events import CaptureProgress, CaptureResult, Event, Finishe
 from replay.capture.options import ServerOptions
 from replay.capture.spool import RID_PREFIX
 from replay.errors import CaptureError, OutputError, TraceError
+from replay.traces.fields import parse_json
 
 RESPONSES = "responses.jsonl"
 
@@ -146,7 +147,8 @@ def _begin(path: Path, options: ServerOptions, requests: Sequence[EncodedRequest
     except OSError as error:
         raise OutputError(f"cannot write to {path}: {error.strerror}; choose another -o") from error
     try:
-        rows = {row["id"]: (row["input_ids"], row["asked"]) for row in map(json.loads, whole.splitlines())}
+        lines: list[Any] = [parse_json(line, "it", ValueError) for line in whole.splitlines()]
+        rows = {row["id"]: (row["input_ids"], row["asked"]) for row in lines}
     except (ValueError, KeyError, TypeError) as error:
         raise OutputError(f"{path} holds other lines than answers: type --force, or another -o") from error
     prompts = {one.request_id: list(one.prompt_ids) for one in requests}

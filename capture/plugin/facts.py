@@ -8,6 +8,7 @@ from typing import Any
 
 from replay.capture.target_files import fingerprint_target
 from replay.errors import CaptureError
+from replay.traces.fields import parse_json
 
 # server arguments that decide numbers or rounds; others stay where they are (some are secrets)
 ARGUMENTS = (
@@ -80,7 +81,7 @@ def server_details(arguments: Mapping[str, Any], typed: Sequence[str], versions:
     if isinstance(draft, str):
         path = Path(draft) / "config.json"
         try:
-            details["draft_config"] = json.dumps(json.loads(path.read_text(encoding="utf-8")))
+            details["draft_config"] = json.dumps(parse_json(path.read_bytes(), str(path), ValueError))
         except (OSError, ValueError):
             details["draft_config"] = ""  # a hub id, or no JSON; the server has read it somehow
         try:

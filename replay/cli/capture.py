@@ -72,8 +72,7 @@ def capture(
     device: str, concurrency: int | None, raw: bool, no_weights: bool, resume: bool, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run prompts through a target, in this process or in a server, and record a trace."""
-    from dataclasses import asdict
-
+    from replay.analysis.json_document import object_json
     from replay.capture.client.without_plugin import RESPONSES
     from replay.capture.options import CaptureOptions, ServerOptions
 
@@ -96,7 +95,7 @@ def capture(
         raise click.UsageError("give one of --model and --server")
     result = run_capture(options)
     if as_json:
-        print_json({**asdict(result), "path": str(result.path)})
+        print_json(object_json(result))
     elif result.has_trace:
         click.echo(
             f"{result.path}: {result.requests} requests ({result.recorded} recorded now, {result.output_tokens} output "

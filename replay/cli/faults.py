@@ -10,12 +10,11 @@ from replay.cli.terminal import print_json
 @json_option
 def faults(as_json: bool) -> None:
     """List the faults that simulate --fault can replay, with their values."""
-    from dataclasses import asdict
-
     from replay.faults.table import FAULTS
 
     if as_json:
-        print_json([{k: v for k, v in asdict(kind).items() if k != "change"} for kind in FAULTS.values()])
+        told = ("name", "what", "values", "default")
+        print_json({"faults": [{name: getattr(kind, name) for name in told} for kind in FAULTS.values()]})
         return
     for kind in FAULTS.values():  # a paragraph each: in a table 80 columns would cut the names
         default = "" if kind.default is None else f"  [default: {kind.default}]"

@@ -30,13 +30,12 @@ def serve(
     Everything after -- goes to sglang.launch_server as it stands. With --json the document comes once the server
     answers, and the server goes on.
     """
-    from dataclasses import asdict
-
+    from replay.analysis.json_document import object_json
     from replay.capture.plugin.launch import ServeOptions
     from replay.capture.plugin.server import Ready, run_server
 
     def on_ready(ready: Ready) -> None:
-        print_json(asdict(ready))
+        print_json(object_json(ready))
         sys.stdout.flush()
 
     options = ServeOptions(trace, arguments, taps, wiring, topk)

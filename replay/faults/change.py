@@ -28,9 +28,9 @@ class Subject:
     checkpoint: Checkpoint
     behaviour: Behaviour
     layers: int
+    precision: Precision
     own_embedding: bool | None = None
     tree_kv: str | None = None
-    precision: Precision = Precision("bf16")
     said: frozenset[str] = frozenset()
 
     @property

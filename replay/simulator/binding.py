@@ -73,7 +73,7 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
     Raises UsageError, WiringError or CheckpointError where these do not fit each other or the trace.
     """
     layers = trace.header.target.layers
-    healthy = Subject(variant.wiring, checkpoint, HEALTHY, layers, precision=variant.precision)
+    healthy = Subject(variant.wiring, checkpoint, HEALTHY, layers, variant.precision)
     subject = apply_faults(healthy, variant.all_faults)
     check_fit(subject.checkpoint, subject.wiring, trace)
     check_topk(subject.checkpoint, variant.topk)

@@ -51,13 +51,7 @@ def check_rule(rule: Rule, trace: Trace) -> None:
             f"rule {rule} was asked for, {given} of {total} requests of {trace.path} follow text that was given, not "
             "sampled by the target; capture the prompts without their responses, or type --verify greedy"
         )
-    if cold and not rule.lossless:
-        raise UsageError(
-            f"rule {rule} was asked for, {cold} of {total} requests of {trace.path} were recorded at temperature 0, "
-            "where the target's choice has probability 1 and every rule is greedy; capture at the temperature that is "
-            "served, with --temperature X, or type --verify greedy"
-        )
-    if rule.name == "rejection" and 0 < cold < total:
+    if 0 < cold < total and (rule.name == "rejection" or not rule.lossless):
         raise UsageError(
             f"rule {rule} was asked for, {cold} of {total} requests of {trace.path} were recorded at temperature 0 and "
             "the others above; capture a trace of each, or type --verify target-only"

@@ -17,7 +17,8 @@ from twins.rounds import plain_causal_attention
 
 import replay
 from replay.checkpoint.checkpoint import check_checkpoint, read_checkpoint
-from replay.checkpoint.config import HeadConfig, parse_config, read_config
+from replay.checkpoint.config import HeadConfig, parse_config
+from replay.checkpoint.config_file import read_config
 from replay.engines.profiles import ENGINES
 from replay.errors import CheckpointError
 from replay.head.model import Head, TargetTables
@@ -335,7 +336,9 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     write_tiny(tmp_path, {})
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json .*; copy or export the checkpoint again"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors.index.json .*[;,] (or )?copy or export the checkpoint again"
+    ):
         read_checkpoint(tmp_path)
 
 
@@ -423,20 +426,22 @@ def test_garbage_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_folder_without_weights_or_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config.json does not exist; give --draft the folder of a draft head"):
+    with pytest.raises(CheckpointError, match=r"holds no config.json; give the folder of a checkpoint"):
         read_config(tmp_path)
     write_tiny(tmp_path, {})
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no weights: looked for model.safetensors, model.safetensors.ind"):
         read_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"config.json is not a folder; give --draft the folder that holds"):
+    with pytest.raises(
+        CheckpointError, match=r"config.json is not a folder; give the folder that holds a checkpoint's"
+    ):
         read_checkpoint(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 100_000, '{"hidden_size": }'])
 def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config.json (cannot be read as JSON|holds a JSON \w+, an object)"):
+    with pytest.raises(CheckpointError, match=r"config.json (is not valid JSON|holds .+, a JSON object was expected)"):
         read_config(tmp_path)
 
 
@@ -514,7 +519,7 @@ def test_partial_rotary_factor_may_stand_in_both_places() -> None:
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05, a positive number was expected"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, a positive number"),
         ({"rope_theta": float("inf")}, "rope_theta is inf, a positive number"),
-        ({"rope_theta": 10**400}, r"rope_theta is 10*, a positive number"),
+        ({"rope_theta": 10**400}, r"rope_theta is 10*\.\.\., a positive number"),
         ({"fc_norm": "true"}, "fc_norm is 'true', true or false was expected"),
         ({"bias": 1}, "bias is 1, true or false"),
         ({"eagle_config": []}, r"eagle_config is \[\], an object was expected"),
@@ -524,7 +529,7 @@ def test_partial_rotary_factor_may_stand_in_both_places() -> None:
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, "2"]}}, r"layer_ids is \[1, '2'\], a list"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True]}}, r"layer_ids is \[True\], a list"),
         ({"architectures": ["Qwen3ForCausalLM"]}, r"architecture \['Qwen3ForCausalLM'\], replay reads EAGLE-3 heads"),
-        ({"architectures": "LlamaForCausalLMEagle3"}, "architecture LlamaForCausalLMEagle3, replay reads"),
+        ({"architectures": "LlamaForCausalLMEagle3"}, "architecture 'LlamaForCausalLMEagle3', replay reads"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', replay computes silu only"),
         ({"draft_vocab_size": 97}, "draft_vocab_size 97 is above vocab_size 96"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is true with draft_vocab_size 40 of 96; a server would"),

@@ -16,6 +16,7 @@ from replay.drafting.first_pass import first_pass
 from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
 from replay.engines.behaviour import HEALTHY, Behaviour
+from replay.engines.precision import Precision
 from replay.engines.profiles import ENGINES
 from replay.engines.wiring import Wiring
 from replay.errors import ReplayError, UsageError
@@ -122,7 +123,7 @@ def subject(options: tuple[tuple[str, Any], ...]) -> Subject:
     if own:
         table = torch.randn(96, 32, generator=torch.Generator().manual_seed(8))
         checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, "embed_tokens.weight": table})
-    return Subject(Wiring(TAPS), checkpoint, HEALTHY, LAYERS)
+    return Subject(Wiring(TAPS), checkpoint, HEALTHY, LAYERS, Precision("bf16"))
 
 
 def healthy_subject(options: dict[str, Any]) -> Subject:

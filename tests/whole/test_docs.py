@@ -160,6 +160,13 @@ def test_every_link_leads_to_a_file_and_a_heading(document: Path, link: str) -> 
     assert not anchor or anchor in _anchors(target)
 
 
+def test_every_test_that_the_guide_names_is_there() -> None:
+    """CONTRIBUTING.md says which test fails for what one forgets."""
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name in named if f"def {name}(" not in written} == set()
+
+
 # ---- Python ----
 
 
