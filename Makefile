@@ -56,6 +56,8 @@ lint: $(VENV)/with-dev
 	$(BIN)/ruff format --check .
 	rm -rf build
 	$(PIP) --no-deps --target build/typecheck .
+	@{ (cd replay && find . -name '*.py'); find ./analysis ./capture ./traces -name '*.py'; } | sort > build/tree
+	@cd build/typecheck/replay && find . -name '*.py' | sort | diff ../../tree - || (echo "what is installed is not what lies in the tree: see packages in pyproject.toml"; exit 1)
 	$(BIN)/mypy --strict build/typecheck/replay
 
 # The demo's trace is made first, unless it lies there already.
