@@ -22,7 +22,7 @@ from replay.analysis.diagnosis.evidence import Evidence
 from replay.analysis.diagnosis.feed import Feeding, Slot
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain, Scored, Stratum, to_json
 from replay.analysis.json_document import document
-from replay.capture.plugin.launch import Ready
+from replay.capture.plugin.server import Ready
 from replay.cli.app import cli
 from replay.traces.captured import CapturedRequest, ServerCounters
 from replay.traces.rounds import Rounds, write_rounds
@@ -172,7 +172,7 @@ def serve_documents(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Docum
         on_ready(ready)
         return 0
 
-    monkeypatch.setattr("replay.capture.plugin.launch.serve", serve)
+    monkeypatch.setattr("replay.capture.plugin.server.run_server", serve)
     return [run("serve", "--trace", folder / "trace")]
 
 
