@@ -1,7 +1,6 @@
 """``replay serve``: SGLang's launcher as a child process, from its start to its end."""
 
 import http.client
-import json
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ from replay.capture.plugin.arguments import typed_key, typed_url
 from replay.capture.plugin.launch import Launch, ServeOptions, open_folder, prepare
 from replay.capture.spool import is_manifest, names_in
 from replay.errors import CaptureError, TraceCorruptError, WiringError
+from replay.traces.fields import parse_json
 
 _TETHER = Path(__file__).with_name("tether.py")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -187,7 +187,7 @@ def _answers(url: str) -> bool:
 def _tells_of_plugin(url: str, key: str | None) -> bool:
     """Whether ``/server_info`` holds what the plugin adds to it."""
     try:
-        info = json.loads(_get(f"{url}/server_info", key) or b"")
+        info: Any = parse_json(_get(f"{url}/server_info", key) or b"", "/server_info", ValueError)
         return any("replay" in state for state in info["internal_states"])
     except (ValueError, KeyError, TypeError):
         return False
