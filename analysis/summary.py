@@ -5,10 +5,8 @@ accept length = sum(accepted + 1) / rounds; ``histogram[a]`` = rounds with exact
 counts as a round like every other. ``nan`` stands where a ratio has no denominator; JSON says null there.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.counts import (
@@ -24,9 +22,8 @@ from replay.analysis.counts import (
     stacked_sums,
 )
 from replay.analysis.expected_length import ExpectedSummary, summarise_expected
+from replay.analysis.json_document import JsonObject, object_json
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
-
-JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ class VariantSummary(VariantSettings):
 
 
 # Needed to explain a summary, not part of the documented JSON.
-_NOT_IN_JSON = {"played_requests", "cut_rounds", "anchors"}
+_NOT_IN_JSON = ("played_requests", "cut_rounds", "anchors")
 
 
 def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> list[VariantSummary]:
@@ -111,7 +108,7 @@ def _expected(variant: VariantInfo, *, seed: int, resamples: int) -> ExpectedSum
 
 
 def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
-    """The document of ``replay simulate --json``: JSON values only, null in place of nan."""
+    """The body of ``replay simulate --json``."""
     return {"trace": rounds.trace, "draft": rounds.drafts, "variants": [_variant_json(row) for row in summaries]}
 
 
@@ -196,28 +193,9 @@ def observed(requests: Sequence[RequestInfo]) -> ServerCounts | None:
 
 
 def _variant_json(summary: VariantSummary) -> JsonObject:
-    row = {f.name: json_value(getattr(summary, f.name)) for f in fields(summary) if f.name not in _NOT_IN_JSON}
-    seen = summary.observed
-    row["observed"] = (
-        None
-        if seen is None
-        else {
-            "rounds": seen.rounds,
-            "accept_length": json_value(seen.accept_length),
-            "histogram": list(seen.histogram),
-        }
-    )
-    expected = summary.expected
-    row["expected"] = None if expected is None else json_value(asdict(expected))
+    row = object_json(summary)
+    for name in _NOT_IN_JSON:
+        del row[name]
+    if row["observed"] is not None:
+        del row["observed"]["requests"]
     return row
-
-
-def json_value(value: object) -> Any:
-    """``value`` as JSON has it: lists for tuples, null for what is not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, tuple | list):
-        return [json_value(item) for item in value]
-    if isinstance(value, dict):
-        return {key: json_value(item) for key, item in value.items()}
-    return value

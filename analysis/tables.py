@@ -30,6 +30,11 @@ class Column:
         return max(map(cell_len, lines))
 
 
+def column(title: str, cells: Sequence[str], *, left: bool = False) -> Column:
+    """A column of plain text, numbers to the right."""
+    return Column(title, tuple(map(Text, cells)), "left" if left else "right")
+
+
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """Rows that the ``names`` columns tell apart, in one table, or where that is too wide in one for each group.

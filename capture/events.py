@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from replay.traces.taps import EMBED, sort_taps
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -46,7 +48,8 @@ class CaptureProgress:
 class CaptureResult:
     """What a finished capture has written; tokens and seconds are those of this run.
 
-    ``refused``: requests that the server did not take, with its reasons; they are no part of the trace.
+    ``taps`` are those whose rows are stored: none where a server without the plugin gave answers only. ``refused``:
+    requests that the server did not take, with its reasons; they are no part of the trace.
     """
 
     path: Path
@@ -58,6 +61,16 @@ class CaptureResult:
     taps: tuple[str, ...]
     embed: str
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_trace(self) -> bool:
+        """Whether ``path`` holds a trace."""
+        return bool(self.taps)
+
+    @property
+    def readable_taps(self) -> tuple[str, ...]:
+        """``taps``, and ``embed`` where it is a lookup, as ``Trace.taps`` has them (traces/reader.py)."""
+        return sort_taps([*self.taps, *([EMBED] if self.embed == "lookup" else [])])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ scheduling it counts one verify beyond the end of each request, which the per-re
 not say over how many rounds it was taken, so a mean over lines is a mean of lines, and is called so.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.errors import CaptureError
+from replay.traces.fields import parse_json
 
 _DECODE = re.compile(
     r"Decode batch.*?#running-req: (?P<running>\d+).*?accept len: (?P<length>\d+(?:\.\d+)?), "
@@ -167,10 +167,10 @@ def read_observed(source: str) -> Observed:
 def _from_json(text: str) -> Observed | None:
     """A /server_info document, one answer or several, or JSON lines of answers."""
     try:
-        values = [json.loads(text)]
+        values: list[Any] = [parse_json(text, "it", ValueError)]
     except ValueError:
         try:
-            values = [json.loads(line) for line in text.splitlines() if line.strip()]
+            values = [parse_json(line, "it", ValueError) for line in text.splitlines() if line.strip()]
         except ValueError:
             return None
     if len(values) == 1 and isinstance(values[0], list):

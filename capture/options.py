@@ -7,6 +7,7 @@ from pathlib import Path
 from replay.capture.prompts import PromptFile
 from replay.errors import OutputError, UsageError
 from replay.traces.header import CaptureSettings
+from replay.traces.taps import parse_taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,11 @@ class ServerOptions:
 Check = tuple[str, float, bool, str]  # option, its value, whether it can be, and which numbers can
 
 
-def check_numbers(options: CaptureOptions | ServerOptions, *more: Check) -> None:
-    """Refuse numbers that cannot be, those of ``more`` last, and both of --resume and --force. Raises UsageError."""
+def check_options(options: CaptureOptions | ServerOptions, *more: Check) -> None:
+    """Refuse numbers that cannot be, those of ``more`` last, both of --resume and --force, and taps by their form.
+
+    Nothing is opened or asked for it. Raises UsageError.
+    """
     checks: tuple[Check, ...] = (
         ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "1 or more"),
         ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 (greedy) or more"),
@@ -73,6 +77,17 @@ def check_numbers(options: CaptureOptions | ServerOptions, *more: Check) -> None
             raise UsageError(f"{name} {value} cannot be: type a number that is {possible}")
     if options.resume and options.force:
         raise UsageError("--resume goes on with a trace and --force replaces it: type one of them")
+    if options.taps is not None:
+        parse_distinct_taps(options.taps)
+
+
+def parse_distinct_taps(text: str, *, layers: int | None = None) -> tuple[str, ...]:
+    """Canonical names of the taps to record, in the order of ``text``. Raises UsageError, also for one named twice."""
+    names = parse_taps(text, layers=layers)
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise UsageError(f"--taps {text} names {twice} twice: name each tap once")
+    return names
 
 
 def check_place(options: CaptureOptions | ServerOptions, *, beside: Collection[str] = ()) -> None:

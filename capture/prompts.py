@@ -12,12 +12,12 @@ Other keys are left alone. Blank lines are skipped.
 """
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from replay.errors import PromptError
+from replay.traces.fields import parse_json, show
 
 MAX_ID = 1024  # characters of a request id, as the trace format has it
 _KINDS = ("prompt", "messages", "input_ids")
@@ -79,13 +79,14 @@ def read_prompts(path: Path) -> PromptFile:
 
 
 def _parse(raw: bytes, place: str) -> dict[str, Any]:
-    try:
-        value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise PromptError(f'{place} is not JSON ({error}): a row is an object such as {{"prompt": "Hello"}}') from error
+    value = parse_json(raw, place, _no_row)
     if not isinstance(value, dict):
-        raise PromptError(f'{place} is a JSON {type(value).__name__}: a row is an object such as {{"prompt": "Hello"}}')
+        raise _no_row(f"{place} is {show(value)}")
     return value
+
+
+def _no_row(said: str) -> PromptError:
+    return PromptError(f'{said}: a row is an object such as {{"prompt": "Hello"}}')
 
 
 def _row(value: dict[str, Any], line: int, number: int, place: str) -> PromptRow:
@@ -123,13 +124,9 @@ def _optional_ids(value: dict[str, Any], key: str, place: str) -> tuple[int, ...
 
 def _text(value: Any, key: str, place: str) -> str:
     if not isinstance(value, str):
-        raise PromptError(f"{place}: {key} is {json.dumps(value)[:60]}, it must be a string (in double quotes)")
+        raise PromptError(f"{place}: {key} is {show(value)}, it must be a string (in double quotes)")
     if not value.strip():
         raise PromptError(f"{place}: {key} is empty: write some text or take the row out")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PromptError(f"{place}: {key} holds half a surrogate pair, which is no text: mend the row") from error
     return value
 
 

@@ -3,7 +3,7 @@
 ``replay serve --trace DIR`` names DIR; everything a server writes lies in ``DIR/spool/LAUNCH``, LAUNCH being 16
 hexadecimal digits drawn at each start, so two starts never mix. There are two kinds of files, both renamed into place:
 
-- ``rank-<pid>.json``, one per scheduler process: who it is, what it records, and in which state it is (Manifest).
+- ``rank-<pid>.json``, one per scheduler process: who it is, what it records, and in which state it is (manifest.py).
 - ``rows-<pid>-<number>.safetensors``, only from the process that writes for its attention group, each with rows of one
   client only. Numbers rise; within a process a later entry is newer than an earlier one. Tensors, R rows and M rows
   with logits of k ids: ``input_ids`` [R] int32, ``tap.<name>`` [R, H] in the target's dtype, ``topk_ids`` [M, k] int32,
@@ -23,10 +23,10 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces import files
@@ -44,78 +44,12 @@ LOGITS = ("topk_ids", "topk_logprobs", "logsumexp")  # tensors with a row for ea
 FEED = ("feed.token", "feed.position", "feed.features")  # tensors with a row for each row of ``fed``
 
 KINDS = ("prefill", "decode", "verify", "feed")
-STATES = ("loading", "recording", "refused", "failed")
 _LAUNCH = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _ROWS = re.compile(r"rows-(\d+)-(\d{8})\.safetensors", re.ASCII)
 _RANK = re.compile(r"rank-\d+\.json", re.ASCII)
 _CLIENT = re.compile(rf"{RID_PREFIX}[0-9a-f]{{16}}(?=-)", re.ASCII)
 _LOCK = re.compile(rf"client-{RID_PREFIX}[0-9a-f]{{16}}", re.ASCII)
-_MAX_MANIFEST = 1 << 24
-_MOST = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What one scheduler process says of itself.
-
-    ``ranks``: name -> number (tp, pp, attn_tp, attn_dp, attn_cp), of ``world`` that share a model. ``wiring`` is what
-    the draft is fed, in its order; ``taps`` what is recorded; both canonical names, empty where not known (yet).
-    ``target`` holds the fields of traces.schema.TargetInfo. ``reason`` says why a state is refused or failed,
-    ``no_feed`` why the target's rows are recorded and what the draft is fed is not.
-    """
-
-    launch: str
-    pid: int
-    host: str
-    state: str
-    writer: bool
-    reason: str = ""
-    no_feed: str = ""
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    world: int = 0
-    sglang: str = ""
-    wiring: Sequence[str] = ()
-    server_wiring: Sequence[str] = ()  # what it would have been without --wiring
-    taps: Sequence[str] = ()
-    url: str = ""  # where the server is asked, from the machine it runs on
-    dtype: str = ""
-    topk: int = 0
-    target: Mapping[str, Any] = field(default_factory=dict)
-    details: Mapping[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """The text of its file."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str, source: str) -> "Manifest":
-        """Parse and check. Raises CaptureError for another version, TraceCorruptError for anything else."""
-        root = Fields(source, parse_json(text, source))
-        if root.values.get("format") != FORMAT or root.values.get("version") != VERSION:
-            raise CaptureError(
-                f"{source} is of format {root.values.get('format')!r} version {root.values.get('version')!r}, this "
-                f"replay reads {FORMAT} {VERSION}: install the same replay where the server runs and here"
-            )
-        return cls(
-            launch=root.text("launch"),
-            pid=root.integer("pid", 0, _MOST),
-            host=root.text("host"),
-            state=root.choice("state", STATES),
-            writer=root.flag("writer"),
-            reason=root.text("reason"),
-            no_feed=root.text("no_feed"),
-            ranks={name: root.object("ranks").integer(name, 0, _MOST) for name in root.object("ranks").values},
-            world=root.integer("world", 0, _MOST),
-            sglang=root.text("sglang"),
-            wiring=root.texts("wiring"),
-            server_wiring=root.texts("server_wiring"),
-            taps=root.texts("taps"),
-            url=root.text("url"),
-            dtype=root.text("dtype"),
-            topk=root.integer("topk", 0, _MOST),
-            target=root.object("target").values,
-            details={name: root.object("details").text(name) for name in root.object("details").values},
-        )
+MOST = 1 << 31  # no number in a file of the spool is above
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +78,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class RowFile:
     """One file of rows, checked. ``first_row[i]``, ``first_logit[i]`` and ``first_fed[i]`` are where entry i begins."""
 
     layout: Layout
@@ -159,6 +93,16 @@ def launch_folder(folder: Path, launch: str) -> Path:
     if not _LAUNCH.fullmatch(launch):
         raise CaptureError(f"{launch[:40]!r} is no launch id (16 hexadecimal digits): start the server by replay serve")
     return folder / SPOOL / launch
+
+
+def manifest_name(pid: int) -> str:
+    """The file name of a scheduler process's manifest (manifest.py)."""
+    return f"rank-{pid}.json"
+
+
+def is_manifest(name: str) -> bool:
+    """Whether a file of a launch folder is called as a manifest."""
+    return _RANK.fullmatch(name) is not None
 
 
 def client_of(rid: str) -> str:
@@ -196,22 +140,7 @@ def split_by_client(
     }
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace this process's manifest in the launch folder. Raises OSError."""
-    _write(folder / f"rank-{manifest.pid}.json", [manifest.to_json().encode()])
-
-
-def read_manifests(folder: Path) -> list[Manifest]:
-    """All manifests of a launch folder, by process id. Raises CaptureError, TraceCorruptError."""
-    names = sorted(name for name in _names(folder) if _RANK.fullmatch(name))
-    read = (files.read_small(folder / name, _MAX_MANIFEST).decode("utf-8", "replace") for name in names)
-    return sorted(
-        (Manifest.from_json(text, str(folder / name)) for name, text in zip(names, read, strict=True)),
-        key=lambda manifest: manifest.pid,
-    )
-
-
-def write_chunk(
+def write_row_file(
     folder: Path, pid: int, number: int, entries: Sequence[Entry], tensors: "Mapping[str, Sequence[torch.Tensor]]"
 ) -> None:
     """Write one file of rows; each tensor is given in parts, which are joined. Raises OSError."""
@@ -219,16 +148,16 @@ def write_chunk(
     text = json.dumps([asdict(entry) for entry in entries], separators=(",", ":"), ensure_ascii=False)
     head = pack_header(shapes, {"format": FORMAT, "version": str(VERSION), "entries": text})
     blocks = [tensor_bytes(part) for name in shapes for part in tensors[name]]
-    _write(folder / f"rows-{pid}-{number:08d}.safetensors", [head, *blocks])
+    write_file(folder / f"rows-{pid}-{number:08d}.safetensors", [head, *blocks])
 
 
-def chunk_names(folder: Path) -> list[str]:
+def row_file_names(folder: Path) -> list[str]:
     """Names of all files of rows in a launch folder, each process's in the order they were written."""
-    found = [(int(match[1]), int(match[2]), name) for name in _names(folder) if (match := _ROWS.fullmatch(name))]
+    found = [(int(match[1]), int(match[2]), name) for name in names_in(folder) if (match := _ROWS.fullmatch(name))]
     return [name for _, _, name in sorted(found)]
 
 
-def read_chunk(path: Path, taps: Sequence[str], width: int) -> Chunk:
+def read_row_file(path: Path, taps: Sequence[str], width: int) -> RowFile:
     """Parse and check a file of rows; nothing but its header is read. Raises TraceCorruptError naming the file."""
     layout = parse_layout(path)
     metadata = Fields(str(path), dict(layout.metadata))
@@ -256,7 +185,7 @@ def read_chunk(path: Path, taps: Sequence[str], width: int) -> Chunk:
         if name not in layout.tensors or layout.tensors[name].shape != shape:
             seen = list(layout.tensors[name].shape) if name in layout.tensors else "missing"
             raise TraceCorruptError(f"{path}: {name} is {seen}, its entries make it {list(shape)}")
-    return Chunk(layout, entries, first_row, first_logit, first_fed)
+    return RowFile(layout, entries, first_row, first_logit, first_fed)
 
 
 def _places(counts: Sequence[int]) -> tuple[list[int], int]:
@@ -268,12 +197,12 @@ def _places(counts: Sequence[int]) -> tuple[list[int], int]:
 def drop_launches(folder: Path, keep: str) -> None:
     """Delete what earlier starts left in ``folder``: files of ours in launch folders, nothing else. Raises OSError."""
     spool = folder / SPOOL
-    for name in _names(spool):
+    for name in names_in(spool):
         if _LAUNCH.fullmatch(name) and name != keep and not (spool / name).is_symlink():
-            for file in _names(spool / name):
+            for file in names_in(spool / name):
                 if any(kind.fullmatch(file.removesuffix(files.TEMPORARY)) for kind in (_ROWS, _RANK, _LOCK)):
                     (spool / name / file).unlink(missing_ok=True)
-            if not _names(spool / name):
+            if not names_in(spool / name):
                 (spool / name).rmdir()
 
 
@@ -286,15 +215,15 @@ def _entry(values: Fields) -> Entry:
     entry = Entry(
         rid=values.text("rid"),
         kind=values.choice("kind", KINDS),
-        start=values.integer("start", 0, _MOST),
-        rows=values.integer("rows", 0, _MOST),
-        logits=values.integer("logits", 0, _MOST),
-        drafted=values.integers("drafted", 0, _MOST),
-        parents=values.integers("parents", -1, _MOST),
-        accepted=values.integer("accepted", 0, _MOST),
-        chosen=values.integers("chosen", 0, _MOST),
-        batch=values.integer("batch", 0, _MOST),
-        fed=values.integers("fed", 0, _MOST),
+        start=values.integer("start", 0, MOST),
+        rows=values.integer("rows", 0, MOST),
+        logits=values.integer("logits", 0, MOST),
+        drafted=values.integers("drafted", 0, MOST),
+        parents=values.integers("parents", -1, MOST),
+        accepted=values.integer("accepted", 0, MOST),
+        chosen=values.integers("chosen", 0, MOST),
+        batch=values.integer("batch", 0, MOST),
+        fed=values.integers("fed", 0, MOST),
     )
     if entry.logits > entry.rows:
         raise values.refuse("logits", f"at most its {entry.rows} rows")
@@ -307,7 +236,8 @@ def _entry(values: Fields) -> Entry:
     return entry
 
 
-def _names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
+    """Names of what lies in a folder; none where it is not there. Raises CaptureError."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -316,8 +246,8 @@ def _names(folder: Path) -> list[str]:
         raise CaptureError(f"{folder} cannot be read: {error.strerror}; mend its permissions") from error
 
 
-def _write(path: Path, blocks: Sequence[bytes | memoryview]) -> None:
-    """Renamed into place, not synced: after a power cut the client refuses what is torn and asks again."""
+def write_file(path: Path, blocks: Sequence[bytes | memoryview]) -> None:
+    """Rename ``blocks`` into place, not synced: after a power cut the client refuses what is torn and asks again."""
     temporary = path.with_name(path.name + files.TEMPORARY)
     try:
         with open(temporary, "wb") as file:

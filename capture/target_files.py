@@ -1,18 +1,19 @@
 """Which checkpoint a trace was made with, told without reading all of it."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.encode import TargetLimits
 from replay.errors import CaptureError
+from replay.traces.fields import Fields, read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
+_MOST_JSON = 1 << 24  # bytes of a generation_config.json
 _SAMPLE = 1 << 16  # bytes of weights read from the middle and the end of each file: two fine-tunes differ there
 
 
@@ -114,15 +115,17 @@ def transformers_refusal(folder: Path, error: Exception) -> CaptureError:
     return CaptureError(f"Transformers cannot load the target in {folder} ({reason}): give --model another checkpoint")
 
 
+def _mend(said: str) -> CaptureError:
+    return CaptureError(f"{said}: mend or remove it")
+
+
 def _eos_ids(folder: Path, config: "PretrainedConfig") -> frozenset[int]:
     """End-of-sequence ids: generation_config.json where it names any, else config.json, as engines read them."""
     named: Any = None
     path = folder / "generation_config.json"
     if path.is_file():
-        try:
-            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise CaptureError(f"{path} is not a JSON object ({error}): mend or remove it") from error
+        document = read_json(path, _MOST_JSON, _mend, follow=True)
+        named = Fields(str(path), document, _mend).values.get("eos_token_id")
     if named is None:
         named = getattr(config.get_text_config(), "eos_token_id", None)
     return frozenset() if named is None else frozenset([named] if isinstance(named, int) else named)

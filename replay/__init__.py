@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ReplayError": "replay.errors",
-    "CaptureOptions": "replay.capture.local.record",
+    "CaptureOptions": "replay.capture.options",
     "capture_local": "replay.capture.local.record",
     "Trace": "replay.traces.reader",
     "load_head": "replay.checkpoint.checkpoint",
@@ -52,7 +52,8 @@ __all__ = [
 if TYPE_CHECKING:
     from replay.analysis.report.report import render
     from replay.analysis.summary import summarise
-    from replay.capture.local.record import CaptureOptions, capture_local
+    from replay.capture.local.record import capture_local
+    from replay.capture.options import CaptureOptions
     from replay.checkpoint.checkpoint import head_from_tensors, load_head
     from replay.engines.wiring import Wiring, parse_wiring
     from replay.errors import ReplayError

@@ -21,7 +21,8 @@ from write_text import END, PREFIX, REPLY
 from replay.checkpoint.checkpoint import read_checkpoint
 from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.rows import DraftInput
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
+from replay.head.products import Execution
 from replay.verify.accept import continuations, count_accepted, served_walk
 
 TAPS = (3, 16)
@@ -90,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     target = Target(args.target)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
-    head = Head(read_checkpoint(args.draft), target_embed_VE=target.embed, dtype=torch.bfloat16)
+    head = Head(read_checkpoint(args.draft), TargetTables(target.embed), execution=Execution(torch.bfloat16))
     answers = answer_greedily(target, tokenizer, read_prompts(args.prompts), max(args.new_tokens))
     for new_tokens in args.new_tokens:
         rounds, accepted = count_rounds(head, [shorten(item, new_tokens) for item in answers], args.draft_steps)

@@ -34,7 +34,8 @@ from replay.checkpoint.checkpoint import Checkpoint, check_checkpoint
 from replay.checkpoint.config import HeadConfig, parse_config
 from replay.checkpoint.tensor_table import expected_tensors
 from replay.drafting.rows import DraftInput
-from replay.head.model import Head, HeadOutput
+from replay.head.model import Head, HeadOutput, TargetTables
+from replay.head.products import Execution
 
 HELD_OUT = 20  # every 20th conversation of the first text file
 MATRICES = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -203,7 +204,7 @@ class Trainer:
     def head(self) -> Head:
         """The head with today's weights, in bf16."""
         checkpoint = Checkpoint("training", self.config, self.weights | self.maps, ())
-        return Head(checkpoint, target_embed_VE=self.target.embed, dtype=torch.bfloat16)
+        return Head(checkpoint, TargetTables(self.target.embed), execution=Execution(torch.bfloat16))
 
     def loss(self, batch: Batch, steps: int, share: float = 1.0) -> Tensor:
         """Of the anchors, a random ``share`` goes on after the first step, and weighs the more for it."""

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # `capture/` on disk is `replay.capture` in Python: only the installed package is whole. The checkout
@@ -30,3 +31,21 @@ def target_dir() -> Path:
     from replay.capture.demo_target import smollm2
 
     return smollm2()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests measured of a server's rounds (support/near_ties.py), also where they passed."""
+    reports = [one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, ())]
+    said = [text for one in reports for name, text in one.user_properties if name == "judged"]
+    if said:
+        terminalreporter.section(f"rounds of real servers on {kernels()}")
+        for text in said:
+            terminalreporter.write_line(text)
+
+
+def kernels() -> str:
+    """Which kernels torch and oneDNN take here."""
+    import torch
+
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    return torch.backends.cpu.get_cpu_capability() + (f", oneDNN up to {limit}" if limit else "")

@@ -18,14 +18,14 @@ from replay.traces.taps import EMBED, FINAL
 
 ERROR = "error"
 WARNING = "warning"
-INFO = "info"
+NOTE = "note"
 
 _MAX_PROBABILITY = 1.001  # of k tokens together: float32 log-probabilities add up to 1 within far less
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFinding:
-    """One thing seen. ``severity`` is "error" (do not trust the trace), "warning" or "info"; ``what`` one sentence.
+    """One thing seen. ``severity`` is "error" (do not trust the trace), "warning" or "note"; ``what`` one sentence.
 
     ``request_id`` is None where the finding is about the whole trace or one of its files.
     """
@@ -40,7 +40,7 @@ def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -
 
     ``rows`` bounds how many output positions go through lm_head, evenly spread over the requests (a CPU core makes
     some tens a second for a vocabulary of 160,000); by default all. What is wrong inside the trace comes as a finding,
-    never as an exception; the last findings, of severity "info", say how much was checked.
+    never as an exception; the last findings, of severity "note", say how much was checked.
     """
     yield from _checksums(trace)
     shared = SharedRows()
@@ -78,7 +78,7 @@ def _checksums(trace: Trace) -> Iterator[TraceFinding]:
     except TraceCorruptError as error:
         yield TraceFinding(ERROR, None, str(error))
     yield TraceFinding(
-        INFO, None, f"{len(wanted) - bad} of {len(wanted)} files have the bytes that their checksums name"
+        NOTE, None, f"{len(wanted) - bad} of {len(wanted)} files have the bytes that their checksums name"
     )
 
 

@@ -55,7 +55,7 @@ def lm_head_findings(trace: Trace, whole: Sequence[int], device: str, rows: int 
     stride = 1 if rows is None else max(1, -(-total // max(rows, 1)))
     for batch in _batches(trace, whole, stride):
         yield from _batch_findings(batch, lm_head, dtype, device, counts)
-    yield "info", None, _summary(counts, total, dtype)
+    yield "note", None, _summary(counts, total, dtype)
 
 
 def _batches(trace: Trace, whole: Sequence[int], stride: int) -> Iterator[list[_Part]]:

@@ -1,33 +1,63 @@
-"""JSON that somebody else wrote: parsed strictly, and typed field by field with refusals that name what was seen."""
+"""JSON that somebody else wrote: read strictly, and typed field by field with refusals that name what was seen.
+
+This is the one way in for foreign JSON: trace files, checkpoints, server answers, prompts. A ``refusal`` makes the
+error of a sentence, so that each reader raises the kind that its callers know, with its own advice at the end.
+"""
 
 import json
+import math
 import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from replay.errors import TraceCorruptError
+from replay.traces.files import read_small
 
+Refusal = Callable[[str], Exception]
+
+MOST_DEPTH = 64  # objects and lists inside each other: more than any file of ours or of a checkpoint has
+_SHOWN = 60  # characters of a foreign value in a message
+_TOO_DEEP = f"it nests deeper than {MOST_DEPTH} levels"
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Fields:
-    """Typed access to one JSON object; each refusal names the field, its value and what was possible."""
+    """Typed access to one JSON object; each refusal names the field, its value and what was possible.
 
-    def __init__(self, where: str, value: object) -> None:
+    Every field must be there; the ``optional`` ones may be null.
+    """
+
+    def __init__(self, where: str, value: object, refusal: Refusal = TraceCorruptError) -> None:
         if not isinstance(value, dict):
-            raise TraceCorruptError(f"{where} holds {show(value)} where a JSON object must stand")
+            raise refusal(f"{where} holds {show(value)} where a JSON object must stand")
         self.where = where
         self.values: dict[str, Any] = value
+        self._refusal = refusal
 
     def get(self, name: str) -> Any:
         if name not in self.values:
-            raise TraceCorruptError(f"{self.where} lacks the field {name}")
+            raise self._refusal(f"{self.where} lacks the field {name}")
         return self.values[name]
 
-    def refuse(self, name: str, must: str) -> TraceCorruptError:
-        return TraceCorruptError(f"{self.where}: {name} is {show(self.values.get(name))}, must be {must}")
+    def refuse(self, name: str, must: str) -> Exception:
+        return self._refusal(f"{self.where}: {show_name(name)} is {show(self.values.get(name))}, must be {must}")
 
     def object(self, name: str) -> "Fields":
-        return Fields(f"{self.where}: {name}", self.get(name))
+        return Fields(f"{self.where}: {show_name(name)}", self.get(name), self._refusal)
+
+    def objects(self, name: str) -> "list[Fields]":
+        value = self.get(name)
+        if not isinstance(value, list):
+            raise self.refuse(name, "a list of objects")
+        return [Fields(f"{self.where}: {name}[{place}]", item, self._refusal) for place, item in enumerate(value)]
+
+    def only(self, possible: Sequence[str]) -> None:
+        """Refuse fields that are not ``possible``."""
+        if odd := sorted(self.values.keys() - set(possible)):
+            raise self._refusal(f"{self.where} has the field {show_name(odd[0])}, possible are {', '.join(possible)}")
 
     def text(self, name: str) -> str:
         value = self.get(name)
@@ -52,18 +82,16 @@ class Fields:
 
     def integer(self, name: str, low: int, high: int) -> int:
         value = self.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        if not is_integer(value, low, high):
             raise self.refuse(name, f"an integer from {low} to {high}")
-        return value
+        return int(value)
 
     def optional_integer(self, name: str, low: int, high: int) -> int | None:
         return None if self.get(name) is None else self.integer(name, low, high)
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
         value = self.get(name)
-        if not isinstance(value, list) or not all(
-            isinstance(item, int) and not isinstance(item, bool) and low <= item <= high for item in value
-        ):
+        if not isinstance(value, list) or not all(is_integer(item, low, high) for item in value):
             raise self.refuse(name, f"a list of integers from {low} to {high}")
         return tuple(value)
 
@@ -72,7 +100,7 @@ class Fields:
 
     def number(self, name: str, low: float, high: float) -> float:
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        if not is_number(value, low, high):
             raise self.refuse(name, f"a number from {low:g} to {high:g}")
         return float(value)
 
@@ -92,27 +120,122 @@ class Fields:
         return None if self.get(name) is None else self.sha256(name)
 
 
-def parse_json(text: str | bytes, source: str) -> object:
-    """JSON as RFC 8259 has it: no NaN, no repeated keys. Raises TraceCorruptError."""
+def is_integer(value: object, low: int, high: int) -> bool:
+    """Whether it is a whole number in that range; true and false are none."""
+    return type(value) is int and low <= value <= high
+
+
+def is_number(value: object, low: float, high: float) -> bool:
+    """Whether it is a number in that range; true, false and NaN are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def read_json(path: Path, most: int, refusal: Refusal = TraceCorruptError, *, follow: bool = False) -> object:
+    """The JSON in a plain file of at most ``most`` bytes; a larger one, a pipe or a device is not read.
+
+    Links are refused unless ``follow``: hub caches are folders of links. Raises what ``refusal`` makes, as
+    ``parse_json`` does.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise TraceCorruptError(f"{source} is not valid JSON: {error}") from error
+        data = read_small(path.resolve() if follow else path, most)
+    except TraceCorruptError as error:
+        raise refusal(str(error)) from error
+    return parse_json(data, str(path), refusal)
+
+
+def parse_json(text: str | bytes, source: str, refusal: Refusal = TraceCorruptError) -> object:
+    """JSON as RFC 8259 has it, in UTF-8 without a mark, no deeper than MOST_DEPTH: no NaN, no key twice.
+
+    Raises what ``refusal`` makes of one sentence that begins with ``source``.
+    """
+    try:
+        return _parse(text)
+    except RecursionError as error:
+        raise refusal(f"{source} is not valid JSON: {_TOO_DEEP}") from error
+    except (json.JSONDecodeError, _UnfitError) as error:
+        raise refusal(f"{source} is not valid JSON: {error}") from error
+    except ValueError as error:  # of Python's integers: so many digits take long to read
+        raise refusal(f"{source} is not valid JSON: a number has thousands of digits") from error
+
+
+class _UnfitError(ValueError):
+    """What Python's reader takes, and RFC 8259 or we do not."""
+
+
+def _parse(text: str | bytes) -> object:
+    text = _decoded(text)
+    document = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant, parse_float=_finite)
+    _check_depth(document)
+    if _SURROGATE.search(text):
+        _check_text(document)
+    return document
+
+
+def _decoded(text: str | bytes) -> str:
+    if isinstance(text, bytes):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            raise _UnfitError(f"it is not UTF-8 ({error.reason} at byte {error.start})") from error
+    if text.startswith("\ufeff"):
+        raise _UnfitError("it begins with a byte order mark; save it as UTF-8 without one")
+    return text
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+        counts = Counter(name for name, _ in pairs)
+        raise _UnfitError(f"the key {show(counts.most_common(1)[0][0])} stands twice")
     return result
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON number")
+    raise _UnfitError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise _UnfitError(f"the number {show_name(text)} is too large")
+    return number
+
+
+def _check_depth(document: object) -> None:
+    """Level by level, so that nothing here recurses, nor in whoever reads the document after."""
+    level = [document]
+    for _ in range(MOST_DEPTH):
+        level = [item for one in level for item in _inside(one) if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise _UnfitError(_TOO_DEEP)
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _check_text(document: object) -> None:
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise _UnfitError("a string holds half a surrogate pair, which is no text") from error
 
 
 def show(value: object) -> str:
-    """A value short enough for a one-sentence message."""
+    """A value short enough for a one-sentence message, control characters escaped."""
     text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def show_name(name: str) -> str:
+    """A foreign name as it stands, where it is short and can be printed."""
+    return name if name.isprintable() and len(name) <= _SHOWN else show(name)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of foreign ``names``, and how many more there are."""
+    shown = ", ".join(map(show_name, names[:4]))
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -137,10 +137,3 @@ def sha256_of(path: Path, start: int = 0) -> str:
             digest.update(block)
             position += len(block)
     return digest.hexdigest()
-
-
-def decode_utf8(data: bytes, path: Path) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise TraceCorruptError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error

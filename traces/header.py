@@ -12,7 +12,6 @@ from pathlib import Path
 from replay.errors import TraceCorruptError, TraceVersionError, UsageError
 from replay.traces import files
 from replay.traces.fields import Fields, parse_json, show
-from replay.traces.files import decode_utf8
 from replay.traces.taps import EMBED, FINAL, parse_tap, sort_taps
 
 FORMAT = "replay-trace"
@@ -121,7 +120,7 @@ class TraceHeader:
         return json.dumps({**first, **body}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, source: str = "trace.json") -> "TraceHeader":
+    def from_json(cls, text: str | bytes, source: str = "trace.json") -> "TraceHeader":
         """Parse and check ``text``; ``source`` names it in messages.
 
         Raises TraceVersionError for another format or version, TraceCorruptError for anything else that is wrong.
@@ -255,4 +254,4 @@ def _check_agreement(header: TraceHeader, source: str) -> None:
 def read_header(folder: Path) -> TraceHeader:
     """The header of the trace in ``folder``. Raises TraceVersionError, TraceCorruptError."""
     path = folder / files.HEADER
-    return TraceHeader.from_json(decode_utf8(files.read_small(path, MAX_HEADER_FILE), path), str(path))
+    return TraceHeader.from_json(files.read_small(path, MAX_HEADER_FILE), str(path))

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from replay.errors import OutputError, TraceCorruptError, TraceError, TraceVersionError
+from replay.traces.fields import Fields, is_number, parse_json, show
 
 if TYPE_CHECKING:
     import polars as pl
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 FORMAT = "replay-rounds"
 VERSION = 1
 METADATA_KEY = "replay"
+_MOST = 1 << 40  # of any count
 
 JsonObject = dict[str, Any]
 
@@ -193,84 +195,84 @@ def read_rounds(path: Path) -> Rounds:
         raise TraceCorruptError(
             f"{path} is no whole parquet file ({str(error).splitlines()[0]}): simulate again with -o"
         ) from error
-    rounds = _from_head(_head(metadata[METADATA_KEY], path), table, path)
+    head = _head(metadata[METADATA_KEY], path)
+    rounds = Rounds(
+        table=table,
+        variants=tuple(map(_variant, head.objects("variants"))),
+        requests=tuple(map(_request, head.objects("requests"))),
+        trace=head.object("trace").values,
+        drafts=head.object("drafts").values,
+    )
     _check(rounds, path)
     return rounds
 
 
-def _head(text: str, path: Path) -> JsonObject:
+def _head(text: str, path: Path) -> Fields:
     """The metadata as an object of our format and version."""
-    try:
-        head = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _corrupt(path, f"its metadata is not JSON ({error})") from error
+    refusal = partial(_corrupt, path)
+    head = parse_json(text, "its metadata", refusal)
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise TraceVersionError(
             f"{path} is a parquet file but not one of rounds: type the file that replay simulate -o wrote"
         )
     if head.get("version") != VERSION:
         raise TraceVersionError(
-            f"{path} holds rounds of version {head.get('version')}, this replay reads version {VERSION}: "
+            f"{path} holds rounds of version {show(head.get('version'))}, this replay reads version {VERSION}: "
             "simulate again, or use the replay that wrote it"
         )
-    expected = {"format", "version", "variants", "requests", "trace", "drafts"}
-    if set(head) != expected:
-        raise _corrupt(path, f"its metadata differs from the format in {', '.join(sorted(set(head) ^ expected))}")
-    for key, kind in (("variants", list), ("requests", list), ("trace", dict), ("drafts", dict)):
-        if not isinstance(head[key], kind):
-            raise _corrupt(path, f"{key} in its metadata is not a JSON {'array' if kind is list else 'object'}")
-    return head
+    root = Fields("its metadata", head, refusal)
+    root.only(("format", "version", "variants", "requests", "trace", "drafts"))
+    return root
 
 
-def _from_head(head: JsonObject, table: "pl.DataFrame", path: Path) -> Rounds:
-    return Rounds(
-        table=table,
-        variants=tuple(_decode(VariantInfo, row, f"variants[{i}]", path) for i, row in enumerate(head["variants"])),
-        requests=tuple(_decode(RequestInfo, row, f"requests[{i}]", path) for i, row in enumerate(head["requests"])),
-        trace=head["trace"],
-        drafts=head["drafts"],
+def _variant(values: Fields) -> VariantInfo:
+    values.only([field.name for field in fields(VariantInfo)])
+    return VariantInfo(
+        name=values.text("name"),
+        draft=values.text("draft"),
+        wiring=values.texts("wiring"),
+        steps=values.integer("steps", 0, _MOST),
+        topk=values.integer("topk", 0, _MOST),
+        num_draft_tokens=values.integer("num_draft_tokens", 0, _MOST),
+        precision=values.text("precision"),
+        numerics=values.text("numerics"),
+        kv=values.text("kv"),
+        verify=values.text("verify"),
+        temperature=values.number("temperature", 0.0, 1e6),
+        engine=values.text("engine"),
+        faults=values.texts("faults"),
+        seconds=values.number("seconds", 0.0, 1e12),
+        anchors=values.integer("anchors", 0, _MOST),
+        anchors_accepted=values.integer("anchors_accepted", 0, _MOST),
+        ties=values.integer("ties", 0, _MOST),
+        # files from before there was one are of the same version
+        expected=_expected(values.object("expected")) if values.values.get("expected") is not None else None,
     )
 
 
-_Record = TypeVar("_Record", VariantInfo, RequestInfo)
+def _expected(values: Fields) -> Expected:
+    values.only([field.name for field in fields(Expected)])
+    rows = values.get("sums")
+    if not isinstance(rows, list) or not all(
+        isinstance(row, list) and all(is_number(item, -math.inf, math.inf) for item in row) for row in rows
+    ):
+        raise values.refuse("sums", "a list of lists of numbers")
+    sums = tuple(tuple(map(float, row)) for row in rows)
+    return Expected(values.text("rule"), values.flag("exact"), values.text("note"), sums)
 
 
-def _decode(kind: type[_Record], row: object, where: str, path: Path) -> _Record:
-    """``row`` as a ``kind``: every field there, of its annotated type, and no other.
-
-    Only ``expected`` may be absent: files from before there was one are of the same version.
-    """
-    names = [field.name for field in fields(kind)]
-    if not isinstance(row, dict) or set(row) | {"expected"} & set(names) != set(names):
-        raise _corrupt(path, f"{where} in its metadata does not have exactly the fields {', '.join(names)}")
-    hints = get_type_hints(kind)
-    values: JsonObject = {}
-    for name, value in row.items():
-        if not _fits(value, hints[name]):
-            raise _corrupt(path, f"{where}.{name} in its metadata is {value!r}, which is not {hints[name]}")
-        values[name] = Expected(**_frozen(value)) if isinstance(value, dict) else _frozen(value)
-    return kind(**values)
-
-
-def _frozen(value: Any) -> Any:
-    """JSON arrays as tuples, however deep."""
-    if isinstance(value, dict):
-        return {key: _frozen(item) for key, item in value.items()}
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a JSON value is of an annotated type: str, int, float, tuple[X, ...], Expected, or a union with None."""
-    if isinstance(hint, UnionType):
-        return any(_fits(value, part) for part in get_args(hint))
-    if hint is Expected:
-        hints = get_type_hints(Expected)
-        return isinstance(value, dict) and set(value) == set(hints) and all(_fits(value[k], hints[k]) for k in hints)
-    if get_origin(hint) is tuple:
-        return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is hint
+def _request(values: Fields) -> RequestInfo:
+    values.only([field.name for field in fields(RequestInfo)])
+    return RequestInfo(
+        request_id=values.text("request_id"),
+        category=values.optional_text("category"),
+        prompt_tokens=values.integer("prompt_tokens", 0, _MOST),
+        output_tokens=values.integer("output_tokens", 0, _MOST),
+        observed_rounds=values.optional_integer("observed_rounds", 0, _MOST),
+        observed_histogram=values.optional_integers("observed_histogram", 0, _MOST),
+        source=values.text("source"),
+        temperature=values.number("temperature", 0.0, 1e6),
+    )
 
 
 def _check(rounds: Rounds, path: Path) -> None:

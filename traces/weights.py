@@ -1,11 +1,11 @@
 """The target's embedding and output rows: from the trace's sidecar, or from the checkpoint it was captured with."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.errors import TraceCorruptError, TraceError
 from replay.traces import files
+from replay.traces.fields import read_json, show
 from replay.traces.header import TraceHeader
 from replay.traces.tensors import Layout, map_rows, parse_layout
 
@@ -57,15 +57,20 @@ def _file_of(checkpoint: Path, tensor: str) -> Path | None:
     if not index.exists():
         single = checkpoint / SINGLE
         return single if single.exists() else None
-    try:
-        name = json.loads(files.read_small(index.resolve(), _MAX_JSON))["weight_map"].get(tensor)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TraceError(f"{index} is no index of a checkpoint: fetch the checkpoint again") from error
+    document = read_json(index, _MAX_JSON, _index_refusal, follow=True)
+    shards = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(shards, dict):
+        raise _index_refusal(f"{index} has no weight_map from tensors to shards")
+    name = shards.get(tensor)
     if name is None:
         return None
     if not isinstance(name, str) or Path(name).name != name:
-        raise TraceError(f"{index} places {tensor} in {name!r}, which is no file name: fetch the checkpoint again")
+        raise _index_refusal(f"{index} places {tensor} in {show(name)}, which is no file name")
     return checkpoint / name
+
+
+def _index_refusal(said: str) -> TraceError:
+    return TraceError(f"{said}: fetch the checkpoint again")
 
 
 def _checked(layout: Layout, name: str, header: TraceHeader) -> tuple[Layout, str]:

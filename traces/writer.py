@@ -15,7 +15,7 @@ from replay.errors import OutputError, TraceCorruptError, TraceError
 from replay.traces import files
 from replay.traces.captured import CapturedRequest, ServerCounters, check_request, check_weights, request_tensors
 from replay.traces.feed import feed_tensors
-from replay.traces.fields import parse_json
+from replay.traces.fields import read_json
 from replay.traces.header import FORMAT, MAX_HEADER_FILE, TraceHeader, WeightsInfo, read_header
 from replay.traces.records import RequestRecord, expected_tensors, placed, scan_shards, shard_metadata, to_frame
 from replay.traces.server_rounds import merge_rounds, read_served, rounds_of
@@ -281,7 +281,7 @@ def _says_what_is_kept(path: Path, kept: int | None = None) -> Iterator[None]:
 def _is_trace(folder: Path) -> bool:
     """Whether ``folder`` holds a trace of any version."""
     try:
-        header = parse_json(files.read_small(folder / files.HEADER, MAX_HEADER_FILE), files.HEADER)
+        header = read_json(folder / files.HEADER, MAX_HEADER_FILE)
     except TraceCorruptError:
         return False
     return isinstance(header, dict) and header.get("format") == FORMAT

@@ -7,7 +7,7 @@ both that start with the same tokens, where nothing differs but the draft.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from replay.analysis.compare.common_anchors import CommonAnchors, common_anchors
 from replay.analysis.compare.pairing import PairedRounds
 from replay.analysis.counts import ACCEPTED, CUT, DRAFTED, ROUNDS, Counts, Mask, per_request, ratio
 from replay.analysis.gaps import Gap, paired_gaps
-from replay.analysis.summary import JsonObject, json_value
+from replay.analysis.json_document import JsonObject, object_json
 from replay.traces.rounds import RequestInfo, VariantInfo
 
-# "The same" for a reader who asks whether a change costs anything that matters.
+# Near enough for a reader who asks whether a change costs anything that matters.
 WITHIN = 0.01
 LEVEL = 0.05
 MOST_REQUESTS = 10
@@ -66,7 +66,7 @@ class Pair:
     """B against A over the ``requests`` that have rounds under both; ``without_rounds`` others have none under one.
 
     ``verdict``: ``better`` or ``worse`` where the interval of the difference excludes 0 and, among several pairs, the p
-    value adjusted after Holm is at most 0.05; ``same`` where no resample tells the two apart; else ``cannot tell``.
+    value adjusted after Holm is at most 0.05; ``equal`` where no resample tells the two apart; else ``cannot tell``.
     ``within_1_percent``: the whole interval lies within 1 % of the smaller accept length; None without an interval.
     ``most_different`` are the requests whose numbers of rounds differ most.
     """
@@ -98,12 +98,11 @@ class Comparison:
     resamples: int
 
     def to_json(self) -> JsonObject:
-        """The document of ``replay compare --json``: the fields by name, null in place of nan."""
-        document: JsonObject = json_value(asdict(self))
-        return document
+        """The body of ``replay compare --json``."""
+        return object_json(self)
 
 
-def compare(joined: PairedRounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:
+def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:
     """Every variant B of ``joined`` against its A (see ``join``), by paired bootstrap over requests."""
     counts = per_request(joined.rounds)
     against = counts.pop(joined.a.name)
@@ -129,9 +128,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 def verdict(gap: Gap, p_holm: float, *, several: bool) -> str:
     """The rule that ``Pair`` states."""
-    if gap.verdict == "equal":
-        return "same"
-    if several and not p_holm <= LEVEL:
+    if several and gap.verdict != "equal" and not p_holm <= LEVEL:
         return "cannot tell"
     return gap.verdict
 

@@ -34,15 +34,25 @@ class PairedRounds:
 
 
 def join(
-    first: Rounds, second: Rounds | None = None, *, variant_a: str | None = None, variant_b: str | None = None
+    first: Rounds,
+    second: Rounds | None = None,
+    *,
+    variant_a: str | None = None,
+    variant_b: str | None = None,
+    called: Sequence[str] = ("the first rounds file", "the second rounds file"),
 ) -> PairedRounds:
     """A from ``first``, every B from ``second``; from one alone its first variant is A and every other a B.
+
+    ``called``: what messages call the two, such as the names of their files.
 
     Raises UsageError for a variant that is not there or not named where there are several, and where there is nothing
     to compare; TraceError where the two are not of one trace.
     """
-    a = _choose_a(first, variant_a, alone=second is None)
-    others = _choose_others(first if second is None else second, variant_b, leave=a.name if second is None else None)
+    a = _choose_a(first, variant_a, called[0], alone=second is None)
+    if second is None:
+        others = _choose_others(first, variant_b, called[0], leave=a.name)
+    else:
+        others = _choose_others(second, variant_b, called[1], leave=None)
     source = first if second is None else second
     if second is not None:
         _check_trace(first, second)
@@ -94,27 +104,29 @@ def _setting(variant: VariantInfo, name: str) -> str:
             return f"{name}={asdict(variant)[name]}"
 
 
-def _choose_a(rounds: Rounds, wanted: str | None, *, alone: bool) -> VariantInfo:
+def _choose_a(rounds: Rounds, wanted: str | None, called: str, *, alone: bool) -> VariantInfo:
     if wanted is None and rounds.variants and (alone or len(rounds.variants) == 1):
         return rounds.variants[0]
-    return _named(rounds, wanted, "--variant-a")
+    return _named(rounds, wanted, called, "--variant-a")
 
 
-def _choose_others(rounds: Rounds, wanted: str | None, *, leave: str | None) -> list[VariantInfo]:
+def _choose_others(rounds: Rounds, wanted: str | None, called: str, *, leave: str | None) -> list[VariantInfo]:
     if wanted is not None:
-        return [_named(rounds, wanted, "--variant-b")]
+        return [_named(rounds, wanted, called, "--variant-b")]
     others = [variant for variant in rounds.variants if variant.name != leave]
     if not others:
-        raise UsageError("the rounds hold one variant, two are needed to compare; give a second rounds file")
+        raise UsageError(f"{called} has one variant, two are needed to compare; give a second rounds file")
     return others
 
 
-def _named(rounds: Rounds, wanted: str | None, option: str) -> VariantInfo:
+def _named(rounds: Rounds, wanted: str | None, called: str, option: str) -> VariantInfo:
     found = [variant for variant in rounds.variants if variant.name == wanted]
     if not found:
-        seen = f"there is no variant {wanted!r}" if wanted else f"there are {len(rounds.variants)} variants"
         names = ", ".join(repr(variant.name) for variant in rounds.variants) or "none"
-        raise UsageError(f"{seen}, the rounds hold {names}; type one of them after {option}")
+        seen = f"{called} has {len(rounds.variants)} variants, {names}"
+        if wanted is not None:
+            seen = f"{called} has no variant {wanted!r}, it has {names}"
+        raise UsageError(f"{seen}; type one of them after {option}")
     return found[0]
 
 

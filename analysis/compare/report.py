@@ -1,7 +1,7 @@
 """A comparison → what a person reads: answer line, tables, doubts, provenance. Nothing is computed here."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -11,7 +11,7 @@ from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.compare.common_anchors import CommonDrafts
 from replay.analysis.compare.compare import LEVEL, Comparison, Pair
 from replay.analysis.compare.pairing import PairedRounds
-from replay.analysis.tables import Column, Fitted, bullet, heading, pairs
+from replay.analysis.tables import Fitted, bullet, column, heading, pairs
 
 # Common rounds below this share of all are told apart from what a server shows.
 FEW_COMMON = 0.25
@@ -19,18 +19,18 @@ FEW_COMMON = 0.25
 _WORDS = {
     "better": "accepts more than",
     "worse": "accepts less than",
-    "same": "accepts the same as",
+    "equal": "accepts the same as",
     "cannot tell": "cannot be told from",
 }
 _RULE = (
     "difference: accept length of B minus that of A over the same requests; better or worse where its 95 % interval "
-    "excludes 0, same where no resample tells the two apart, within 1 % where the whole interval lies so near 0"
+    "excludes 0, equal where no resample tells the two apart, within 1 % where the whole interval lies so near 0"
 )
 _HOLM = ", with Holm's adjustment of the p values for {count} comparisons"
 
 
 def render_comparison(comparison: Comparison, joined: PairedRounds) -> RenderableType:
-    """The report of ``compare(joined)``, which adapts to the console's width; details where there is one pair."""
+    """The report of ``joined``, which adapts to the console's width; details where there is one pair."""
     parts: list[RenderableType] = [Text(answer(comparison), style="bold"), Text(), _pair_table(comparison, joined)]
     rule = _RULE + (_HOLM.format(count=len(comparison.pairs)) if len(comparison.pairs) > 1 else "")
     parts += [Text(), Text(rule, style="dim")]
@@ -98,7 +98,7 @@ def _sides(pair: Pair) -> tuple[str, str]:
 
 
 def _near(pair: Pair) -> str:
-    return " and lies within 1 %" if pair.within_1_percent and pair.verdict != "same" else ""
+    return " and lies within 1 %" if pair.within_1_percent and pair.verdict != "equal" else ""
 
 
 def _signed(number: float) -> str:
@@ -113,10 +113,6 @@ def _interval(bounds: tuple[float, float]) -> str:
     return wording.NOTHING if math.isnan(bounds[0]) else " to ".join(map(_signed, bounds))
 
 
-def _column(title: str, cells: Sequence[str], *, left: bool = False) -> Column:
-    return Column(title, tuple(map(Text, cells)), "left" if left else "right")
-
-
 def _pair_table(comparison: Comparison, joined: PairedRounds) -> Fitted:
     """A's row, then one for each B."""
     found, first = comparison.pairs, comparison.pairs[0]
@@ -125,19 +121,19 @@ def _pair_table(comparison: Comparison, joined: PairedRounds) -> Fitted:
     labels = [f"{letter:<{len(letters[-1])}}  {side.variant}" for letter, side in zip(letters, sides, strict=True)]
     near = [{True: "yes", False: "no", None: wording.NOTHING}[pair.within_1_percent] for pair in found]
     columns = [
-        _column("accept\nlength", [wording.decimal(side.accept_length) for side in sides]),
-        _column("difference", ["", *(_signed(pair.difference) for pair in found)]),
-        _column("95 %\ninterval", ["", *(_interval(pair.ci95) for pair in found)]),
+        column("accept\nlength", [wording.decimal(side.accept_length) for side in sides]),
+        column("difference", ["", *(_signed(pair.difference) for pair in found)]),
+        column("95 %\ninterval", ["", *(_interval(pair.ci95) for pair in found)]),
     ]
     if len(found) > 1:
-        columns.append(_column("Holm\np", ["", *(wording.decimal(pair.p_holm) for pair in found)]))
-    columns.append(_column("verdict", ["", *(pair.verdict for pair in found)], left=True))
-    columns.append(_column("within\n1 %", ["", *near], left=True))
+        columns.append(column("Holm\np", ["", *(wording.decimal(pair.p_holm) for pair in found)]))
+    columns.append(column("verdict", ["", *(pair.verdict for pair in found)], left=True))
+    columns.append(column("within\n1 %", ["", *near], left=True))
     counts = [
-        _column("rounds", [wording.count(side.rounds) for side in sides]),
-        _column("accepted /\ndrafted", [f"{wording.count(s.accepted)} / {wording.count(s.drafted)}" for s in sides]),
+        column("rounds", [wording.count(side.rounds) for side in sides]),
+        column("accepted /\ndrafted", [f"{wording.count(s.accepted)} / {wording.count(s.drafted)}" for s in sides]),
     ]
-    return Fitted((_column("variant", labels, left=True),), (tuple(columns), tuple(counts)), tuple(labels))
+    return Fitted((column("variant", labels, left=True),), (tuple(columns), tuple(counts)), tuple(labels))
 
 
 def _details(pair: Pair) -> list[RenderableType]:
@@ -179,44 +175,44 @@ def _anchor_sentence(pair: Pair) -> str:
 def _positions(pair: Pair) -> Fitted:
     rows, drafts = pair.anchors.positions, pair.anchors.drafts
     columns = [
-        _column(
+        column(
             "A accepted /\ngot there", [f"{wording.count(r.accepted_a)} / {wording.count(r.reached_a)}" for r in rows]
         ),
-        _column("share", [wording.percent(row.conditional_a) for row in rows]),
-        _column(
+        column("share", [wording.percent(row.conditional_a) for row in rows]),
+        column(
             "B accepted /\ngot there", [f"{wording.count(r.accepted_b)} / {wording.count(r.reached_b)}" for r in rows]
         ),
-        _column("share", [wording.percent(row.conditional_b) for row in rows]),
+        column("share", [wording.percent(row.conditional_b) for row in rows]),
     ]
     if drafts is not None:
         parted = [wording.count(count) for count in drafts.parted[: len(rows)]]
-        columns.append(_column("drafts\npart here", parted))
-    numbers = _column("position", [str(place) for place in range(1, len(rows) + 1)])
+        columns.append(column("drafts\npart here", parted))
+    numbers = column("position", [str(place) for place in range(1, len(rows) + 1)])
     return Fitted((numbers,), (tuple(columns),), ())
 
 
 def _categories(pair: Pair) -> Fitted:
     rows = pair.categories
-    names = _column("category", [row.category or wording.NOTHING for row in rows], left=True)
+    names = column("category", [row.category or wording.NOTHING for row in rows], left=True)
     columns = [
-        _column("requests", [wording.count(row.requests) for row in rows]),
-        _column("A", [wording.decimal(row.a.accept_length) for row in rows]),
-        _column("B", [wording.decimal(row.b.accept_length) for row in rows]),
-        _column("difference", [_signed(row.difference) for row in rows]),
-        _column("95 % interval", [_interval(row.ci95) for row in rows]),
+        column("requests", [wording.count(row.requests) for row in rows]),
+        column("A", [wording.decimal(row.a.accept_length) for row in rows]),
+        column("B", [wording.decimal(row.b.accept_length) for row in rows]),
+        column("difference", [_signed(row.difference) for row in rows]),
+        column("95 % interval", [_interval(row.ci95) for row in rows]),
     ]
     return Fitted((names,), (tuple(columns),), ())
 
 
 def _requests(pair: Pair) -> Fitted:
     rows = pair.most_different
-    names = _column("request", [row.request_id for row in rows], left=True)
+    names = column("request", [row.request_id for row in rows], left=True)
     columns = [
-        _column("rounds\nof A", [wording.count(row.rounds_a) for row in rows]),
-        _column("rounds\nof B", [wording.count(row.rounds_b) for row in rows]),
-        _column("accept\nlength A", [wording.decimal(row.accept_length_a) for row in rows]),
-        _column("accept\nlength B", [wording.decimal(row.accept_length_b) for row in rows]),
-        _column("category", [row.category or wording.NOTHING for row in rows], left=True),
+        column("rounds\nof A", [wording.count(row.rounds_a) for row in rows]),
+        column("rounds\nof B", [wording.count(row.rounds_b) for row in rows]),
+        column("accept\nlength A", [wording.decimal(row.accept_length_a) for row in rows]),
+        column("accept\nlength B", [wording.decimal(row.accept_length_b) for row in rows]),
+        column("category", [row.category or wording.NOTHING for row in rows], left=True),
     ]
     return Fitted((names,), (tuple(columns),), tuple(row.request_id for row in rows))
 

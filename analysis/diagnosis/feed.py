@@ -6,8 +6,8 @@ A place is a tap and a shift: row i holds the tap of row i + shift.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from replay.analysis.json_document import JsonObject
 from replay.traces.taps import tap_index
 
 Place = tuple[str, int]
@@ -210,7 +210,7 @@ def _say_offset(offset: int) -> str:
     return f"that {offset:+d} of" if offset else "that of"
 
 
-def to_json(feeding: Feeding | None) -> dict[str, Any]:
+def feeding_json(feeding: Feeding | None) -> JsonObject:
     """``slots`` and ``fed`` of ``replay diagnose --json``; empty and null where nothing was recorded."""
     if feeding is None:
         return {"slots": [], "fed": None}
@@ -227,7 +227,7 @@ def to_json(feeding: Feeding | None) -> dict[str, Any]:
     }
 
 
-def _slot_json(slot: Slot) -> dict[str, Any]:
+def _slot_json(slot: Slot) -> JsonObject:
     place = slot.place
     near = {"tap": slot.nearest[0], "shift": slot.nearest[1], "cosine": slot.cosine}
     return {

@@ -5,14 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any
 
-from replay.analysis.diagnosis import feed
 from replay.analysis.diagnosis.evidence import DRAFTED, lead
-from replay.analysis.diagnosis.feed import Feeding
+from replay.analysis.diagnosis.feed import Feeding, feeding_json
 from replay.analysis.diagnosis.scored import DECISIVE, Scored, odds, rank, undecided
-from replay.analysis.ladder import ladder
-from replay.analysis.ladder.ladder import Ladder
+from replay.analysis.json_document import JsonObject, interval_json, object_json
+from replay.analysis.ladder.ladder import Ladder, ladder_json
 from replay.traces.rounds import HEALTHY_NAME
 
 # A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.
@@ -225,68 +223,52 @@ def _stands_out(gain: Gain, tried: int) -> bool:
     return gain.ci95[0] > 0 and gain.gain > _NORMAL.inv_cdf(1 - 0.025 / tried) * error
 
 
-def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The document of ``replay diagnose --json``: JSON values only, null in place of nan."""
-    return {
-        "verdict": diagnosis.verdict,
-        "why": diagnosis.why,
-        "fault": diagnosis.named,
-        "certainty": _number(diagnosis.certainty),
-        "served": _number(diagnosis.served),
-        "replayed": _number(diagnosis.healthy.evidence.accept_length),
-        "replayed_at_served_anchors": _number(diagnosis.replayed_at_served_anchors),
-        "replayed_own_walk": _number(diagnosis.healthy.accept_length),
-        "expected": _number(diagnosis.expected),
-        "fix": diagnosis.fix,
-        "evidence": {
-            "kind": diagnosis.healthy.evidence.kind,
-            "rounds": diagnosis.healthy.evidence.rounds,
-            "agreeing": diagnosis.healthy.evidence.agreeing,
-        },
-        **feed.to_json(diagnosis.feeding),
-        "cannot_tell": list(diagnosis.undecided),
-        "separate": list(diagnosis.separate),
-        **(
-            {"ladder": [], "attribution": None, "notes": []}
-            if diagnosis.ladder is None
-            else ladder.to_json(diagnosis.ladder)
-        ),
-        "hypotheses": [
-            {
-                "fault": item.kind,
-                "value": item.value,
-                "accept_length": _number(item.accept_length),
-                "score": _number(item.probability),
-                "log_likelihood": _number(item.evidence.log_likelihood),
-                "rounds": item.evidence.rounds,
-                "agreeing": item.evidence.agreeing,
-                "fix": item.fix,
-                "contradicted": item.contradicted or None,
-            }
-            for item in diagnosis.ranked
-        ],
-        "gains": [
-            {
-                "fault": gain.kind,
-                "value": gain.value,
-                "gain": _number(gain.gain),
-                "ci95": [_number(end) for end in gain.ci95],
-                "accept_length": _number(gain.accept_length),
-                "fix": gain.fix,
-            }
-            for gain in diagnosis.gains
-        ],
-        "limits": list(diagnosis.limits),
-        "strata": [
-            {"by": part.by, "value": part.value, "rounds": part.rounds, "agreeing": part.agreeing}
-            for part in diagnosis.strata
-        ],
-    }
-
-
-def _ladder_json(climbed: Ladder | None) -> dict[str, Any]:
-    return {"ladder": [], "attribution": None, "notes": []} if climbed is None else ladder.to_json(climbed)
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def to_json(diagnosis: Diagnosis) -> JsonObject:
+    """The body of ``replay diagnose --json``."""
+    evidence = diagnosis.healthy.evidence
+    return object_json(
+        {
+            "verdict": diagnosis.verdict,
+            "why": diagnosis.why,
+            "fault": diagnosis.named,
+            "certainty": diagnosis.certainty,
+            "served": diagnosis.served,
+            "replayed": evidence.accept_length,
+            "replayed_at_served_anchors": diagnosis.replayed_at_served_anchors,
+            "replayed_own_walk": diagnosis.healthy.accept_length,
+            "expected": diagnosis.expected,
+            "fix": diagnosis.fix,
+            "evidence": {"kind": evidence.kind, "rounds": evidence.rounds, "agreeing": evidence.agreeing},
+            **feeding_json(diagnosis.feeding),
+            "cannot_tell": diagnosis.undecided,
+            "separate": diagnosis.separate,
+            **ladder_json(diagnosis.ladder),
+            "hypotheses": [
+                {
+                    "fault": item.kind,
+                    "value": item.value,
+                    "accept_length": item.accept_length,
+                    "score": item.probability,
+                    "log_likelihood": item.evidence.log_likelihood,
+                    "rounds": item.evidence.rounds,
+                    "agreeing": item.evidence.agreeing,
+                    "fix": item.fix,
+                    "contradicted": item.contradicted or None,
+                }
+                for item in diagnosis.ranked
+            ],
+            "gains": [
+                {
+                    "fault": gain.kind,
+                    "value": gain.value,
+                    "gain": gain.gain,
+                    "ci95": interval_json(gain.ci95),
+                    "accept_length": gain.accept_length,
+                    "fix": gain.fix,
+                }
+                for gain in diagnosis.gains
+            ],
+            "limits": diagnosis.limits,
+            "strata": diagnosis.strata,
+        }
+    )

@@ -6,14 +6,13 @@ the whole gap. All rungs are resampled with the same requests, so that each chan
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from replay.analysis import wording
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats, percentile_interval
 from replay.analysis.gaps import Gap
+from replay.analysis.json_document import OUTCOMES, JsonObject, object_json
 from replay.analysis.ladder.levels import NOTHING_SERVED, Level, Levels, Reached, Reported
 from replay.analysis.ladder.shapley import shapley, subsets
 from replay.traces.rounds import Rounds
@@ -21,7 +20,6 @@ from replay.traces.rounds import Rounds
 if TYPE_CHECKING:
     import polars as pl
 
-JsonObject = dict[str, Any]
 Interval = tuple[float, float]
 NO_INTERVAL: Interval = (math.nan, math.nan)
 
@@ -265,20 +263,10 @@ def _notes(replays: Replays, levels: Levels, reported: Reported) -> list[str]:
     return notes
 
 
-def to_json(ladder: Ladder) -> JsonObject:
-    """``ladder`` (the rungs), ``attribution`` and ``notes`` as JSON values, null in place of nan."""
-    rungs = [{**asdict(rung), "verdict": rung.verdict} for rung in ladder.rungs]
-    attribution = None if ladder.attribution is None else asdict(ladder.attribution)
-    document: JsonObject = _json({"ladder": rungs, "attribution": attribution, "notes": ladder.notes})
-    return document
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_json(item) for item in value]
-        return None if items and all(item is None for item in items) else items
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
+def ladder_json(ladder: Ladder | None) -> JsonObject:
+    """``ladder`` (the rungs), ``attribution`` and ``notes`` of ``replay diagnose --json``; empty without a ladder."""
+    if ladder is None:
+        return {"ladder": [], "attribution": None, "notes": []}
+    told = {rung.name: rung.verdict for rung in ladder.rungs if rung.verdict in OUTCOMES}
+    rungs = [{**object_json(rung), "verdict": told.get(rung.name)} for rung in ladder.rungs]
+    return object_json({"ladder": rungs, "attribution": ladder.attribution, "notes": ladder.notes})

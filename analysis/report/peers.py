@@ -11,13 +11,12 @@ from itertools import accumulate
 from operator import mul
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.counts import ACCEPTED, ROUNDS, per_request, ratio
 from replay.analysis.summary import VariantSummary, summarise
+from replay.analysis.tables import heading, pairs
 from replay.errors import UsageError
 from replay.traces.rounds import Rounds
 
@@ -59,13 +58,8 @@ def peer_metrics(rounds: Rounds, variant: str) -> Peers:
 
 def render_peers(peers: Peers) -> RenderableType:
     """Project and metric, then its value, what was divided by what, and the definition."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in peers.metrics:
-        table.add_row(Text(f"{row.project}: {row.metric}"), Text(_value(row)))
-    title = f"Other projects' metrics, from the served walk of {peers.variant}"
-    return Group(Text(), Text(title, style="bold"), Padding(table, (0, 0, 0, 2)))
+    title = heading(f"Other projects' metrics, from the served walk of {peers.variant}")
+    return Group(Text(), title, pairs([(f"{row.project}: {row.metric}", _value(row)) for row in peers.metrics]))
 
 
 def _value(row: PeerMetric) -> str:

@@ -1,9 +1,7 @@
 """Tensors ranked by the accept length that quantising each of them alone costs."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,7 +10,7 @@ from replay.analysis import wording
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.gaps import gaps
 from replay.analysis.summary import VariantSummary
-from replay.analysis.tables import Column, Fitted
+from replay.analysis.tables import Fitted, column
 from replay.traces.rounds import Rounds
 
 
@@ -30,18 +28,6 @@ class RankedTensor:
     lost: float
     lost_ci95: tuple[float, float]
     verdict: str
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values, null in place of nan."""
-        low, high = self.lost_ci95
-        return {
-            "tensor": self.tensor,
-            "precision": self.precision,
-            "accept_length": _number(self.accept_length),
-            "lost": _number(self.lost),
-            "lost_ci95": None if math.isnan(low) else [low, high],
-            "verdict": self.verdict,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +82,16 @@ def render_ranking(ranking: Ranking) -> RenderableType:
         f"{wording.counted(reference.rounds, 'round')} of {wording.counted(reference.requests, 'request')}."
     )
     table = Fitted(
-        (_column("quantised alone", [row.tensor for row in rows], "left"),),
+        (column("quantised alone", [row.tensor for row in rows], left=True),),
         (
             (
-                _column("accept\nlength", [wording.decimal(row.accept_length) for row in rows]),
-                _column("lost", [wording.decimal(row.lost) for row in rows]),
-                _column("95 %\ninterval", [wording.interval(row.lost_ci95, 3) for row in rows]),
-                _column("verdict", [row.verdict for row in rows], "left"),
+                column("accept\nlength", [wording.decimal(row.accept_length) for row in rows]),
+                column("lost", [wording.decimal(row.lost) for row in rows]),
+                column("95 %\ninterval", [wording.interval(row.lost_ci95, 3) for row in rows]),
+                column("verdict", [row.verdict for row in rows], left=True),
             ),
         ),
         tuple(row.tensor for row in rows),
     )
     notes = [Text(f"note: {note}") for note in ranking.notes]
     return Group(Text(said), Text(), table, *([Text(), *notes] if notes else []))
-
-
-def _column(heading: str, cells: Sequence[str], justify: str = "right") -> Column:
-    return Column(heading, tuple(map(Text, cells)), "left" if justify == "left" else "right")
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -11,7 +11,7 @@ from replay.analysis.counts import position_rates, reached_positions
 from replay.analysis.gaps import Gap
 from replay.analysis.report.expected import expected_cell
 from replay.analysis.summary import VariantSummary
-from replay.analysis.tables import Column, Fitted
+from replay.analysis.tables import Column, Fitted, column
 
 
 def variant_table(
@@ -24,7 +24,7 @@ def variant_table(
     many = len(summaries) > 1
     seen = next((summary.observed for summary in summaries if summary.observed is not None), None)
 
-    def column(heading: str, cells: Sequence[str], reported: str, justify: str = "right") -> Column:
+    def column_of(heading: str, cells: Sequence[str], reported: str, justify: str = "right") -> Column:
         texts = [
             Text(cell, style="bold" if many and summary is best else "")
             for cell, summary in zip(cells, summaries, strict=True)
@@ -34,35 +34,37 @@ def variant_table(
         return Column(heading, tuple(texts), "left" if justify == "left" else "right")
 
     names = [
-        column(_heading(name), [_name(row, name) for row in summaries], "server" * (index == 0), _side(name))
+        column_of(_heading(name), [_name(row, name) for row in summaries], "server" * (index == 0), _side(name))
         for index, name in enumerate(facts)
     ]
     if not many and seen is not None:
-        names = [column("", ["replay"], "server", "left")]
+        names = [column_of("", ["replay"], "server", "left")]
     histogram = seen.histogram if seen else ()
     accepted = sum(number * count for number, count in enumerate(histogram))
     main = [
-        column(
+        column_of(
             "accept\nlength",
             [wording.decimal(row.accept_length) for row in summaries],
             wording.decimal(seen.accept_length if seen else math.nan),
         ),
-        column("95 %\ninterval", [wording.interval(row.accept_length_ci95) for row in summaries], ""),
-        column("accept\nrate", [wording.percent(row.accept_rate) for row in summaries], ""),
-        column(
+        column_of("95 %\ninterval", [wording.interval(row.accept_length_ci95) for row in summaries], ""),
+        column_of("accept\nrate", [wording.percent(row.accept_rate) for row in summaries], ""),
+        column_of(
             "accepted /\ndrafted",
             [f"{wording.count(row.accepted)} / {wording.count(row.drafted)}" for row in summaries],
             f"{wording.count(accepted)} / {wording.NOTHING}" if histogram else "",
         ),
-        column("rounds", [wording.count(row.rounds) for row in summaries], wording.count(seen.rounds if seen else 0)),
+        column_of(
+            "rounds", [wording.count(row.rounds) for row in summaries], wording.count(seen.rounds if seen else 0)
+        ),
     ]
     if many and any(row.expected is not None for row in summaries):
-        main.insert(2, column("expected\nlength", [expected_cell(row) for row in summaries], ""))
+        main.insert(2, column_of("expected\nlength", [expected_cell(row) for row in summaries], ""))
     if many:
-        main.insert(2, column("lost", [_lost(row, gaps, best) for row in summaries], ""))
+        main.insert(2, column_of("lost", [_lost(row, gaps, best) for row in summaries], ""))
     steps = max(row.steps for row in summaries)
     shape = [
-        column(
+        column_of(
             f"accepted\n0 to {steps}",
             [wording.bars(row.histogram) for row in summaries],
             wording.bars(histogram),
@@ -72,7 +74,7 @@ def variant_table(
     if many:
         rates = _aligned([*(row.position_conditional for row in summaries), position_rates(histogram or (0,))[1]])
         heading = "% accepted at position 1, 2, ...\nof the rounds that got there"
-        shape.append(column(heading, rates[:-1], rates[-1], "left"))
+        shape.append(column_of(heading, rates[:-1], rates[-1], "left"))
     labels = [wording.label(row, facts) or "replay" for row in summaries] + ["server"] * (seen is not None)
     return Fitted(tuple(names), (tuple(main), tuple(shape)), tuple(labels))
 
@@ -82,23 +84,19 @@ def position_table(summary: VariantSummary) -> Fitted:
     reached = reached_positions(summary.histogram)
     seen = summary.observed.histogram if summary.observed else ()
     columns = [
-        _plain("rounds that\ngot there", [wording.count(count) for count in reached[:-1]]),
-        _plain("accepted\nit", [wording.count(count) for count in reached[1:]]),
-        _plain("share", [wording.percent(rate) for rate in summary.position_conditional]),
+        column("rounds that\ngot there", [wording.count(count) for count in reached[:-1]]),
+        column("accepted\nit", [wording.count(count) for count in reached[1:]]),
+        column("share", [wording.percent(rate) for rate in summary.position_conditional]),
     ]
     if seen:
         rates = [wording.percent(rate) for rate in position_rates(seen)[1]]
-        columns.append(_plain("server's\nshare", (rates + [wording.NOTHING] * len(reached))[: len(reached) - 1]))
+        columns.append(column("server's\nshare", (rates + [wording.NOTHING] * len(reached))[: len(reached) - 1]))
     shares = [rate if not math.isnan(rate) else 0.0 for rate in summary.position_conditional]
     columns.append(
         Column("", tuple(Text("█" * round(20 * share) + "░" * (20 - round(20 * share))) for share in shares), "left")
     )
-    positions = _plain("position", [str(position) for position in range(1, len(reached))])
+    positions = column("position", [str(position) for position in range(1, len(reached))])
     return Fitted((positions,), (tuple(columns),), ())
-
-
-def _plain(heading: str, cells: Sequence[str]) -> Column:
-    return Column(heading, tuple(map(Text, cells)))
 
 
 def _heading(fact: str) -> str:

@@ -14,12 +14,14 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from replay.errors import CaptureError, UsageError
+from replay.traces.fields import parse_json
 
 _Result = TypeVar("_Result")
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses that another try may not meet
 _REFUSED = (400, 413, 422)  # statuses that say something of what was asked, not of the server
 _LONGEST_PAUSE = 30.0  # seconds
+_MOST = 1 << 28  # bytes of an answer
 _SHOWN = 300  # characters of an answer that a message shows
 
 
@@ -86,10 +88,7 @@ class ServerApi:
     def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """One try. Raises TransientError, or CaptureError where another try would end the same."""
         data = self._call(path, body)
-        try:
-            return json.loads(data)
-        except ValueError as error:
-            raise TransientError(f"{path} answered no JSON: {_show(data)}") from error
+        return parse_json(data, f"the answer of {path}", lambda said: TransientError(f"{said}; it says {_show(data)}"))
 
     def _call(self, path: str, body: Mapping[str, Any] | None) -> bytes:
         request = urllib.request.Request(self.url + path)
@@ -101,8 +100,7 @@ class ServerApi:
             request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                data: bytes = response.read()
-                return data
+                return _read(response)
         except urllib.error.HTTPError as error:
             raise self._refusal(path, error) from error
         except http.client.InvalidURL as error:
@@ -112,7 +110,7 @@ class ServerApi:
 
     def _refusal(self, path: str, error: urllib.error.HTTPError) -> Exception:
         try:
-            said = _show(error.read())
+            said = _show(error.read(_MOST))
         except (OSError, http.client.HTTPException):
             said = ""
         if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
@@ -123,6 +121,17 @@ class ServerApi:
             return TransientError(f"{path} answered {error.code} {said}", _pause(error.headers.get("Retry-After")))
         message = f"{self.url}{path} answered {error.code}: {said}"
         return RefusedError(message, _said(said)) if error.code in _REFUSED else CaptureError(message)
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """All of an answer. Raises CaptureError for one larger than any that replay asks for."""
+    if response.length is None:  # in chunks
+        data = response.read(_MOST + 1)
+    else:
+        data = response.read() if response.length <= _MOST else b""
+    if max(len(data), response.length or 0) > _MOST:
+        raise CaptureError(f"{response.url} answers with more than {_MOST} bytes: see to --server")
+    return data
 
 
 def open_api(url: str, api_key: str | None = None, *, timeout: float = 600.0, retries: int = 5) -> ServerApi:
@@ -167,7 +176,8 @@ def _pause(value: str | None) -> float:
 def _said(text: str) -> str:
     """The sentence in an error's JSON, as SGLang words it; else all of it."""
     try:
-        error = json.loads(text)["error"]
+        document: Any = parse_json(text, "the error", ValueError)
+        error = document["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return text

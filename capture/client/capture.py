@@ -1,8 +1,8 @@
 """``replay capture --server``: drive a recording server with a prompt file, and make a trace of what it recorded.
 
 Each request gets an id of this client's own and a cache salt of its own, so that no cached prefix takes the place of
-rows. Its answer comes over HTTP, its rows through the spool; both are joined, and finished requests go into the trace
-in batches. A server without the plugin gives answers only: see capture/stock.py.
+rows. Its answer comes over HTTP, its rows through the spool; both are joined, and finished requests go into the trace.
+A server without the plugin gives answers only: see without_plugin.py.
 """
 
 import secrets
@@ -20,7 +20,7 @@ from replay.capture.client.requests import PROBE_TOKENS, ServerClient
 from replay.capture.client.spool_reader import SpoolReader
 from replay.capture.encode import EncodedRequest, TargetLimits, encode_prompts
 from replay.capture.events import CaptureResult, Event, Loading, Noted
-from replay.capture.options import ServerOptions, check_numbers, check_place, settings_of
+from replay.capture.options import ServerOptions, check_options, check_place, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.spool import RID_PREFIX, SPOOL
 from replay.errors import OutputError, PromptError, TraceError, UsageError
@@ -38,7 +38,7 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
     Raises UsageError, PromptError, CaptureError, OutputError and TraceError; what can be refused is refused before the
     first prompt is sent.
     """
-    check_numbers(
+    check_options(
         options,
         ("--timeout", options.timeout, options.timeout > 0, "above 0"),
         ("--retries", options.retries, options.retries >= 0, "0 or more"),
@@ -54,9 +54,9 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
     requests = encode(prompts, facts, options)
     on_event(Loading(facts.model_path, len(requests)))
     if not facts.recording:
-        from replay.capture.client.without_plugin import capture_stock
+        from replay.capture.client.without_plugin import capture_answers
 
-        return capture_stock(options, api, facts, requests, on_event)
+        return capture_answers(options, api, facts, requests, on_event)
     return _capture_recorded(options, prompts, api, facts, requests, on_event)
 
 

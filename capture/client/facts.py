@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from replay.capture.client.api import ServerApi
-from replay.capture.spool import Manifest, launch_folder, read_manifests
+from replay.capture.manifest import Manifest, read_manifests
+from replay.capture.spool import launch_folder
 from replay.errors import CaptureError, TraceCorruptError, TraceError
 from replay.traces.fields import Fields
 from replay.traces.header import MAX_COUNT, EngineInfo, TargetInfo
@@ -19,7 +20,10 @@ _DECISIVE = ("wiring", "server_wiring", "dtype", "quantization", "kv_cache_dtype
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """``spool`` is where its rows can be read here, ``manifests`` one of each of its processes; empty where stock."""
+    """``spool`` is where its rows can be read here, ``manifests`` one of each of its processes.
+
+    Without the plugin there is no spool and no manifest.
+    """
 
     version: str
     model_path: str

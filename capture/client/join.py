@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.spool import FEED, Chunk, Entry
+from replay.capture.spool import FEED, Entry, RowFile
 from replay.errors import CaptureError
 from replay.traces.captured import ServerCounters
 from replay.traces.feed import Feed
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 class Recorded:
     """One entry and the file that holds its rows."""
 
-    chunk: Chunk
+    file: RowFile
     index: int
 
     @property
     def entry(self) -> Entry:
-        return self.chunk.entries[self.index]
+        return self.file.entries[self.index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +169,11 @@ def join(
     have_logits = torch.zeros(outputs, dtype=torch.bool)
     first_output = len(prompt_ids) - 1
     for one in recorded:
-        entry, layout = one.entry, one.chunk.layout
+        entry, layout = one.entry, one.file.layout
         count = min(entry.rows, rows - entry.start)
         if count <= 0:
             continue
-        begin, here = one.chunk.first_row[one.index], slice(entry.start, entry.start + count)
+        begin, here = one.file.first_row[one.index], slice(entry.start, entry.start + count)
         consumed[here] = map_rows(layout, "input_ids", begin, begin + count)
         first = entry.start + entry.rows - entry.logits  # position of its first row with logits
         for tap in taps:
@@ -188,7 +188,7 @@ def join(
                     gathered[tap][low:high] = part[low - entry.start : high - entry.start]
         low, high = max(first, first_output), min(entry.start + entry.rows, rows)
         if low < high:
-            place = one.chunk.first_logit[one.index] + low - first
+            place = one.file.first_logit[one.index] + low - first
             there = slice(low - first_output, high - first_output)
             have_logits[there] = True
             for key in ("topk_ids", "topk_logprobs", "logsumexp"):
@@ -229,11 +229,11 @@ def feed_of(recorded: Sequence[Recorded], rows: int) -> Feed | None:
     for one in recorded:
         first = one.entry.start
         kept = {row: place for row, place in kept.items() if not first <= row < first + one.entry.rows}
-        kept |= {row: (one, one.chunk.first_fed[one.index] + at) for at, row in enumerate(one.entry.fed) if row < rows}
+        kept |= {row: (one, one.file.first_fed[one.index] + at) for at, row in enumerate(one.entry.fed) if row < rows}
     if not kept:
         return None
     places = [kept[row] for row in sorted(kept)]
     token_F, position_F, features_FW = (
-        torch.cat([map_rows(one.chunk.layout, name, at, at + 1) for one, at in places]) for name in FEED
+        torch.cat([map_rows(one.file.layout, name, at, at + 1) for one, at in places]) for name in FEED
     )
     return Feed(torch.tensor(sorted(kept), dtype=torch.int32), token_F, position_F, features_FW)

@@ -1,19 +1,16 @@
-"""Requests in flight: sent, their rows gathered from the spool, joined, and written to the trace in batches."""
+"""A capture's requests: asked for, their rows gathered from the spool, joined, and written to the trace."""
 
-import queue
-import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from replay.capture.client.answers import generate
-from replay.capture.client.api import RefusedError, ServerApi
+from replay.capture.client.api import ServerApi
+from replay.capture.client.asking import Answered, Asker, Refused
 from replay.capture.client.facts import ServerFacts
 from replay.capture.client.join import (
-    Answer,
     JoinedRequest,
     first_missing,
     histogram_of,
@@ -21,20 +18,17 @@ from replay.capture.client.join import (
     lacks_feed,
     same_histogram,
 )
+from replay.capture.client.shard import NextShard
 from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.client.watch import RecordingStoppedError, RecordingWatch
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Noted, Planned
 from replay.capture.options import ServerOptions
 from replay.errors import CaptureError, OutputError, TraceCorruptError
-from replay.traces.captured import CapturedRequest
 
 if TYPE_CHECKING:
     from replay.traces.writer import TraceWriter
 
-_BATCH_REQUESTS = 16  # finished requests are written when they are so many,
-_BATCH_BYTES = 1 << 28  # or so large,
-_BATCH_SECONDS = 5.0  # or when the first of them is so old
 _ROWS_SECONDS = 30.0  # how long rows may come after the answer
 _FEED_SECONDS = 5.0  # how long what the draft was fed may come after the answer; other requests do not wait for it
 _POLL_SECONDS = 0.05
@@ -45,38 +39,8 @@ _REFUSED = "the server refused request "
 _STOPPED = "the requests that were not finished when the server stopped recording"
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """An answered request whose rows are still coming."""
-
-    request: EncodedRequest
-    rid: str
-    attempt: int
-    answer: Answer
-    since: float
-
-
-@dataclass(slots=True)
-class _Refused:
-    """A request that the server does not take, and why."""
-
-    request: EncodedRequest
-    reason: str
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Finished requests on their way to the trace."""
-
-    requests: list[CapturedRequest] = field(default_factory=list)
-    rounds: list[tuple[str, JoinedRequest]] = field(default_factory=list)
-    rids: list[str] = field(default_factory=list)
-    bytes: int = 0
-    since: float = 0.0
-
-
 class ServerClient:
-    """Sends requests, gathers their rows and writes them; everything but the HTTP calls happens in one thread."""
+    """Gathers the rows of requests and writes them; everything but the asking happens in one thread."""
 
     def __init__(
         self,
@@ -87,13 +51,11 @@ class ServerClient:
         on_event: Callable[[Event], None],
     ) -> None:
         self.options, self.api, self.facts, self.spool, self.on_event = options, api, facts, spool, on_event
-        self.tasks: queue.SimpleQueue[tuple[EncodedRequest, int]] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[_Waiting | _Refused | BaseException] = queue.SimpleQueue()
+        self.asker = Asker(api, options, spool.client, logprobs=False)
         self.refused: dict[str, str] = {}
         self.watch = RecordingWatch(api, spool.folder, facts.no_feed)
         self.started = time.monotonic()
         self.output_tokens = self.most_left = self.differing = self.cached = self.unfed = 0
-        self.stop = False
 
     def probe(self, request: EncodedRequest) -> JoinedRequest:
         """Rows of a short prompt, all the way: the server, its plugin, the folder and this process work together."""
@@ -126,10 +88,7 @@ class ServerClient:
         self.most_left = sum(one.max_new_tokens for one in todo)
         prompt_tokens = sum(len(one.prompt_ids) for one in todo)
         self.on_event(Planned(len(requests), len(done), prompt_tokens, self.most_left))
-        for one in todo:
-            self.tasks.put((one, 0))
-        for _ in range(min(self.options.concurrency, len(todo))):
-            threading.Thread(target=self._work, name="replay-request", daemon=True).start()
+        self.asker.start(todo)
         try:
             self._gather(todo, len(requests), writer, taps)
         except KeyboardInterrupt:
@@ -141,7 +100,7 @@ class ServerClient:
             self._note_end(writer, f"{_STOPPED} ({error.reason})")
             raise
         finally:
-            self.stop = True
+            self.asker.stop()
         if self.refused and not writer.done_ids:
             first = next(iter(self.refused.values()))
             raise CaptureError(f"{self.api.url} refused all {len(self.refused)} requests, the first: {first}")
@@ -155,74 +114,48 @@ class ServerClient:
         self.on_event(Finished(result))
         return result
 
-    def _work(self) -> None:
-        """A thread's life: one task after another, until the run ends."""
-        while not self.stop:
-            try:
-                request, attempt = self.tasks.get(timeout=1)
-            except queue.Empty:
-                continue
-            self._ask(request, attempt)
-
-    def _ask(self, request: EncodedRequest, attempt: int) -> None:
-        """One request until it is answered, each try under an id of its own."""
-        tag = secrets.token_hex(6)
-        rid = ""
-
-        def once(again: int) -> Answer:
-            nonlocal rid
-            rid = rid_of(self.spool.client, tag, again)
-            return generate(self.api, request, rid, self.options, logprobs=False)
-
-        try:
-            answer = self.api.patiently(once)
-        except RefusedError as error:
-            self.answers.put(_Refused(request, error.reason))
-        except BaseException as error:  # handed to the gathering thread, which raises it
-            self.answers.put(error)
-        else:
-            self.answers.put(_Waiting(request, rid, attempt, answer, time.monotonic()))
-
     def _gather(
-        self,
-        todo: Sequence[EncodedRequest],
-        requests: int,
-        writer: "TraceWriter",
-        taps: Sequence[str],
+        self, todo: Sequence[EncodedRequest], requests: int, writer: "TraceWriter", taps: Sequence[str]
     ) -> None:
-        waiting: list[_Waiting] = []
-        batch = _Batch()
+        """Until each of ``todo`` is in the trace or refused; what is whole is kept, whatever ends it."""
+        waiting: list[Answered] = []
+        shard = NextShard(self.options)
         left = len(todo)
         try:
             while left:
-                for answer in self._new_answers():
-                    if isinstance(answer, _Refused):
-                        self._refuse(answer)
-                        left -= 1
-                    else:
-                        waiting.append(answer)
+                left -= self._take_answers(waiting)
                 self.spool.poll()
-                still: list[_Waiting] = []
-                for one in waiting:
+                for one in list(waiting):
                     if self._is_whole(one):
-                        self._finish(one, batch, taps)
+                        self._finish(one, shard, taps)
                         left -= 1
                     elif time.monotonic() - one.since > _ROWS_SECONDS:
                         self.watch.check()
                         self._again(one)
                     else:
-                        still.append(one)
-                waiting = still
-                if batch.requests and (not left or _is_full(batch)):
-                    self._write(batch, writer, requests)
-                    batch = _Batch()
+                        continue
+                    waiting.remove(one)
+                if shard.is_full or (shard and not left):
+                    self._write(shard, writer, requests)
+                    shard = NextShard(self.options)
                 if waiting and time.monotonic() - waiting[0].since > 1:
                     self.watch.check()
         finally:
-            if batch.requests:  # what is whole is kept, whatever ends the run
-                self._write(batch, writer, requests)
+            if shard:
+                self._write(shard, writer, requests)
 
-    def _is_whole(self, one: _Waiting) -> bool:
+    def _take_answers(self, waiting: list[Answered]) -> int:
+        """Put new answers among those whose rows are ``waiting``; how many requests were refused instead."""
+        refused = 0
+        for one in self.asker.new_answers():
+            if isinstance(one, Refused):
+                self._refuse(one)
+                refused += 1
+            else:
+                waiting.append(one)
+        return refused
+
+    def _is_whole(self, one: Answered) -> bool:
         """Whether all its rows are there, and what the draft was fed with it, which is waited for only so long."""
         recorded = self.spool.rows(one.rid)
         tokens = len(one.request.prompt_ids) + len(one.answer.output_ids)
@@ -232,20 +165,7 @@ class ServerClient:
             return True
         return not lacks_feed([it.entry for it in recorded])
 
-    def _new_answers(self) -> list[_Waiting | _Refused]:
-        """Those that have come; waits a little for the first. Raises what ended a request for good."""
-        answers: list[_Waiting | _Refused] = []
-        try:
-            one = self.answers.get(timeout=_POLL_SECONDS)
-            while True:
-                if isinstance(one, BaseException):
-                    raise one
-                answers.append(one)
-                one = self.answers.get_nowait()
-        except queue.Empty:
-            return answers
-
-    def _finish(self, one: _Waiting, batch: _Batch, taps: Sequence[str]) -> None:
+    def _finish(self, one: Answered, shard: NextShard, taps: Sequence[str]) -> None:
         request, answer = one.request, one.answer
         name = f"request {request.request_id!r}"
         try:
@@ -257,40 +177,17 @@ class ServerClient:
             self.differing += 1
         self.cached += answer.counters.cached_tokens > 0
         self.unfed += self.facts.drafts and joined.feed is None
-        batch.requests.append(
-            CapturedRequest(
-                request_id=request.request_id,
-                category=request.category,
-                prompt_ids=list(request.prompt_ids),
-                output_ids=list(answer.output_ids),
-                finish_reason=answer.finish_reason,
-                source="generated",
-                temperature=self.options.temperature,
-                top_p=self.options.top_p,
-                top_k=self.options.top_k,
-                taps=joined.taps,
-                topk_ids=joined.topk_ids,
-                topk_logprobs=joined.topk_logprobs,
-                logsumexp=joined.logsumexp,
-                tail_ids=list(joined.tail_ids),
-                server=answer.counters,
-                feed=joined.feed,
-            )
-        )
-        batch.rounds.append((request.request_id, joined))
-        batch.rids.append(one.rid)
-        batch.bytes += sum(tap.nbytes for tap in joined.taps.values())
-        batch.since = batch.since or time.monotonic()
+        shard.add(one, joined)
         self.output_tokens += len(answer.output_ids)
         self.most_left -= request.max_new_tokens
 
-    def _refuse(self, one: _Refused) -> None:
+    def _refuse(self, one: Refused) -> None:
         """Leave a request out; the others go on."""
         self.refused[one.request.request_id] = one.reason
         self.most_left -= one.request.max_new_tokens
         self.on_event(Noted(f"{_REFUSED}{one.request.request_id!r} ({one.reason}); the trace goes on without it"))
 
-    def _again(self, one: _Waiting) -> None:
+    def _again(self, one: Answered) -> None:
         """Ask for a request anew whose rows did not come whole."""
         self.spool.drop([one.rid])
         if one.attempt + 1 == _ATTEMPTS:
@@ -299,13 +196,11 @@ class ServerClient:
                 f"server's log{_also(self.spool.problems)}; type the same command with --resume to go on"
             )
         self.on_event(Noted(f"the rows of request {one.request.request_id!r} did not come whole; asking again"))
-        self.tasks.put((one.request, one.attempt + 1))
+        self.asker.ask(one.request, one.attempt + 1)
 
-    def _write(self, batch: _Batch, writer: "TraceWriter", requests: int) -> None:
-        if any(joined.rounds for _, joined in batch.rounds):
-            writer.add_rounds(_rounds_frame(batch.rounds))
-        writer.add(batch.requests)
-        self.spool.drop(batch.rids)
+    def _write(self, shard: NextShard, writer: "TraceWriter", requests: int) -> None:
+        shard.write(writer)
+        self.spool.drop(shard.rids)
         seconds = time.monotonic() - self.started
         rate = self.output_tokens / seconds if seconds > 0 else 0.0
         self.on_event(
@@ -339,28 +234,6 @@ class ServerClient:
     def _lasting(self, writer: "TraceWriter") -> list[str]:
         """What was said to be missing, but for what this run says anew."""
         return [text for text in writer.header.missing if not text.startswith((_REFUSED, _STOPPED))]
-
-
-def _is_full(batch: _Batch) -> bool:
-    return (
-        len(batch.requests) >= _BATCH_REQUESTS
-        or batch.bytes >= _BATCH_BYTES
-        or time.monotonic() - batch.since >= _BATCH_SECONDS
-    )
-
-
-def _rounds_frame(rounds: Sequence[tuple[str, JoinedRequest]]) -> Any:
-    """The table of served rounds (SPEC.md, section 6)."""
-    import polars as pl
-
-    from replay.traces.server_rounds import served_schema
-
-    rows = [
-        (request_id, number, one.anchor, list(one.drafted), one.accepted, list(one.parents) or None, one.batch or None)
-        for request_id, joined in rounds
-        for number, one in enumerate(joined.rounds)
-    ]
-    return pl.DataFrame(rows, schema=served_schema(), orient="row")
 
 
 def _also(problems: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from replay.capture.client.join import Recorded
-from replay.capture.spool import Chunk, chunk_names, client_lock, client_of, read_chunk
+from replay.capture.spool import RowFile, client_lock, client_of, read_row_file, row_file_names
 from replay.errors import TraceCorruptError
 from replay.traces.files import take_lock
 
@@ -44,16 +44,16 @@ class SpoolReader:
 
     def poll(self) -> bool:
         """Look for new files; whether there were any. Raises CaptureError where the folder cannot be read."""
-        new = [name for name in chunk_names(self.folder) if name not in self._seen]
+        new = [name for name in row_file_names(self.folder) if name not in self._seen]
         for name in new:
             self._seen.add(name)
             try:
-                chunk = read_chunk(self.folder / name, self.taps, self.width)
+                file = read_row_file(self.folder / name, self.taps, self.width)
             except TraceCorruptError as error:
                 if (self.folder / name).exists():  # else its client has just deleted it
                     self.problems.append(str(error))
                 continue
-            self._take(name, chunk)
+            self._take(name, file)
         return bool(new)
 
     def rows(self, rid: str) -> Sequence[Recorded]:
@@ -81,20 +81,20 @@ class SpoolReader:
             os.close(self._lock)
             self._lock = None
 
-    def _take(self, name: str, chunk: Chunk) -> None:
-        client = client_of(chunk.entries[0].rid) if chunk.entries else ""
+    def _take(self, name: str, file: RowFile) -> None:
+        client = client_of(file.entries[0].rid) if file.entries else ""
         if client != self.client:
             if self._is_over(client):
                 self._delete(name)
             return
-        needed = {_request_of(entry.rid) for entry in chunk.entries} - self._dropped
+        needed = {_request_of(entry.rid) for entry in file.entries} - self._dropped
         if not needed:  # of a try that was given up, come late
             self._delete(name)
             return
         self._open[name] = needed
-        for index, entry in enumerate(chunk.entries):
+        for index, entry in enumerate(file.entries):
             if _request_of(entry.rid) in needed:
-                self._rows.setdefault(entry.rid, []).append(Recorded(chunk, index))
+                self._rows.setdefault(entry.rid, []).append(Recorded(file, index))
 
     def _is_over(self, client: str) -> bool:
         """Whether ``client`` has ended: its lock, taken before its first request, is free. So is nobody's."""

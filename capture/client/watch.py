@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.capture.client.api import ServerApi, TransientError
-from replay.capture.spool import read_manifests
+from replay.capture.manifest import read_manifests
 from replay.errors import CaptureError
 
 _ASK_SECONDS = 5.0  # between two questions to the server itself

@@ -8,30 +8,27 @@ as soon as it is answered: ``id``, ``category``, ``input_ids`` and ``output_ids`
 """
 
 import json
-import queue
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replay.capture.client.answers import generate
-from replay.capture.client.api import RefusedError, ServerApi
+from replay.capture.client.api import ServerApi
+from replay.capture.client.asking import Answered, Asker, Refused
 from replay.capture.client.facts import ServerFacts
-from replay.capture.client.join import Answer
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Noted, Planned
 from replay.capture.options import ServerOptions
 from replay.capture.spool import RID_PREFIX
 from replay.errors import CaptureError, OutputError, TraceError
+from replay.traces.fields import parse_json
 
 RESPONSES = "responses.jsonl"
 
 
-def capture_stock(
+def capture_answers(
     options: ServerOptions,
     api: ServerApi,
     facts: ServerFacts,
@@ -43,81 +40,71 @@ def capture_stock(
     asked = _asked(options, facts)
     done = _begin(path, options, requests, asked)
     todo = [one for one in requests if one.request_id not in done]
-    prompt_tokens = sum(len(one.prompt_ids) for one in todo)
-    left = sum(one.max_new_tokens for one in todo)
     on_event(
         Noted(
-            f"{api.url} (SGLang {facts.version}) does not record: {path} gets its outputs and counters, and no rows, "
-            "so nothing can be simulated on them; for a trace, start it by replay serve, or give this file to replay "
-            "capture --model as --prompts"
+            f"{api.url} (SGLang {facts.version}) does not record: {path} gets its outputs and counters, and there will "
+            "be no trace"
         )
     )
-    on_event(Planned(len(requests), len(done), prompt_tokens, left))
-    started, tokens, finished = time.monotonic(), 0, len(done)
-    refused: dict[str, str] = {}
+    prompt_tokens = sum(len(one.prompt_ids) for one in todo)
+    so_far = _SoFar(len(requests), len(done), sum(one.max_new_tokens for one in todo))
+    on_event(Planned(so_far.requests, so_far.done, prompt_tokens, so_far.tokens_left))
+    asker = Asker(api, options, f"{RID_PREFIX}{secrets.token_hex(8)}", logprobs=True)
+    asker.start(todo)
     try:
         with path.open("a", encoding="utf-8") as file:
-            for request, answer in _answers(todo, options, api):
-                left -= request.max_new_tokens
-                if isinstance(answer, RefusedError):
-                    refused[request.request_id] = answer.reason
-                    on_event(Noted(f"the server refused request {request.request_id!r} ({answer.reason})"))
-                    continue
-                file.write(json.dumps(_row(request, answer, asked), ensure_ascii=False) + "\n")
-                file.flush()
-                tokens, finished = tokens + len(answer.output_ids), finished + 1
-                seconds = time.monotonic() - started
-                on_event(
-                    CaptureProgress(
-                        finished, len(requests), tokens, left, seconds, tokens / seconds if seconds else 0.0
-                    )
-                )
+            while so_far.unfinished:
+                for one in asker.new_answers():
+                    if isinstance(one, Answered):
+                        file.write(json.dumps(_row(one, asked), ensure_ascii=False) + "\n")
+                        file.flush()
+                    on_event(so_far.count(one))
     except KeyboardInterrupt:
         raise CaptureError(
-            f"interrupted: {finished} of {len(requests)} answers are safe in {path}; type the same command with "
+            f"interrupted: {so_far.done} of {so_far.requests} answers are safe in {path}; type the same command with "
             "--resume to go on"
         ) from None
     except OSError as error:
         raise OutputError(f"cannot write to {path}: {error.strerror}; mend this and type --resume") from error
-    seconds = time.monotonic() - started
-    answered = len(todo) - len(refused)
-    result = CaptureResult(options.out, len(requests), answered, prompt_tokens, tokens, seconds, (), "", refused)
+    finally:
+        asker.stop()
+    result = CaptureResult(
+        options.out, so_far.requests, len(todo) - len(so_far.refused), prompt_tokens, so_far.tokens, so_far.seconds,
+        (), "", so_far.refused,
+    )  # fmt: skip
     on_event(Finished(result))
     return result
 
 
-def _answers(
-    todo: Sequence[EncodedRequest], options: ServerOptions, api: ServerApi
-) -> Iterator[tuple[EncodedRequest, Answer | RefusedError]]:
-    tasks: queue.SimpleQueue[EncodedRequest] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[tuple[EncodedRequest, Answer | RefusedError] | BaseException] = queue.SimpleQueue()
-    for one in todo:
-        tasks.put(one)
+@dataclass(slots=True)
+class _SoFar:
+    """How far the answers of a run are."""
 
-    def ask(request: EncodedRequest, rid: str, again: int) -> Answer:
-        return generate(api, request, f"{rid}-{again}", options, logprobs=True)
+    requests: int
+    done: int
+    tokens_left: int  # at most
+    tokens: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
 
-    def work() -> None:
-        try:
-            while True:
-                request = tasks.get_nowait()
-                rid = f"{RID_PREFIX}{secrets.token_hex(8)}"
-                try:
-                    answers.put((request, api.patiently(partial(ask, request, rid))))
-                except RefusedError as error:
-                    answers.put((request, error))
-        except queue.Empty:
-            return
-        except BaseException as error:  # raised where the answers are read
-            answers.put(error)
+    @property
+    def unfinished(self) -> bool:
+        return self.done + len(self.refused) < self.requests
 
-    for _ in range(min(options.concurrency, len(todo))):
-        threading.Thread(target=work, name="replay-request", daemon=True).start()
-    for _ in todo:
-        one_answer = answers.get()
-        if isinstance(one_answer, BaseException):
-            raise one_answer
-        yield one_answer
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def count(self, one: Answered | Refused) -> Event:
+        """Take ``one`` into account; what is told of it."""
+        self.tokens_left -= one.request.max_new_tokens
+        if isinstance(one, Refused):
+            self.refused[one.request.request_id] = one.reason
+            return Noted(f"the server refused request {one.request.request_id!r} ({one.reason})")
+        self.done += 1
+        self.tokens += len(one.answer.output_ids)
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return CaptureProgress(self.done, self.requests, self.tokens, self.tokens_left, self.seconds, rate)
 
 
 def _asked(options: ServerOptions, facts: ServerFacts) -> dict[str, Any]:
@@ -126,7 +113,8 @@ def _asked(options: ServerOptions, facts: ServerFacts) -> dict[str, Any]:
     return {"target": facts.model_path, **{name: getattr(options, name) for name in names}}
 
 
-def _row(request: EncodedRequest, answer: Answer, asked: dict[str, Any]) -> dict[str, Any]:
+def _row(one: Answered, asked: dict[str, Any]) -> dict[str, Any]:
+    request, answer = one.request, one.answer
     logprobs = answer.meta.get("output_token_logprobs")
     return {
         "id": request.request_id,
@@ -159,7 +147,8 @@ def _begin(path: Path, options: ServerOptions, requests: Sequence[EncodedRequest
     except OSError as error:
         raise OutputError(f"cannot write to {path}: {error.strerror}; choose another -o") from error
     try:
-        rows = {row["id"]: (row["input_ids"], row["asked"]) for row in map(json.loads, whole.splitlines())}
+        lines: list[Any] = [parse_json(line, "it", ValueError) for line in whole.splitlines()]
+        rows = {row["id"]: (row["input_ids"], row["asked"]) for row in lines}
     except (ValueError, KeyError, TypeError) as error:
         raise OutputError(f"{path} holds other lines than answers: type --force, or another -o") from error
     prompts = {one.request_id: list(one.prompt_ids) for one in requests}

@@ -10,7 +10,7 @@ import replay
 from replay.capture.encode import EncodedRequest, encode_prompts
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Loading, Noted, Planned
 from replay.capture.local.sampling import Sampling
-from replay.capture.options import CaptureOptions, check_numbers, check_place, settings_of
+from replay.capture.options import CaptureOptions, check_options, check_place, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.target_files import fingerprint_target
 from replay.errors import CaptureError
@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from replay.capture.local.target import LocalTarget
     from replay.capture.target_files import TargetFiles
     from replay.traces.writer import TraceWriter
-
-__all__ = [
-    "CaptureOptions",
-    "CaptureProgress",
-    "CaptureResult",
-    "Event",
-    "Finished",
-    "Loading",
-    "Noted",
-    "Planned",
-    "capture_local",
-    "plan_batches",
-]
 
 _BATCH_TOKENS = 32_768  # of a batch at most, padding and outputs included; one request alone may have more
 _BATCH_BYTES = 1 << 30  # of a batch's recorded rows at most, likewise
@@ -46,7 +33,7 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     Each finished batch is safe on disk; after an interruption the same call with ``resume`` does only what is missing.
     Raises UsageError, PromptError, CaptureError, OutputError and TraceError, the first two before weights are read.
     """
-    check_numbers(options, ("--topk", options.topk, options.topk >= 1, "1 or more"))
+    check_options(options, ("--topk", options.topk, options.topk >= 1, "1 or more"))
     prompts = read_prompts(options.prompts)
     check_place(options)
     from replay.capture.local.target import check_target, load_target

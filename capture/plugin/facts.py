@@ -8,6 +8,7 @@ from typing import Any
 
 from replay.capture.target_files import fingerprint_target
 from replay.errors import CaptureError
+from replay.traces.fields import parse_json
 
 # server arguments that decide numbers or rounds; others stay where they are (some are secrets)
 ARGUMENTS = (
@@ -31,7 +32,7 @@ _LEAST = ("--ap", "--ad", "--ssl-keyfile-p")  # shorter ones it refuses, being a
 def target_info(
     config: Any, architecture: str, model_path: str, hidden_size: int, vocab_size: int, dtype: str
 ) -> dict[str, Any]:
-    """The fields of traces.schema.TargetInfo, from the target's (text) config."""
+    """The fields of traces.header.TargetInfo, from the target's (text) config."""
     context = getattr(config, "max_position_embeddings", None)
     return {
         "name": Path(model_path).name if Path(model_path).is_dir() else model_path,
@@ -80,7 +81,7 @@ def server_details(arguments: Mapping[str, Any], typed: Sequence[str], versions:
     if isinstance(draft, str):
         path = Path(draft) / "config.json"
         try:
-            details["draft_config"] = json.dumps(json.loads(path.read_text(encoding="utf-8")))
+            details["draft_config"] = json.dumps(parse_json(path.read_bytes(), str(path), ValueError))
         except (OSError, ValueError):
             details["draft_config"] = ""  # a hub id, or no JSON; the server has read it somehow
         try:

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.spool import Entry, split_by_client, write_chunk
+from replay.capture.spool import Entry, split_by_client, write_row_file
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 MOST_BYTES = 1 << 30  # of rows under way: on the device, in pinned memory or waiting to be written
-CHUNK_BYTES = 1 << 26  # a file is written when it has so much,
-CHUNK_SECONDS = 0.2  # or when its first row is so old
+FILE_BYTES = 1 << 26  # a file is written when it has so much,
+FILE_SECONDS = 0.2  # or when its first row is so old
 _BLOCK = 64  # logits that are looked at together
 LONGEST_WAIT = 30.0  # seconds that a forward waits for the disk; SGLang 0.5.23's watchdog ends a server after 300
 
@@ -158,7 +158,7 @@ class RowRecorder:
         gathered: dict[str, tuple[list[Entry], dict[str, list[Tensor]]]] = {}
         size = begun = 0.0
         while True:
-            job = self._take(None if not begun else begun + CHUNK_SECONDS - time.monotonic())
+            job = self._take(None if not begun else begun + FILE_SECONDS - time.monotonic())
             if job is None:
                 break
             begun = begun or time.monotonic()
@@ -171,10 +171,10 @@ class RowRecorder:
                 known.extend(entries)
                 for name, tensor in rows.items():
                     parts.setdefault(name, []).append(tensor)
-            if size >= CHUNK_BYTES:
+            if size >= FILE_BYTES:
                 break
         for known, parts in gathered.values():
-            write_chunk(self.folder, self.pid, self._number, known, parts)
+            write_row_file(self.folder, self.pid, self._number, known, parts)
             self._number += 1
         with self._changed:
             self._bytes = max(0, self._bytes - int(size))
@@ -195,7 +195,7 @@ def _first_line(error: Exception) -> str:
 def summarise_rows(logits: "Tensor", k: int) -> "dict[str, torch.Tensor]":
     """``topk_ids`` [n, k], ``topk_logprobs`` [n, k] and ``logsumexp`` [n] of logits [n, V], on their device.
 
-    As capture.sample.summarise_logits has it (most likely first, equal ones by rising id, column 0 the argmax), without
+    As local.sampling.summarise_logits has it (most likely first, equal ones by rising id, column 0 the argmax), without
     a synchronisation.
     """
     import torch

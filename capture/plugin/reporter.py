@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from replay.capture.manifest import Manifest, write_manifest
 from replay.capture.plugin.recording import Recording
-from replay.capture.spool import Manifest, launch_folder, write_manifest
+from replay.capture.spool import launch_folder
 
 logger = logging.getLogger(__name__)
 

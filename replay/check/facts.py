@@ -6,69 +6,23 @@ numpy is imported, unless the head is a pytorch_model.bin or its weights are ask
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from replay.check.server import Server
+from replay.checkpoint.config_file import CONFIG, Settings, read_config
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.engines.wiring import Wiring
-from replay.errors import CheckpointError, TraceCorruptError
-from replay.traces.fields import parse_json, show
-from replay.traces.files import read_small
+from replay.errors import CheckpointError
 from replay.traces.weights import EMBED_NAMES
 
 if TYPE_CHECKING:
     from replay.traces.reader import Trace
 
-_MOST_JSON = 1 << 24  # bytes of a config.json
 _INNER = ("text_config", "language_config", "llm_config")  # where a model that also sees keeps its language part
 _EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Typed access to one JSON object; null and absent are None. Raises CheckpointError naming field and value."""
-
-    values: Mapping[str, Any]
-    where: str
-
-    def has(self, key: str) -> bool:
-        """Whether the field is there at all, be it null."""
-        return key in self.values
-
-    def count(self, key: str) -> int | None:
-        value: int | None = self._read(key, lambda value: type(value) is int and 0 <= value < 1 << 40, "a whole number")
-        return value
-
-    def number(self, key: str) -> float | None:
-        fits = lambda value: type(value) in (int, float) and abs(value) < 1e300  # noqa: E731
-        value: float | None = self._read(key, fits, "a number")
-        return value
-
-    def flag(self, key: str) -> bool | None:
-        value: bool | None = self._read(key, lambda value: type(value) is bool, "true or false")
-        return value
-
-    def text(self, key: str) -> str | None:
-        value: str | None = self._read(key, lambda value: isinstance(value, str), "a string")
-        return value
-
-    def ids(self, key: str) -> tuple[int, ...] | None:
-        fits = lambda value: isinstance(value, list) and all(type(item) is int for item in value)  # noqa: E731
-        value = self._read(key, fits, "a list of whole numbers, such as [1, 14, 26]")
-        return None if value is None else tuple(value)
-
-    def inner(self, key: str) -> "Settings":
-        value = self._read(key, lambda value: isinstance(value, dict), "an object")
-        return Settings(value or {}, f"{self.where}: {key}")
-
-    def _read(self, key: str, fits: Callable[[Any], bool], wanted: str) -> Any:
-        value = self.values.get(key)
-        if value is not None and not fits(value):
-            raise CheckpointError(f"{self.where}: {key} is {show(value)}, {wanted} was expected; mend the file")
-        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,20 +128,6 @@ def count_emitted(trace: "Trace") -> Counter[int]:
     return counts
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a checkpoint's folder. Raises CheckpointError."""
-    path = folder / "config.json"
-    if not path.exists():
-        raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint")
-    try:
-        document = parse_json(read_small(path.resolve(), _MOST_JSON), str(path))  # hub caches are folders of links
-    except TraceCorruptError as error:
-        raise CheckpointError(f"{error}; copy it again or mend it") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path} holds {show(document)}, a JSON object was expected; copy it again")
-    return document
-
-
 def _read_draft(folder: Path, target: Target, *, whole: bool) -> Draft:
     document = read_config(folder)
     name = folder.name or str(folder)
@@ -195,7 +135,7 @@ def _read_draft(folder: Path, target: Target, *, whole: bool) -> Draft:
     speculators = isinstance(nested, dict)
     # speculators keeps the decoder layer's fields in an object of their own; no name is in both.
     merged = {**nested, **document} if isinstance(nested, dict) else document
-    config = Settings(merged, f"{name}/config.json")
+    config = Settings(merged, f"{name}/{CONFIG}")
     weights = read_weights(folder, whole=whole)
     norm = weights.tensors.get("norm.weight")
     instead = {
@@ -213,7 +153,7 @@ def read_target_config(folder: Path) -> Target:
     """The target's config; its weights are not needed. Raises CheckpointError."""
     document = read_config(folder)
     name = folder.name or str(folder)
-    outer = Settings(document, f"{name}/config.json")
+    outer = Settings(document, f"{name}/{CONFIG}")
     config = outer
     for key in _INNER:
         if isinstance(document.get(key), dict):
@@ -243,7 +183,7 @@ def _architecture(config: Settings) -> str | None:
     if names is None:
         return None
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise CheckpointError(f"{config.where}: architectures is {show(names)}, a list of names was expected; mend it")
+        raise config.refuse("architectures", "a list of names")
     return names[0]
 
 

@@ -1,7 +1,8 @@
 """What a rule of `replay check` says."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from replay.analysis.json_document import JsonObject, object_json
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SEVERITIES = (ERROR, WARNING, NOTE)
@@ -25,8 +26,8 @@ class Finding:
     expected: str
     fix: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """With the evidence in an object of its own."""
-        flat = asdict(self)
+        flat = object_json(self)
         evidence = {name: flat.pop(name) for name in ("file", "field", "seen", "expected")}
         return {**flat, "evidence": evidence}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.checkpoint.config import ARCHITECTURES
+from replay.checkpoint.config_file import read_config
 from replay.errors import CheckpointError, UsageError
 from replay.traces.weights import INDEX, SINGLE
 
@@ -80,19 +81,32 @@ def kind_of(path: Path) -> str:
         raise UsageError(
             f"{path} is neither a trace (a folder with trace.json) nor a draft head (a folder with config.json)"
         )
-    if (architecture := _other_architecture(path)) is None:
-        return "draft"
-    if _is_target(path, architecture):
+    if (target := target_architecture(path)) is not None:
         raise UsageError(
-            f"{path} is a target model ({architecture}), and inspect takes a trace or a draft head; type replay "
+            f"{path} is a target model ({target}), and inspect takes a trace or a draft head; type replay "
             f"check --draft DIR --target {path} to hold a head against it"
         )
-    if architecture in ARCHITECTURES:
+    architecture = _other_architecture(path)
+    if architecture is None or architecture in ARCHITECTURES:
         return "draft"  # what it lacks is for a strict reading to say
     raise UsageError(
         f"{path} is no EAGLE-3 head (its architecture is {architecture}), and inspect takes a trace or a draft head; "
         "give another folder"
     )
+
+
+def refuse_target(path: Path) -> None:
+    """Raises UsageError where the folder that was typed as a draft head is a target's."""
+    if (architecture := target_architecture(path)) is not None:
+        raise UsageError(
+            f"{path} is a target model ({architecture}) and no draft head; give --draft the folder of an EAGLE-3 head"
+        )
+
+
+def target_architecture(path: Path) -> str | None:
+    """The architecture of a target model in ``path``; None of a head, or of what cannot be read."""
+    architecture = _other_architecture(path)
+    return architecture if architecture is not None and _is_target(path, architecture) else None
 
 
 def _other_architecture(path: Path) -> str | None:
@@ -101,8 +115,6 @@ def _other_architecture(path: Path) -> str | None:
     A head says Eagle in its architecture, states a field that only heads have, or has an ``fc``; some call themselves
     LlamaForCausalLM, as a target does. A pytorch_model.bin is not opened: that would take loading all of it.
     """
-    from replay.check.facts import read_config
-
     try:
         document = read_config(path)
         names = document.get("architectures")

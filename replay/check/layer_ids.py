@@ -1,6 +1,6 @@
 """Which taps each engine and version feeds for the layer ids that a draft's config states, and where it looks for them.
 
-One list of ids means different taps to different engines, and one engine's place for them is another's blind spot.
+One list of ids means different taps to different engines, and one engine's field for them is another's blind spot.
 Sources: SGLang 0.5.23 model_executor/model_runner_components/spec_aux_hidden_state.py and models/*.py
 (set_eagle3_layers_to_capture), sgl-project/sglang#25454 and #32334; vLLM 0.32 v1/worker/gpu_model_runner.py and
 v1/worker/gpu/spec_decode/eagle/eagle3_utils.py; SpecForge 0.2; SafeAILab/EAGLE eagle/model/.
@@ -31,7 +31,7 @@ INNER = "eagle_config.layer_ids"
 
 @dataclass(frozen=True, slots=True)
 class StatedIds:
-    """Layer ids in each of the places where somebody writes or reads them."""
+    """Layer ids in each of the fields where somebody writes or reads them."""
 
     nested: tuple[int, ...] | None
     top: tuple[int, ...] | None
@@ -40,11 +40,11 @@ class StatedIds:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one engine feeds: R indices in the order fed, None where it fails; ``place`` it read, None: its default."""
+    """What one engine feeds: R indices in the order fed, None where it fails; ``field`` it read, None: its default."""
 
     engine: str
     taps: tuple[int, ...] | None
-    place: str | None
+    field: str | None
     failure: str = ""
 
     def __str__(self) -> str:
@@ -110,12 +110,12 @@ def _sglang(engine: str, ids: tuple[int, ...] | None, kind: str, layers: int) ->
 
 
 def _verbatim(
-    engine: str, layers: int, *places: tuple[tuple[int, ...] | None, str], default: tuple[int, ...]
+    engine: str, layers: int, *fields: tuple[tuple[int, ...] | None, str], default: tuple[int, ...]
 ) -> Reading:
     """vLLM: R indices as they stand, in layer order, each once."""
-    for ids, place in places:
+    for ids, field in fields:
         if ids:
             if not 0 <= min(ids) <= max(ids) <= layers:
-                return Reading(engine, None, place, f"{engine} has taps 0 to {layers}, the ids are {list(ids)}")
-            return Reading(engine, tuple(sorted(set(ids))), place)
+                return Reading(engine, None, field, f"{engine} has taps 0 to {layers}, the ids are {list(ids)}")
+            return Reading(engine, tuple(sorted(set(ids))), field)
     return Reading(engine, default, None)

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from replay.check.facts import Facts, Settings
+from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
+from replay.checkpoint.config_file import Settings
 
 _PARAMS, _GEOMETRY, _WINDOW, _LENGTH = (
     "position.rope-params", "position.rope-geometry", "attn.window", "position.max-len"
@@ -51,8 +52,8 @@ def rope(facts: Facts) -> Iterator[Finding]:
     scaling, other = _scaling(draft), _scaling(target)
     kind, target_kind = _kind(scaling), _kind(other)
 
-    def found(severity: str, what: str, place: str, seen: object, expected: object, fix: str) -> Finding:
-        return Finding(_PARAMS, severity, what, draft.where, place, str(seen), str(expected), fix)
+    def found(severity: str, what: str, field: str, seen: object, expected: object, fix: str) -> Finding:
+        return Finding(_PARAMS, severity, what, draft.where, field, str(seen), str(expected), fix)
 
     outer = draft.number("rope_theta")
     scale = f"rope_parameters: rope_theta {outer:g}" if outer is not None else ""
@@ -97,8 +98,8 @@ def rope_geometry(facts: Facts) -> Iterator[Finding]:
     partial = _number(config, "partial_rotary_factor")
     wanted = _number(facts.target.config, "partial_rotary_factor") or 1.0
 
-    def found(severity: str, what: str, place: str, seen: object, expected: object, fix: str) -> Finding:
-        return Finding(_GEOMETRY, severity, what, config.where, place, str(seen), str(expected), fix)
+    def found(severity: str, what: str, field: str, seen: object, expected: object, fix: str) -> Finding:
+        return Finding(_GEOMETRY, severity, what, config.where, field, str(seen), str(expected), fix)
 
     if draft.mla:
         return

@@ -88,10 +88,10 @@ def algorithm(facts: Facts) -> Iterator[Finding]:
         yield _at(facts, "wiring.aux-missing", ERROR, f"the algorithm {name} feeds the target's final state alone"
                   + (f"; fc takes {fc.shape[-1]} features" if fc is not None and fc.shape else ""),
                   "speculative_algorithm", "EAGLE3", "--speculative-algorithm EAGLE3")  # fmt: skip
-    for place in ("load_format", "speculative_draft_load_format"):
-        if facts.server.arguments.get(place) == "dummy":
-            yield _at(facts, "weights.missing", ERROR, "the head is loaded with random weights", place, "auto",
-                      f"start the server without --{place.replace('_', '-')} dummy")  # fmt: skip
+    for argument in ("load_format", "speculative_draft_load_format"):
+        if facts.server.arguments.get(argument) == "dummy":
+            yield _at(facts, "weights.missing", ERROR, "the head is loaded with random weights", argument, "auto",
+                      f"start the server without --{argument.replace('_', '-')} dummy")  # fmt: skip
 
 
 def acceptance(facts: Facts) -> Iterator[Finding]:

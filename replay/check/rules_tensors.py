@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from replay.check.facts import Draft, Facts
 from replay.check.finding import ERROR, WARNING, Finding
+from replay.traces.fields import some
 
 _MISSING, _LAYOUT, _OVERWRITTEN = "weights.missing", "weights.layout", "weights.overwritten"
 # Judged by rules of their own, or harmless.
@@ -230,8 +231,8 @@ def lm_head(facts: Facts) -> Iterator[Finding]:
     config, tensors, vocabulary = draft.config, draft.tensors, draft.config.count("vocab_size") or 0
     own, size = tensors.get("lm_head.weight"), config.count("draft_vocab_size")
 
-    def found(fault: str, what: str, place: str, seen: object, expected: object, fix: str) -> Finding:
-        return Finding(fault, ERROR, what, config.where, place, str(seen), str(expected), fix)
+    def found(fault: str, what: str, field: str, seen: object, expected: object, fix: str) -> Finding:
+        return Finding(fault, ERROR, what, config.where, field, str(seen), str(expected), fix)
 
     untie = 'write "tie_word_embeddings": false'
     if config.flag("tie_word_embeddings"):
@@ -284,8 +285,3 @@ def embedding(facts: Facts) -> Iterator[Finding]:
                       "the target's", draft.weights.file, "embed_tokens.weight", "other rows than the target's",
                       "the target's rows", "serve the head with vLLM, or train it on the target's "
                                            "embedding")  # fmt: skip
-
-
-def some(names: "list[str] | tuple[str, ...]") -> str:
-    """The first three, and how many more."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

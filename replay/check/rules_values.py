@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, Finding
-from replay.check.rules_tensors import some
+from replay.traces.fields import some
 
 _MISSING = "weights.missing"
 
 
 def sampled(facts: Facts) -> Iterator[Finding]:
-    """What two small places of each tensor show: NaN, and nothing but zeros."""
+    """What two small samples of each tensor show: NaN, and nothing but zeros."""
     weights = facts.draft.weights
     if weights.extents is not None:
         return  # the rule on whole weights says it better

@@ -17,9 +17,9 @@ def vocabulary_map(facts: Facts) -> Iterator[Finding]:
     tensor, values = draft.tensors.get("d2t"), draft.weights.d2t
     vocabulary, size = draft.config.count("vocab_size") or 0, draft.config.count("draft_vocab_size")
 
-    def found(what: str, seen: object, expected: object, fix: str = _REBUILD, place: str = "d2t") -> Finding:
-        file = draft.weights.file if place == "d2t" else draft.config.where
-        return Finding(_FAULT, ERROR, what, file, place, str(seen), str(expected), fix)
+    def found(what: str, seen: object, expected: object, fix: str = _REBUILD, field: str = "d2t") -> Finding:
+        file = draft.weights.file if field == "d2t" else draft.config.where
+        return Finding(_FAULT, ERROR, what, file, field, str(seen), str(expected), fix)
 
     if tensor is None:
         if size is not None and size < vocabulary:

@@ -39,17 +39,17 @@ def layer_ids(facts: Facts) -> Iterator[Finding]:
     trained = indices_of(facts.wiring) if facts.wiring else None
     intended = trained or _intended(facts)
 
-    def found(severity: str, what: str, place: str, seen: object, expected: str) -> Finding:
-        return Finding(_AUX, severity, what, draft.config.where, place, str(seen), expected, _fix(facts, intended))
+    def found(severity: str, what: str, field: str, seen: object, expected: str) -> Finding:
+        return Finding(_AUX, severity, what, draft.config.where, field, str(seen), expected, _fix(facts, intended))
 
     if fed.taps is None:
-        yield found(ERROR, f"{fed.engine} cannot feed the stated layer ids", fed.place or NESTED,
-                    _seen(ids.top if fed.place == TOP else ids.nested),
+        yield found(ERROR, f"{fed.engine} cannot feed the stated layer ids", fed.field or NESTED,
+                    _seen(ids.top if fed.field == TOP else ids.nested),
                     f"ids that fire in a target of {target.layers} layers")  # fmt: skip
     elif trained is not None:
         if fed.taps != trained:
             yield found(ERROR, f"{fed.engine} feeds {fed}, the head was trained on {spell_taps(trained)}",
-                        fed.place or NESTED, _seen(ids.nested if fed.place in (None, NESTED) else ids.top),
+                        fed.field or NESTED, _seen(ids.nested if fed.field in (None, NESTED) else ids.top),
                         f"ids that feed {spell_taps(trained)}")  # fmt: skip
     elif ids.nested is None and intended is None and draft.eagle.values:
         yield found(WARNING, f"eagle_config is there and states no layer ids, so {fed.engine} feeds its default {fed}",
@@ -62,9 +62,9 @@ def layer_ids(facts: Facts) -> Iterator[Finding]:
     elif facts.server.engine == "vllm":
         yield from _vllm(facts, found)
     elif ids.nested is None and intended is not None and intended != fed.taps:
-        place, seen = (TOP, ids.top) if ids.top else (INNER, ids.inner)
-        yield found(ERROR, f"SGLang does not read layer ids at this place and feeds its default {fed}, the ids mean "
-                    f"{spell_taps(intended)}", place, list(seen or ()), f"ids in {NESTED}")  # fmt: skip
+        field, seen = (TOP, ids.top) if ids.top else (INNER, ids.inner)
+        yield found(ERROR, f"SGLang does not read layer ids in this field and feeds its default {fed}, the ids mean "
+                    f"{spell_taps(intended)}", field, list(seen or ()), f"ids in {NESTED}")  # fmt: skip
     elif ids.nested is not None:
         yield from _nested(facts, found)
 
@@ -113,18 +113,18 @@ def _vllm(facts: Facts, found: _Found) -> Iterator[Finding]:
     if listed is None:
         return
     if list(listed) != sorted(set(listed)):
-        yield found(ERROR, f"vLLM feeds {one}: in layer order, each once", one.place or TOP,
+        yield found(ERROR, f"vLLM feeds {one}: in layer order, each once", one.field or TOP,
                     list(listed), "rising ids, each once")  # fmt: skip
     elif tuple(listed) == tuple(index - 1 for index in default) != default:
         yield found(WARNING, f"these ids are the default taps as SGLang and SpecForge count them; vLLM feeds {one}",
-                    one.place or TOP, list(listed), str(list(default)))  # fmt: skip
+                    one.field or TOP, list(listed), str(list(default)))  # fmt: skip
     elif one.taps != two.taps:
-        yield found(WARNING, f"vLLM's V1 runner feeds {one}, its V2 runner does not read this place and feeds {two}",
-                    one.place or TOP, list(listed), f"ids in {TOP}")  # fmt: skip
+        yield found(WARNING, f"vLLM's V1 runner feeds {one}, its V2 runner does not read this field and feeds {two}",
+                    one.field or TOP, list(listed), f"ids in {TOP}")  # fmt: skip
 
 
 def _intended(facts: Facts) -> tuple[int, ...] | None:
-    """What ids in places of the vLLM kind mean; None where ids stand only in the place of two meanings."""
+    """What ids in fields of the vLLM kind mean; None where they stand only in the field of two meanings."""
     ids = stated_ids(facts.draft)
     if ids.nested is not None and not facts.draft.speculators:
         return None
@@ -141,11 +141,11 @@ def _fix(facts: Facts, wanted: Sequence[int] | None) -> str:
             f"as {NESTED}"
         )
     engine = "vLLM 0.32" if facts.server.engine == "vllm" else SGLANG
-    place = TOP if facts.server.engine == "vllm" else NESTED
+    field = TOP if facts.server.engine == "vllm" else NESTED
     for one in engine_ids(wiring_of(wanted), model_type=model_type(facts.target), layers=facts.target.layers):
         if one.engine == engine and one.ids is not None:
             note = f" ({one.note})" if one.note else ""
-            folder, _, name = place.rpartition(".")
+            folder, _, name = field.rpartition(".")
             return f'write "{name}": {list(one.ids)} in {folder or "config.json"}{note}'
     if facts.server.engine == "eagle":
         return "EAGLE's taps are in its code (eagle/model/); serve the head with SGLang or vLLM"
@@ -178,9 +178,9 @@ def taps(facts: Facts) -> Iterator[Finding]:
     fed = readings(draft, target)[SGLANG if facts.server.engine == "sglang" else VLLM_1].taps
 
     def found(
-        what: str, file: str, place: str, seen: object, expected: object, fix: str, fault: str = _COUNT
+        what: str, file: str, field: str, seen: object, expected: object, fix: str, fault: str = _COUNT
     ) -> Finding:
-        return Finding(fault, ERROR, what, file, place, str(seen), str(expected), fix)
+        return Finding(fault, ERROR, what, file, field, str(seen), str(expected), fix)
 
     config, weights = draft.config.where, draft.weights.file
     if not facts.draft.uses_aux:
@@ -221,17 +221,17 @@ def norms(facts: Facts) -> Iterator[Finding]:
     top, eagle, tensors = draft.config, draft.eagle, draft.tensors
     vllm = facts.server.engine == "vllm"
 
-    def found(what: str, place: str, seen: object, expected: object, fix: str, severity: str = ERROR) -> Finding:
-        return Finding(_NORM, severity, what, top.where, place, _json(seen), _json(expected), fix)
+    def found(what: str, field: str, seen: object, expected: object, fix: str, severity: str = ERROR) -> Finding:
+        return Finding(_NORM, severity, what, top.where, field, _json(seen), _json(expected), fix)
 
     nested, flat = eagle.flag("norm_before_fc"), top.flag("norm_before_fc")
     in_force = bool(flat) if vllm or nested is None else nested
     has = "input_norm.weight" in tensors
-    place = "eagle_config.norm_before_fc" if nested is not None else "norm_before_fc"
+    field = "eagle_config.norm_before_fc" if nested is not None else "norm_before_fc"
     if has != in_force:
         yield found("the head has input_norm.weight, which is dropped in silence" if has else
                     "norm_before_fc is on and there is no input_norm.weight: a norm the head never had is applied",
-                    place, nested if nested is not None else flat, has,
+                    field, nested if nested is not None else flat, has,
                     f'write "norm_before_fc": {_json(has)}'
                     + ("" if nested is None else " in eagle_config"))  # fmt: skip
     count = sum(name.startswith("fc_norm.") for name in tensors)

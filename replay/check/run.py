@@ -5,8 +5,8 @@ To add a rule, write a function from Facts to findings beside its kind (rules_*.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from replay.analysis.json_document import JsonObject, object_json
 from replay.check import rules_positions, rules_server, rules_tensors, rules_values, rules_vocabulary, rules_wiring
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, SEVERITIES, Finding
@@ -74,14 +74,9 @@ class Outcome:
     def errors(self) -> int:
         return sum(finding.severity == ERROR for finding in self.findings)
 
-    def to_json(self) -> dict[str, Any]:
-        """The document of ``replay check --json``."""
-        return {
-            "findings": [finding.to_json() for finding in self.findings],
-            "checked": list(self.checked),
-            "unchecked": {option: list(whats) for option, whats in self.unchecked.items()},
-            "fed": self.fed,
-        }
+    def to_json(self) -> JsonObject:
+        """The body of ``replay check --json``."""
+        return {**object_json(self), "findings": [finding.to_json() for finding in self.findings]}
 
 
 def check(facts: Facts) -> Outcome:

@@ -1,6 +1,5 @@
 """Server arguments as typed, or as a live server reports them → what rules look at."""
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -8,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replay.errors import UsageError
+from replay.traces.fields import Fields, parse_json, show
 
-ENGINES = ("sglang", "vllm", "eagle")
+ENGINES_WITH_RULES = ("sglang", "vllm", "eagle")
 _ALIASES = {
     "speculative_algo": "speculative_algorithm",
     "speculative_draft_model": "speculative_draft_model_path",
@@ -43,8 +43,8 @@ class Server:
 
 def check_engine(name: str | None) -> None:
     """Raises UsageError for an engine whose rules are not known."""
-    if name is not None and name not in ENGINES:
-        raise UsageError(f"engine {name!r} is not known; possible are {', '.join(ENGINES)}")
+    if name is not None and name not in ENGINES_WITH_RULES:
+        raise UsageError(f"engine {name!r} is not known; possible are {', '.join(ENGINES_WITH_RULES)}")
 
 
 def parse_server_arguments(text: str, engine: str | None = None) -> Server:
@@ -56,7 +56,7 @@ def parse_server_arguments(text: str, engine: str | None = None) -> Server:
         words = shlex.split(text, comments=True)
     except ValueError as error:
         raise UsageError(f"--server-args cannot be split into words ({error}); close the quote") from error
-    first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    first = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
     environment = dict(word.rstrip(";").split("=", 1) for word in words[:first] if _VARIABLE.fullmatch(word))
     arguments = _options(words[first:])
     known = engine or ("vllm" if "speculative_config" in arguments or "vllm" in words[:first] else "sglang")
@@ -107,7 +107,9 @@ def _checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
             checked[name] = _number(name, checked[name])
     for name in _TEXTS:
         if name in checked and not isinstance(checked[name], str):
-            raise UsageError(f"server argument --{name.replace('_', '-')} is {checked[name]!r}, a word was expected")
+            raise UsageError(
+                f"server argument --{name.replace('_', '-')} is {show(checked[name])}, a word was expected"
+            )
     if "speculative_config" in checked:
         checked |= _vllm_config(checked["speculative_config"])
     return checked
@@ -116,21 +118,19 @@ def _checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _number(name: str, value: Any) -> int | float:
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise UsageError(f"server argument {option} is {value!r}, a number was expected")
+        raise UsageError(f"server argument {option} is {show(value)}, a number was expected")
     try:
         number = float(value)
     except ValueError:
-        raise UsageError(f"server argument {option} is {value!r}, a number was expected") from None
+        raise UsageError(f"server argument {option} is {show(value)}, a number was expected") from None
     if not abs(number) < 1e15:
-        raise UsageError(f"server argument {option} is {value!r}, a number of sensible size was expected")
+        raise UsageError(f"server argument {option} is {show(value)}, a number of sensible size was expected")
     return int(number) if number == int(number) and "threshold" not in name else number
 
 
 def _vllm_config(text: Any) -> dict[str, Any]:
-    try:
-        document = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
-        raise UsageError(f"server argument --speculative-config is {text!r}, a JSON object was expected")
-    return {f"vllm_{name}": value for name, value in document.items()}
+    option = "server argument --speculative-config"
+    if not isinstance(text, str):
+        raise UsageError(f"{option} is {show(text)}, a JSON object was expected")
+    config = Fields(option, parse_json(text, option, UsageError), UsageError)
+    return {f"vllm_{name}": value for name, value in config.values.items()}

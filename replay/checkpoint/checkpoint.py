@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replay.checkpoint.config import HeadConfig, parse_config, read_config
-from replay.checkpoint.files import read_tensors, some
+from replay.checkpoint.config import HeadConfig, parse_config
+from replay.checkpoint.config_file import CONFIG, read_config
+from replay.checkpoint.files import read_tensors
 from replay.checkpoint.tensor_table import expected_tensors, optional_tensors, spell
 from replay.errors import CheckpointError
+from replay.traces.fields import some
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +34,7 @@ class Checkpoint:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a draft head's folder. Raises CheckpointError naming the field or tensor."""
-    config = read_config(path)
+    config = parse_config(read_config(path), name=str(path / CONFIG))
     return check_checkpoint(path.name or str(path), config, read_tensors(path))
 
 

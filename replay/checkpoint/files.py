@@ -3,13 +3,12 @@
 import pickle
 import re
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.errors import CheckpointError, TraceCorruptError
-from replay.traces.fields import parse_json, show
-from replay.traces.files import read_small
+from replay.checkpoint.config_file import read_object
+from replay.errors import CheckpointError
+from replay.traces.fields import show, some
 from replay.traces.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -66,17 +65,8 @@ def read_tensors(folder: Path) -> "dict[str, torch.Tensor]":
     return tensors
 
 
-def some(names: Sequence[str]) -> str:
-    """The first few of ``names``, and how many more there are."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 def _shards(index: Path, only: "re.Pattern[str] | None") -> list[str]:
-    try:
-        document = parse_json(read_small(index.resolve(), _MOST_INDEX), str(index))  # hub caches are folders of links
-    except TraceCorruptError as error:
-        raise CheckpointError(f"{error}; copy or export the checkpoint again") from error
-    names = document.get("weight_map") if isinstance(document, dict) else None
+    names = read_object(index, _MOST_INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} has no weight_map from tensors to shards; copy or export the checkpoint again")
     wanted = [shard for name, shard in names.items() if only is None or only.fullmatch(name)]

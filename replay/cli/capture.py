@@ -1,4 +1,4 @@
-"""The commands that meet a target: serve and capture."""
+"""`replay capture`: run prompts through a target, and record a trace."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,10 +7,11 @@ import click
 
 from replay.cli.options import PATH, api_key_option, json_option
 from replay.cli.terminal import print_json, show_progress
+from replay.errors import CaptureError
 
 if TYPE_CHECKING:
-    from replay.capture.local.record import CaptureOptions, CaptureResult
-    from replay.capture.options import ServerOptions
+    from replay.capture.events import CaptureResult
+    from replay.capture.options import CaptureOptions, ServerOptions
 
 # Short and long names of one thing; both are taken everywhere.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -71,10 +72,9 @@ def capture(
     device: str, concurrency: int | None, raw: bool, no_weights: bool, resume: bool, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run prompts through a target, in this process or in a server, and record a trace."""
-    from dataclasses import asdict
-
-    from replay.capture.local.record import CaptureOptions
-    from replay.capture.options import ServerOptions
+    from replay.analysis.json_document import object_json
+    from replay.capture.client.without_plugin import RESPONSES
+    from replay.capture.options import CaptureOptions, ServerOptions
 
     options: CaptureOptions | ServerOptions
     if model is not None and server is None:
@@ -95,11 +95,17 @@ def capture(
         raise click.UsageError("give one of --model and --server")
     result = run_capture(options)
     if as_json:
-        print_json({**asdict(result), "path": str(result.path)})
-    else:
+        print_json(object_json(result))
+    elif result.has_trace:
         click.echo(
             f"{result.path}: {result.requests} requests ({result.recorded} recorded now, {result.output_tokens} output "
-            f"tokens in {result.seconds:.0f} s), taps {','.join(result.taps) or 'none'}"
+            f"tokens in {result.seconds:.0f} s), taps {','.join(result.readable_taps)}"
+        )
+    if not result.has_trace:
+        raise CaptureError(
+            f"{server} does not record, so there is no trace: its {result.requests - len(result.refused)} answers are "
+            f"kept in {result.path / RESPONSES}; start it by replay serve for a trace, or give this file to replay "
+            "capture --model as --prompts"
         )
 
 
@@ -107,17 +113,19 @@ def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
     """Capture with a progress bar on stderr: tokens done, rate, time left."""
     from rich.console import Console
 
-    from replay.capture.client import capture as server
-    from replay.capture.local import record
+    from replay.capture.client.capture import capture_server
+    from replay.capture.events import CaptureProgress, Event, Noted
+    from replay.capture.local.record import capture_local
+    from replay.capture.options import CaptureOptions
 
     with show_progress(Console(stderr=True)) as progress:
         task = progress.add_task("preparing target", total=None, rate="")
 
-        def on_event(event: record.Event) -> None:
+        def on_event(event: Event) -> None:
             match event:
-                case record.Noted(text):
+                case Noted(text):
                     progress.console.print(f"note: {text}", highlight=False, markup=False)
-                case record.CaptureProgress():
+                case CaptureProgress():
                     progress.update(
                         task,
                         description=f"{event.requests_done}/{event.requests} requests",
@@ -128,6 +136,6 @@ def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
                 case _:
                     pass
 
-        if isinstance(options, record.CaptureOptions):
-            return record.capture_local(options, on_event)
-        return server.capture_server(options, on_event)
+        if isinstance(options, CaptureOptions):
+            return capture_local(options, on_event)
+        return capture_server(options, on_event)

@@ -42,9 +42,10 @@ def check(
 
     Reads configs and tensor headers only. Exit code 1 with findings of severity error, 0 with warnings and notes.
     """
+    from replay.check import run
     from replay.check.facts import count_emitted, read_facts, read_target_config
+    from replay.check.inspection import refuse_target
     from replay.check.report import render_outcome
-    from replay.check.run import check as run
     from replay.check.server import check_engine, live_server, parse_server_arguments
 
     if server is not None and server_args is not None:
@@ -52,6 +53,7 @@ def check(
     if server is not None and engine not in (None, "sglang"):
         raise click.UsageError("--server asks SGLang servers; give --server-args for another --engine")
     check_engine(engine)
+    refuse_target(draft)
     stated = None if server_args is None else parse_server_arguments(server_args, engine)
     if server is not None:
         stated = live_server(_server_info(server, api_key), server)
@@ -62,7 +64,7 @@ def check(
 
         emitted = count_emitted(Trace.open(trace))
     facts = read_facts(draft, target, stated, engine=engine, wiring=known, emitted=emitted, weights=weights)
-    outcome = run(facts)
+    outcome = run.check(facts)
     if as_json:
         print_json(outcome.to_json())
     else:

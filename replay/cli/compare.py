@@ -15,18 +15,19 @@ from replay.cli.terminal import print_json, print_rich
 @click.option("--variant-b", metavar="NAME", help="Variant B.  [default: each that is not A]")
 @json_option
 def compare(rounds_a: Path, rounds_b: Path | None, variant_a: str | None, variant_b: str | None, as_json: bool) -> None:
-    """Compare two variants on the same requests and the same anchors: better, worse, same or cannot tell.
+    """Compare two variants on the same requests and the same anchors: better, worse, equal or cannot tell.
 
     Of one rounds file every variant is held against the first, of two those of the second against that of the first.
     """
-    from replay.analysis.compare.compare import compare as run
+    from replay.analysis.compare.compare import compare_variants
     from replay.analysis.compare.pairing import join
     from replay.analysis.compare.report import render_comparison
     from replay.traces.rounds import read_rounds
 
     second = None if rounds_b is None else read_rounds(rounds_b)
-    joined = join(read_rounds(rounds_a), second, variant_a=variant_a, variant_b=variant_b)
-    comparison = run(joined)
+    called = (str(rounds_a), str(rounds_b))
+    joined = join(read_rounds(rounds_a), second, variant_a=variant_a, variant_b=variant_b, called=called)
+    comparison = compare_variants(joined)
     if as_json:
         print_json(comparison.to_json())
     else:

@@ -15,7 +15,7 @@ from replay.errors import OutputError
 from replay.traces.sample_files import sample_prompts
 
 if TYPE_CHECKING:
-    from replay.capture.local.record import CaptureOptions
+    from replay.capture.options import CaptureOptions
 
 
 @click.command()
@@ -71,7 +71,7 @@ def demo_options(
     something else lies there.
     """
     from replay.capture.demo_target import smollm2
-    from replay.capture.local.record import CaptureOptions
+    from replay.capture.options import CaptureOptions
     from replay.capture.prompts import read_prompts
     from replay.traces.header import read_header
 

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import draft_option, json_option, parse_wiring_option, trace_argument, trained_wiring_option
+from replay.cli.options import (
+    draft_option,
+    json_option,
+    parse_wiring_option,
+    read_draft,
+    trace_argument,
+    trained_wiring_option,
+)
 from replay.cli.terminal import print_json, print_rich, show_progress
 
 if TYPE_CHECKING:
@@ -45,14 +52,13 @@ def diagnose(
     from replay.analysis.diagnosis.report import render_diagnosis
     from replay.analysis.diagnosis.verdict import to_json
     from replay.capture.observed import read_observed
-    from replay.checkpoint.checkpoint import read_checkpoint
     from replay.diagnosis.diagnose import diagnose as run
     from replay.diagnosis.diagnose import served_variant
     from replay.traces.reader import Trace
 
     opened = Trace.open(trace)
     layers = opened.header.target.layers
-    checkpoint = read_checkpoint(draft)
+    checkpoint = read_draft(draft)
     served = served_variant(
         opened, checkpoint.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
         precision=precision, engine=engine,

@@ -18,7 +18,7 @@ def faults(as_json: bool) -> None:
     from replay.faults.table import FAULTS
 
     if as_json:
-        print_json([_document(kind) for kind in FAULTS.values()])
+        print_json({"faults": [_document(kind) for kind in FAULTS.values()]})
         return
     for kind in FAULTS.values():  # a paragraph each: in a table 80 columns would cut the names
         default = "" if kind.default is None else f"  [default: {kind.default}]"
@@ -35,6 +35,6 @@ def _document(kind: "FaultKind") -> dict[str, Any]:
         "values": kind.values,
         "default": kind.default,
         "reports": kind.reports,
-        "remedy": None if kind.remedy == NO_REMEDY else kind.remedy,
+        "remedy": "" if kind.remedy == NO_REMEDY else kind.remedy,
         "kv": {value or kind.values: name if value else f"{name}:{kind.values}" for name, value in kind.kv.items()},
     }

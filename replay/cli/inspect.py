@@ -20,20 +20,19 @@ from replay.traces.check import check_trace
 @json_option
 def inspect(path: Path, check: bool, as_json: bool) -> None:
     """Say what lies in a trace or a draft head's folder."""
-    from dataclasses import asdict
-
+    from replay.analysis.json_document import object_json
     from replay.check.inspection import draft_facts, kind_of, trace_facts
     from replay.check.report import render_facts, render_findings
     from replay.traces.reader import Trace
 
     if kind_of(path) == "draft":
         draft = draft_facts(path)
-        return print_json(asdict(draft)) if as_json else print_rich(render_facts(draft))
+        return print_json(object_json(draft)) if as_json else print_rich(render_facts(draft))
     trace = Trace.open(path, allow_incomplete=not check)
     facts = trace_facts(trace)
     findings = list(check_trace(trace)) if check else []
     if as_json:
-        print_json({**asdict(facts), **({"findings": [asdict(finding) for finding in findings]} if check else {})})
+        print_json({**object_json(facts), **({"findings": findings} if check else {})})
     else:
         print_rich(render_facts(facts))
         if findings:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from replay.checkpoint.checkpoint import Checkpoint
     from replay.engines.wiring import Wiring
 
 PATH = click.Path(path_type=Path)
@@ -19,6 +20,15 @@ trained_wiring_option = click.option(
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )
+
+
+def read_draft(path: Path) -> "Checkpoint":
+    """The head in a folder that was typed after --draft. Raises UsageError for a target's, CheckpointError."""
+    from replay.check.inspection import refuse_target
+    from replay.checkpoint.checkpoint import read_checkpoint
+
+    refuse_target(path)
+    return read_checkpoint(path)
 
 
 def parse_wiring_option(text: str | None, layers: int) -> "Wiring | None":

@@ -30,14 +30,13 @@ def serve(
     Everything after -- goes to sglang.launch_server as it stands. With --json the document comes once the server
     answers, and the server goes on.
     """
-    from dataclasses import asdict
-
-    from replay.capture.plugin.launch import Ready, ServeOptions
-    from replay.capture.plugin.launch import serve as run
+    from replay.analysis.json_document import object_json
+    from replay.capture.plugin.launch import ServeOptions
+    from replay.capture.plugin.server import Ready, run_server
 
     def on_ready(ready: Ready) -> None:
-        print_json(asdict(ready))
+        print_json(object_json(ready))
         sys.stdout.flush()
 
     options = ServeOptions(trace, arguments, taps, wiring, topk)
-    sys.exit(run(options, lambda note: say(f"replay: {note}"), on_ready if as_json else None))
+    sys.exit(run_server(options, lambda note: say(f"replay: {note}"), on_ready if as_json else None))

@@ -17,33 +17,29 @@ if TYPE_CHECKING:
 
 def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None:
     """The report of ``rounds``, or its JSON; ``peers`` adds the metrics of other projects."""
-    from dataclasses import asdict
-
     from replay.analysis.summary import summarise, to_json
 
     summaries = summarise(rounds)
     if as_json:
-        document = to_json(rounds, summaries)
+        body = to_json(rounds, summaries)
         if peers:
             from replay.analysis.report.peers import peer_metrics
 
-            document["peers"] = [asdict(peer_metrics(rounds, variant.name)) for variant in rounds.variants]
-        print_json(document)
+            body["peers"] = [peer_metrics(rounds, variant.name) for variant in rounds.variants]
+        print_json(body)
     else:
         print_rich(_render(rounds, summaries, peers))
 
 
 def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
-    """The ranking of ``tensors``, quantised one by one as `ranking.one_by_one` gave the variants, or its JSON."""
+    """The ranking of ``tensors``, quantised one by one as `one_by_one` gave the variants, or its JSON."""
     from replay.analysis.report.precision_ranking import rank, render_ranking
     from replay.analysis.summary import summarise, to_json
 
     summaries = summarise(rounds)
     ranking = rank(rounds, summaries, tensors)
     if as_json:
-        print_json(
-            {**to_json(rounds, summaries), "ranking": [row.to_json() for row in (*ranking.rows, ranking.together)]}
-        )
+        print_json({**to_json(rounds, summaries), "ranking": [*ranking.rows, ranking.together]})
     else:
         print_rich(render_ranking(ranking))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, trace_argument
+from replay.cli.options import PATH, json_option, read_draft, trace_argument
 from replay.cli.show import show_ranking, show_rounds
 from replay.cli.terminal import refuse_existing, say, show_progress
 from replay.errors import UsageError
@@ -101,7 +101,6 @@ def simulate(
 
     Repeated options make a sweep: every combination is replayed on the same trace.
     """
-    from replay.checkpoint.checkpoint import read_checkpoint
     from replay.engines.precision import with_kv
     from replay.engines.wiring import parse_wiring
     from replay.faults.table import parse_faults
@@ -116,7 +115,7 @@ def simulate(
     opened = Trace.open(trace)
     _check_temperature(temperature, opened.header.capture.temperature)
     layers = opened.header.target.layers
-    checkpoints = {name: read_checkpoint(path) for name, path in _name_drafts(drafts).items()}
+    checkpoints = {name: read_draft(path) for name, path in _name_drafts(drafts).items()}
     variants = sweep(
         draft=list(checkpoints),
         wiring=[parse_wiring(text, layers=layers) for text in wirings] or [None],

@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from replay.analysis.json_document import document
 from replay.errors import OutputError
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def print_rich(renderable: "RenderableType") -> None:
     Console(soft_wrap=False).print(renderable)
 
 
-def print_json(document: object) -> None:
-    """One JSON document on stdout."""
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+def print_json(body: Mapping[str, object]) -> None:
+    """One JSON document on stdout, ``body`` behind the version of its schema."""
+    click.echo(json.dumps(document(body), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def refuse_existing(path: Path, force: bool) -> None:

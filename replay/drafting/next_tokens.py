@@ -1,27 +1,50 @@
-"""From the head's states to drafted tokens: the likeliest ones, a block of rows at a time.
+"""From the head's states to tokens: its logits a block of rows at a time, and the likeliest tokens by them.
 
-Suffixes: A anchors, R rows, P proposed tokens, W draft vocabulary, E head width."""
+Suffixes: A anchors, R rows, B rows of a block, P proposed tokens, E head width, W draft vocabulary, V vocabulary of the
+target.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from replay.head.model import Head
+from replay.head.products import ProductSizes
 
-# Logits in memory at a time, in elements.
+# Logits in memory at a time, in elements: those of all anchors over a large vocabulary are many.
 _BLOCK_LOGITS = 1 << 26
 
 
-def next_tokens(head: Head, normed_AE: Tensor, sizes_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``choose`` for every row, a block of rows at a time: logits of all anchors over a large vocabulary are many.
+def read_logits(
+    head: Head,
+    normed_RE: Tensor,
+    read: Callable[[Tensor, slice], tuple[Tensor, ...]],
+    sizes: ProductSizes | None = None,
+) -> tuple[Tensor, ...]:
+    """What ``read`` makes of the draft logits [B, W] of a block of rows and the slice that names these, all joined.
 
-    ``sizes_A`` of the products in which each row's logits are computed, where these matter.
+    Nobody holds logits of all rows. ``sizes`` of the products in which each row's logits are computed, where these
+    matter. There must be a row.
     """
-    block = max(1, _BLOCK_LOGITS // head.config.draft_vocab_size)
-    parts = []
-    for start in range(0, len(normed_AE), block):
-        with head.products_like(None if sizes_A is None else sizes_A[start : start + block]):
-            parts.append(choose(head, head.logits(normed_AE[start : start + block])))
-    return torch.cat([ids_A for ids_A, _ in parts]), torch.cat([tied_A for _, tied_A in parts])
+    rows = _rows_of_block(head)
+    blocks = [slice(start, start + rows) for start in range(0, len(normed_RE), rows)]
+    parts = [
+        read(head.logits(normed_RE[block], None if sizes is None else sizes.keep(block)), block) for block in blocks
+    ]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _rows_of_block(head: Head) -> int:
+    """A power of two: matrix units then round as they do for the few rows of a server."""
+    fitting = max(1, _BLOCK_LOGITS // head.config.draft_vocab_size)
+    return 1 << (fitting.bit_length() - 1)
+
+
+def next_tokens(head: Head, normed_AE: Tensor, sizes: ProductSizes | None = None) -> tuple[Tensor, Tensor]:
+    """``choose`` for every row; ``sizes`` as in ``read_logits``."""
+    ids_A, tied_A = read_logits(head, normed_AE, lambda logits_BW, _: choose(head, logits_BW), sizes)
+    return ids_A, tied_A
 
 
 def choose(head: Head, logits_AW: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,17 +63,21 @@ def propose(head: Head, normed_RE: Tensor, topk: int) -> tuple[Tensor, Tensor, T
 
     Probabilities [R, P] in fp32, target ids [R, P], and where a token left out was exactly as likely [R, P].
     """
-    fitting = max(1, _BLOCK_LOGITS // head.config.draft_vocab_size)
-    # A power of two: matrix units then round as they do for the few rows of a server.
-    rows = 1 << (fitting.bit_length() - 1)
-    parts = [_propose_block(head, block_RE, topk) for block_RE in normed_RE.split(rows)]
-    probs_RP, index_RP, tied_RP = (torch.cat(part) for part in zip(*parts, strict=True))
+    probs_RP, index_RP, tied_RP = read_logits(head, normed_RE, lambda logits_BW, _: _likeliest(logits_BW, topk))
     return probs_RP, head.target_ids_W[index_RP], tied_RP
 
 
-def _propose_block(head: Head, normed_RE: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
-    probs_RW = head.logits(normed_RE).float().softmax(dim=-1)
+def _likeliest(logits_RW: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    probs_RW = logits_RW.float().softmax(dim=-1)
     probs_RP, index_RP = probs_RW.topk(topk, dim=-1)
     last_R1 = probs_RP[:, -1:]
     shared_R1 = (probs_RW == last_R1).sum(-1, keepdim=True) > (probs_RP == last_R1).sum(-1, keepdim=True)
     return probs_RP, index_RP, shared_R1 & (probs_RP == last_R1)
+
+
+def draft_ids(head: Head) -> Tensor:
+    """For each target id the draft id that stands for it [V], -1 for none."""
+    size = max(int(head.target_ids_W.max()) + 1, head.config.vocab_size)
+    ids_V = torch.full((size,), -1, dtype=torch.long, device=head.device)
+    ids_V[head.target_ids_W] = torch.arange(len(head.target_ids_W), device=head.device)
+    return ids_V

@@ -1,9 +1,9 @@
-"""The head's own probabilities along a recorded path: K passes as in every_anchor.py, each fed the path's next token.
+"""The head's own probabilities along the recorded text: at every anchor it is fed the text's next token at each step.
 
 A head that samples its draft (rule ``rejection``) reads its own sample at each step. Given that the samples were
 x_1 .. x_k, its distribution for the next is the one that it has when it is fed x_1 .. x_k, with its own states between.
 
-Suffixes as in every_anchor.py: A anchors of all packed requests, K steps, W draft vocabulary.
+Suffixes as in chains.py: A anchors of all packed requests, B of a block, K steps, W draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from replay.drafting.every_anchor import ChainAttention
+from replay.drafting.chains import chain_steps
 from replay.drafting.first_pass import FirstPass, first_pass
-from replay.drafting.rows import DraftInput, drafted_positions
+from replay.drafting.next_tokens import draft_ids, read_logits
+from replay.drafting.rows import DraftInput, find_dummies
 from replay.head.model import Head
-
-# Logits in memory at a time, in elements.
-_BLOCK_LOGITS = 1 << 24
 
 
 def path_tokens(item: DraftInput, steps: int) -> Tensor:
@@ -38,46 +36,33 @@ def force_every_anchor(
 
     q is the softmax in fp32 of the rounded draft logits / temperature over the draft vocabulary (sglang 0.5.23
     speculative/spec_utils.py ``renorm_draft_probs``: no top-k, no top-p), 0 for tokens the head cannot draft. ``first``
-    is the first pass over the same inputs, where another variant has made it. Equal to forcing each anchor by itself up
-    to the rounding of products over other numbers of rows; behaviour that follows the walk is not played here.
+    is the first pass over the same inputs, where another variant has made it. Equal to forcing each anchor by itself
+    (tests/twins/path_probability.py) up to the rounding of products over other numbers of rows.
     """
-    inputs = list(inputs)
     counts = [item.anchors for item in inputs]
     if sum(counts) == 0:
         return [torch.zeros((0, steps), dtype=torch.float64) for _ in inputs]
     path_AK = torch.cat([path_tokens(item, steps) for item in inputs]).to(head.device)
     heat_A = torch.tensor(temperatures, device=head.device).repeat_interleave(torch.tensor(counts, device=head.device))
     first = first or first_pass(head, inputs)
-    output, chain, columns = first.output, ChainAttention(head, first.attention), _draft_columns(head)
-    chances: list[Tensor] = []
-    for step in range(steps):
-        if step:
-            embeds_AE = head.embed(path_AK[:, step - 1].clamp(min=0))
-            positions_A = drafted_positions(first.positions_A, step, head.behaviour)
-            output = head.forward(embeds_AE, output.feedback_RE, positions_A, chain)
-        chances.append(_chances(head, output.normed_RE, path_AK[:, step], heat_A, columns))
+    index_AK = torch.where(path_AK < 0, -1, draft_ids(head)[path_AK.clamp(min=0)])
+    states = chain_steps(head, first, steps, lambda step: path_AK[:, step - 1].clamp(min=0))
+    chances = [
+        _chances(head, state.normed_AE, index_A, heat_A) for state, index_A in zip(states, index_AK.T, strict=True)
+    ]
     q_AK = torch.stack(chances, 1)
-    if head.behaviour.dummy_from is not None:
-        dummy_A = first.positions_A >= head.behaviour.dummy_from
-        q_AK[dummy_A] = (path_AK[dummy_A] == 0).double()
+    dummy_A = find_dummies(first.anchor_rows_A, head.behaviour)
+    q_AK[dummy_A] = (path_AK[dummy_A] == 0).double()
     return list(q_AK.cpu().split(counts))
 
 
-def _draft_columns(head: Head) -> Tensor:
-    """For each target id the draft id that stands for it, -1 for none."""
-    size = max(int(head.target_ids_W.max()) + 1, head.config.vocab_size)
-    columns = torch.full((size,), -1, dtype=torch.long, device=head.device)
-    columns[head.target_ids_W] = torch.arange(len(head.target_ids_W), device=head.device)
-    return columns
+def _chances(head: Head, normed_AE: Tensor, index_A: Tensor, heat_A: Tensor) -> Tensor:
+    """The probability of the draft id ``index_A`` after each row, 0 where it is -1."""
 
+    def read(logits_BW: Tensor, block: slice) -> tuple[Tensor]:
+        probs_BW = (logits_BW.float() / heat_A[block, None]).softmax(-1)
+        return (probs_BW.gather(1, index_A[block, None].clamp(min=0))[:, 0],)
 
-def _chances(head: Head, normed_AE: Tensor, ids_A: Tensor, heat_A: Tensor, columns: Tensor) -> Tensor:
-    block = max(1, _BLOCK_LOGITS // head.config.draft_vocab_size)
-    column_A = columns[ids_A.clamp(min=0)]
-    parts = [
-        (head.logits(rows_AE).float() / heat[:, None]).softmax(-1).gather(1, column[:, None].clamp(min=0))[:, 0]
-        for rows_AE, heat, column in zip(
-            normed_AE.split(block), heat_A.split(block), column_A.split(block), strict=True
-        )
-    ]
-    return torch.cat(parts).double().masked_fill((column_A < 0) | (ids_A < 0), 0.0)
+    # The last bits of a probability decide no draft: these products need no server's size.
+    (chance_A,) = read_logits(head, normed_AE, read)
+    return chance_A.double().masked_fill(index_A < 0, 0.0)

@@ -4,6 +4,7 @@ Kernels choose their order of summation by the number of rows (bf16 on a CPU wit
 some hundreds, more), whatever the other rows hold and wherever a row stands. So equality to the last bit with a server
 asks for products as large as its own. SGLang 0.5.23 runs a draft extend over batch x verified rows
 (speculative/eagle_worker_v2.py ``_draft_extend_for_decode``), a draft prefill over the prompts that came together.
+head/products.py runs them.
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from replay.drafting.rows import DraftInput, Span
+from replay.head.products import Execution
+
 if TYPE_CHECKING:
     import polars as pl
-
-# first row, rows, and rows of the product that made them
-Span = tuple[int, int, int]
 
 
 def served_spans(rounds: "pl.DataFrame") -> dict[str, list[Span]]:
@@ -30,10 +31,17 @@ def served_spans(rounds: "pl.DataFrame") -> dict[str, list[Span]]:
     return spans
 
 
-def prefill_sizes(prompt_tokens: int, prefill_rows: int | None) -> list[int]:
-    """The chunks of at most ``prefill_rows`` (SGLang's ``chunked_prefill_size``, None: any) of a prompt by itself."""
-    whole, rest = divmod(prompt_tokens, prefill_rows or max(1, prompt_tokens))
-    return [*[prefill_rows or prompt_tokens] * whole, *[rest] * (rest > 0)]
+def served_sizes(inputs: Sequence[DraftInput], execution: Execution) -> Tensor | None:
+    """Sizes of the products that made the rows of all packed requests [R]; None where they do not matter."""
+    if execution.product_rows is None:
+        return None
+    return torch.cat([
+        products_of_rows(
+            item.rows, item.prompt_tokens, item.spans,
+            product_rows=execution.product_rows, prefill_rows=execution.prefill_rows,
+        )
+        for item in inputs
+    ])  # fmt: skip
 
 
 def products_of_rows(
@@ -47,3 +55,9 @@ def products_of_rows(
     for first, count, size in spans:
         sizes_R[first : first + count] = size
     return sizes_R[:rows].clamp_min(product_rows)
+
+
+def prefill_sizes(prompt_tokens: int, prefill_rows: int | None) -> list[int]:
+    """The chunks of at most ``prefill_rows`` (SGLang's ``chunked_prefill_size``, None: any) of a prompt by itself."""
+    whole, rest = divmod(prompt_tokens, prefill_rows or max(1, prompt_tokens))
+    return [*[prefill_rows or prompt_tokens] * whole, *[rest] * (rest > 0)]

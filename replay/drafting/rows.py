@@ -1,8 +1,8 @@
-"""The committed rows of a request as an engine makes them: what each embeds, which features it takes, where it stands.
+"""What a request gives a draft: its anchors, and its committed rows as a server makes them.
 
 Healthy: row i embeds x[i+1], takes the features of position i and stands at position i (SGLang 0.5.23
-speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``, ``_draft_extend_for_decode``). Behaviour (behaviour.py)
-says otherwise. Suffixes: T tokens of the request, R rows, K taps, D target width.
+speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``, ``_draft_extend_for_decode``). Behaviour
+(engines/behaviour.py) says otherwise. Suffixes: T tokens of the request, R rows, A anchors, K taps, D target width.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replay.drafting.product_sizes import Span
 from replay.engines.behaviour import Behaviour
+
+# First row, rows, and rows of the product that made them.
+Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +65,27 @@ def committed_rows(item: DraftInput, behaviour: Behaviour, tap_width: int) -> Ro
     return Rows(
         _ids(item, behaviour, index_R),
         _features(item, behaviour, item.features_RKD.shape[-1] // tap_width),
-        place(index_R, behaviour),
+        shift_positions(index_R, behaviour),
         _blanks(item, behaviour, index_R),
     )
 
 
-def place(position_R: Tensor, behaviour: Behaviour) -> Tensor:
-    """Where rows stand that would stand at ``position_R``."""
-    placed = position_R + behaviour.offset
-    return placed if behaviour.max_position is None else placed.clamp_max(behaviour.max_position - 1)
+def shift_positions(position_R: Tensor, behaviour: Behaviour) -> Tensor:
+    """Positions of rows that stand at ``position_R`` where all is well."""
+    shifted_R = position_R + behaviour.offset
+    return shifted_R if behaviour.max_position is None else shifted_R.clamp_max(behaviour.max_position - 1)
 
 
 def drafted_positions(anchor_rows_A: Tensor, step: int, behaviour: Behaviour) -> Tensor:
-    """Where the drafted rows of ``step`` (1, 2, ...) stand, given their anchors' rows."""
-    return place(anchor_rows_A + step * behaviour.advance + behaviour.drafted_offset, behaviour)
+    """Positions of the drafted rows of ``step`` (1, 2, ...), given their anchors' rows."""
+    return shift_positions(anchor_rows_A + step * behaviour.advance + behaviour.drafted_offset, behaviour)
+
+
+def find_dummies(anchor_rows_A: Tensor, behaviour: Behaviour) -> Tensor:
+    """Which anchors draft token 0 at every step, whatever the head says."""
+    if behaviour.dummy_from is None:
+        return torch.zeros_like(anchor_rows_A, dtype=torch.bool)
+    return anchor_rows_A >= behaviour.dummy_from
 
 
 def chunk_ends(prompt_tokens: int, chunk: int) -> range:

@@ -1,13 +1,8 @@
-"""The shape of a tree: how many nodes it may have, and how its nodes name their parents."""
+"""The shape of a tree: how deep and how large it is, and how its nodes name their parents."""
 
 from dataclasses import dataclass
 
-
-def count_candidates(topk: int, steps: int) -> int:
-    """Candidates from which a tree is chosen: ``topk`` after the known token, then ``topk`` after each of ``topk``."""
-    return topk + (steps - 1) * topk * topk
-
-
+# In the stead of a parent's index: the known token, from which a tree grows; a parent that was left out.
 ROOT, ORPHAN = -1, -2
 
 
@@ -17,3 +12,8 @@ class TreeSize:
 
     steps: int
     num_draft_tokens: int
+
+
+def count_candidates(topk: int, steps: int) -> int:
+    """Candidates from which a tree is chosen: ``topk`` after the known token, then ``topk`` after each of ``topk``."""
+    return topk + (steps - 1) * topk * topk

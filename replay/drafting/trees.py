@@ -1,4 +1,4 @@
-"""Trees of every anchor of many requests, one pass per step over all their branches, as SGLang grows them (topk > 1).
+"""Trees of every anchor of many requests, as SGLang grows them (topk > 1): one pass per step over all their branches.
 
 Every anchor holds ``topk`` columns. A step runs the head on one node in each column, takes the ``topk`` likeliest
 tokens after each as candidates, and puts the ``topk`` candidates of the largest cumulative probability into the
@@ -25,14 +25,12 @@ from replay.drafting.first_pass import FirstPass, first_pass
 from replay.drafting.next_tokens import propose
 from replay.drafting.rows import DraftInput
 from replay.drafting.tree_shape import ORPHAN, ROOT, TreeSize, count_candidates
-from replay.head.attention import attend_committed_and_chain
+from replay.head.attention import KeyValues, attend_committed_and_chain
 from replay.head.model import Head
 
-# Rows of one pass, candidates of one block of anchors, and logits of one product in elements: they bound memory
-# whatever topk, steps and the vocabulary are.
+# Rows of one pass and candidates of one block of anchors: they bound memory whatever topk and steps are.
 _BLOCK_ROWS = 4096
 _BLOCK_CANDIDATES = 1 << 23
-_BLOCK_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Trees:
     """The tree of each anchor of one request.
 
     ``drafted_AN`` target ids in the server's order (parents before children, likelier siblings first); ``parents_AN``
-    the place of each node's parent among them, ROOT for the known token, ORPHAN where the parent was left out;
+    the index of each node's parent among them, ROOT for the known token, ORPHAN where the parent was left out;
     ``tied_AN`` where a candidate left out was exactly as good.
     """
 
@@ -100,7 +98,8 @@ def grow_in_blocks(
     first = first or first_pass(head, inputs)
     size = max(1, min(_BLOCK_ROWS // topk, _BLOCK_CANDIDATES // count_candidates(topk, steps)))
     for start in range(0, sum(counts), size):
-        yield _Block(head, first, counts, start, min(start + size, sum(counts)), topk, kv).grow(steps)
+        anchors = slice(start, min(start + size, sum(counts)))
+        yield _Block(head, first, anchors, list(_overlaps(counts, anchors)), topk, kv).grow(steps)
 
 
 def keep_best(candidates: Candidates, size: TreeSize) -> Trees:
@@ -113,9 +112,9 @@ def keep_best(candidates: Candidates, size: TreeSize) -> Trees:
     scores_AC = candidates.scores_AC[:, : count_candidates(topk, size.steps)]
     best_AN = scores_AC.topk(nodes, dim=-1).indices.sort(dim=-1).values
     wanted_AN = candidates.parents_AG.gather(1, best_AN // topk)
-    place_AN = torch.searchsorted(best_AN, wanted_AN).clamp(max=nodes - 1)
-    found_AN = best_AN.gather(1, place_AN) == wanted_AN
-    parents_AN = torch.where(found_AN, place_AN, torch.where(wanted_AN == ROOT, ROOT, ORPHAN))
+    index_AN = torch.searchsorted(best_AN, wanted_AN).clamp(max=nodes - 1)
+    found_AN = best_AN.gather(1, index_AN) == wanted_AN
+    parents_AN = torch.where(found_AN, index_AN, torch.where(wanted_AN == ROOT, ROOT, ORPHAN))
     kept_AN = scores_AC.gather(1, best_AN)
     lost_AC = scores_AC.scatter(1, best_AN, -1.0)
     tied_AN = (kept_AN == lost_AC.amax(dim=-1, keepdim=True)) | candidates.tied_AC.gather(1, best_AN)
@@ -136,17 +135,17 @@ def _by_request(blocks: Sequence[Trees], counts: Sequence[int]) -> list[Trees]:
 
 
 class _Block:
-    """Anchors ``start`` to ``stop`` of all packed ones, grown together: their columns and the KV of these."""
+    """Some of all packed anchors, grown together: their columns, and the KV of these."""
 
     def __init__(
-        self, head: Head, first: FirstPass, counts: Sequence[int], start: int, stop: int, topk: int, kv: str
+        self, head: Head, first: FirstPass, anchors: slice, requests: list[tuple[int, int]], topk: int, kv: str
     ) -> None:
+        """``requests`` says which requests the ``anchors`` belong to, and how many to each."""
         self._head, self._first, self._topk, self._kv = head, first, topk, kv
-        self._anchors = slice(start, stop)
-        self._parts = list(_overlaps(counts, start, stop))
+        self._anchors, self._requests = anchors, requests
         # Anchor S drafts from row S-1 at position S-1 and sees rows 0..S-1.
-        self._reach_R = (first.positions_A[self._anchors] + 1).repeat_interleave(topk)
-        self._columns: list[tuple[Tensor, Tensor] | None] = [None] * head.config.num_layers
+        self._reach_R = (first.anchor_rows_A[anchors] + 1).repeat_interleave(topk)
+        self._columns: list[KeyValues | None] = [None] * head.config.num_layers
 
     def grow(self, steps: int) -> Candidates:
         """The candidates of ``steps`` steps, on the CPU."""
@@ -155,16 +154,14 @@ class _Block:
         scores_AP, ids_AP, tied_AP = propose(self._head, first.output.normed_RE[self._anchors], topk)
         anchors = len(ids_AP)
         anchor_R = torch.arange(anchors, device=ids_AP.device).repeat_interleave(topk)
-        # The candidates that stand in the columns, by their place among those of the step before; each was proposed by
+        # The candidates that stand in the columns, by their index among those of the step before; each was proposed by
         # the anchor's row first, then by the row of a column.
         best_AP, source_R = torch.arange(topk, device=ids_AP.device).expand_as(ids_AP), anchor_R
         grown = [(ids_AP, scores_AP, tied_AP)]
         parents = [torch.full_like(ids_AP[:, :1], ROOT), best_AP]
         for step in range(1, steps):
-            ids_R = grown[-1][0].gather(1, best_AP).flatten()
-            output = self._head.forward(
-                self._head.embed(ids_R), feedback_RE[source_R], self._reach_R + step - 1, self._attend
-            )
+            embeds_RE = self._head.embed(grown[-1][0].gather(1, best_AP).flatten())
+            output = self._head.forward(embeds_RE, feedback_RE[source_R], self._reach_R + step - 1, self._attend)
             feedback_RE = output.feedback_RE
             probs, ids, tied = (part.view(anchors, topk, topk) for part in propose(self._head, output.normed_RE, topk))
             scores_AC = (scores_AP[:, :, None] * probs).flatten(1)
@@ -179,29 +176,34 @@ class _Block:
 
     def _follow_parents(self, source_R: Tensor) -> None:
         """Give every column the KV of the column its node came from."""
-        self._columns = [kv and (kv[0][:, source_R], kv[1][:, source_R]) for kv in self._columns]
+        self._columns = [kv and KeyValues(kv.k[:, source_R], kv.v[:, source_R]) for kv in self._columns]
 
     def _attend(self, layer: int, q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
-        earlier = self._columns[layer]
-        k_JRMH, v_JRMH = k_RMH[None], v_RMH[None]
-        if earlier is not None:
-            k_JRMH, v_JRMH = torch.cat([earlier[0], k_JRMH]), torch.cat([earlier[1], v_JRMH])
-        self._columns[layer] = (k_JRMH, v_JRMH)
-        counts = [count * self._topk for _, count in self._parts]
+        columns, own = self._columns[layer], KeyValues(k_RMH[None], v_RMH[None])
+        columns = own if columns is None else KeyValues(torch.cat([columns.k, own.k]), torch.cat([columns.v, own.v]))
+        self._columns[layer] = columns
+        counts = [count * self._topk for _, count in self._requests]
         committed = self._first.attention.committed_kv(layer)
-        kinds = (q_RNH.split(counts), self._reach_R.split(counts), k_JRMH.split(counts, 1), v_JRMH.split(counts, 1))
+        parts = zip(
+            self._requests,
+            q_RNH.split(counts),
+            self._reach_R.split(counts),
+            columns.k.split(counts, 1),
+            columns.v.split(counts, 1),
+            strict=True,
+        )
         answers = [
-            attend_committed_and_chain(q, *committed[request], reach, k, v, self._head.numerics)
-            for (request, _), q, reach, k, v in zip(self._parts, *kinds, strict=True)
+            attend_committed_and_chain(q, committed[request], reach, KeyValues(k, v), self._head.numerics)
+            for (request, _), q, reach, k, v in parts
         ]
         return torch.cat(answers)
 
 
-def _overlaps(counts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Which requests have anchors among the packed anchors ``start`` to ``stop``, and how many."""
+def _overlaps(counts: Sequence[int], anchors: slice) -> Iterator[tuple[int, int]]:
+    """Which requests have anchors among the packed ``anchors``, and how many."""
     begin = 0
     for request, count in enumerate(counts):
-        inside = min(stop, begin + count) - max(start, begin)
+        inside = min(anchors.stop, begin + count) - max(anchors.start, begin)
         if inside > 0:
             yield request, inside
         begin += count

@@ -1,9 +1,9 @@
 """How an engine runs a head: which rows it makes, what each may see, what stays behind after a round.
 
 The default is what a healthy server does (SGLang 0.5.23 speculative/eagle_worker_v2.py, models/llama_eagle3.py). Faults
-(faults/table.py) are other values of these fields. The engines (drafting/every_anchor.py, drafting/round_by_round.py),
-the head (head/model.py) and the twin (tests/twins/rounds.py) read them; each says for itself what a field means there,
-so that tests can hold them against each other.
+(faults/table.py) are other values of these fields. What drafts (the room drafting/), the head (head/model.py) and the
+twin (tests/twins/rounds.py) read them; each says for itself what a field means there, so that tests can hold them
+against each other.
 
 Words: row i pairs the embedding of token x[i+1] with the features of position i. Anchor S drafts from row S-1, its
 anchor row; the rows that its steps add are drafted rows, j = 1 .. K-1 embedding the j-th drafted token.

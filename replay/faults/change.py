@@ -15,8 +15,6 @@ from replay.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-_BF16 = Precision("bf16")
-
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -30,9 +28,9 @@ class Subject:
     checkpoint: Checkpoint
     behaviour: Behaviour
     layers: int
+    precision: Precision
     own_embedding: bool | None = None
     tree_kv: str | None = None
-    precision: Precision = _BF16
     said: frozenset[str] = frozenset()
 
     @property

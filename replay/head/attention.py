@@ -1,10 +1,12 @@
-"""Attention of draft rows over the committed draft KV and over each anchor's own chain.
+"""Attention of draft rows: over the committed draft KV and each anchor's own chain, or over KV slots.
 
 Shape suffixes: A queries (one per anchor), R committed rows, J chain steps so far, N heads, M key-value heads,
-G queries per key-value head (N = M*G), H features per head.
+G queries per key-value head (N = M*G), H features per head. Over slots, where letters are few: N requests, Q queries of
+each, C slots, n heads.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +14,18 @@ from torch import Tensor
 from replay.engines.profiles import Numerics
 
 # Scores of one block of queries, in elements: bounds memory on long requests (64 MiB in fp32).
-_BLOCK = 1 << 24
+_BLOCK_SCORES = 1 << 24
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of the same rows: [R, M, H] committed, [J, A, M, H] of chains, [N, C, M, H] in slots."""
+
+    k: Tensor
+    v: Tensor
+
+    def float(self) -> "KeyValues":
+        """In fp32."""
+        return KeyValues(self.k.float(), self.v.float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +52,9 @@ FULL_SIGHT = Sight()
 
 def attend_committed_and_chain(
     q_ANH: Tensor,
-    base_k_RMH: Tensor,
-    base_v_RMH: Tensor,
+    base: KeyValues,
     reach_A: Tensor,
-    chain_k_JAMH: Tensor,
-    chain_v_JAMH: Tensor,
+    chain: KeyValues,
     numerics: Numerics,
     sight: Sight = FULL_SIGHT,
 ) -> Tensor:
@@ -52,76 +63,73 @@ def attend_committed_and_chain(
     ``sight`` takes some of the committed rows away. One softmax spans both. J may be 0. Queries run in blocks, so
     memory grows with R, not with A*R.
     """
-    heads, kv_heads = q_ANH.shape[1], base_k_RMH.shape[1]
-    rows = base_k_RMH.shape[0]
-    block = max(1, _BLOCK // (heads * max(1, rows + chain_k_JAMH.shape[0])))
+    heads, kv_heads = q_ANH.shape[1], base.k.shape[1]
+    rows = base.k.shape[0]
+    size = max(1, _BLOCK_SCORES // (heads * max(1, rows + chain.k.shape[0])))
+    blocks = [slice(start, start + size) for start in range(0, q_ANH.shape[0], size)]
     out = [
         _attend_block(
-            q_ANH[start : start + block].unflatten(1, (kv_heads, -1)),
-            base_k_RMH,
-            base_v_RMH,
-            reach_A[start : start + block],
-            chain_k_JAMH[:, start : start + block],
-            chain_v_JAMH[:, start : start + block],
+            q_ANH[block].unflatten(1, (kv_heads, -1)),
+            base,
+            reach_A[block],
+            KeyValues(chain.k[:, block], chain.v[:, block]),
             numerics,
-            sight.of(slice(start, start + block)),
+            sight.of(block),
         )
-        for start in range(0, q_ANH.shape[0], block)
+        for block in blocks
     ]
     return torch.cat(out) if out else q_ANH.flatten(1)
 
 
 def _attend_block(
-    q_AMGH: Tensor,
-    base_k_RMH: Tensor,
-    base_v_RMH: Tensor,
-    reach_A: Tensor,
-    chain_k_JAMH: Tensor,
-    chain_v_JAMH: Tensor,
-    numerics: Numerics,
-    sight: Sight,
+    q_AMGH: Tensor, base: KeyValues, reach_A: Tensor, chain: KeyValues, numerics: Numerics, sight: Sight
 ) -> Tensor:
     dtype = q_AMGH.dtype
     if numerics.attention_fp32:
-        q_AMGH, base_k_RMH, base_v_RMH = q_AMGH.float(), base_k_RMH.float(), base_v_RMH.float()
-        chain_k_JAMH, chain_v_JAMH = chain_k_JAMH.float(), chain_v_JAMH.float()
+        q_AMGH, base, chain = q_AMGH.float(), base.float(), chain.float()
     queries, _, group, width = q_AMGH.shape
-    rows = base_k_RMH.shape[0]
+    rows = base.k.shape[0]
     # The queries of one key-value head form the rows of one product: [M, G*A, H] x [M, H, R].
     q_MgH = q_AMGH.permute(1, 2, 0, 3).flatten(1, 2)
-    base_MgR = (q_MgH @ base_k_RMH.permute(1, 2, 0)).mul_(width**-0.5)  # in place: scores are the largest tensors
+    base_MgR = (q_MgH @ base.k.permute(1, 2, 0)).mul_(width**-0.5)  # in place: scores are the largest tensors
     base_MGAR = base_MgR.unflatten(1, (group, queries))
-    rows_R = torch.arange(rows, device=reach_A.device)
-    unseen_AR = rows_R >= reach_A[:, None]
-    if sight.first_A is not None:
-        unseen_AR |= rows_R < sight.first_A[:, None]
-    blank_AR = None
-    if sight.blank_R is not None and sight.own_A is not None:
-        blank_AR = sight.blank_R & (rows_R != sight.own_A[:, None])
+    unseen_AR, blank_AR = _hidden_rows(reach_A, rows, sight)
+    if blank_AR is not None:
         base_MGAR = base_MGAR.masked_fill(blank_AR, float("-inf") if sight.masked else 0.0)
     base_MGAR = base_MGAR.masked_fill_(unseen_AR, float("-inf"))
-    chain_MGAJ = torch.einsum("amgh,jamh->mgaj", q_AMGH, chain_k_JAMH) * width**-0.5
+    chain_MGAJ = torch.einsum("amgh,jamh->mgaj", q_AMGH, chain.k) * width**-0.5
     weights = torch.cat([base_MGAR, chain_MGAJ], dim=-1).float().softmax(dim=-1).to(q_AMGH.dtype)
     base_w, chain_w = weights[..., :rows], weights[..., rows:]
     if blank_AR is not None:
         base_w = base_w.masked_fill(blank_AR, 0.0)
-    out_MgH = base_w.flatten(1, 2) @ base_v_RMH.transpose(0, 1)
+    out_MgH = base_w.flatten(1, 2) @ base.v.transpose(0, 1)
     out_MGAH: Tensor = out_MgH.unflatten(1, (group, queries))
-    out_MGAH = out_MGAH + torch.einsum("mgaj,jamh->mgah", chain_w, chain_v_JAMH)
+    out_MGAH = out_MGAH + torch.einsum("mgaj,jamh->mgah", chain_w, chain.v)
     return out_MGAH.permute(2, 0, 1, 3).flatten(1).to(dtype)
 
 
+def _hidden_rows(reach_A: Tensor, rows: int, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    """Which committed rows each query does not see, and which are blank to it [A, R]."""
+    rows_R = torch.arange(rows, device=reach_A.device)
+    unseen_AR = rows_R >= reach_A[:, None]
+    if sight.first_A is not None:
+        unseen_AR |= rows_R < sight.first_A[:, None]
+    if sight.blank_R is None or sight.own_A is None:
+        return unseen_AR, None
+    return unseen_AR, sight.blank_R & (rows_R != sight.own_A[:, None])
+
+
 def attend_to_slots(
-    q_NQnH: Tensor, k_NCMH: Tensor, v_NCMH: Tensor, seen_NQC: Tensor, blank_NQC: Tensor, *, fp32: bool, masked: bool
+    q_NQnH: Tensor, slots: KeyValues, seen_NQC: Tensor, blank_NQC: Tensor, *, fp32: bool, masked: bool
 ) -> Tensor:
     """Mixed values [N, Q, n*H]: each row over the slots that it sees; blank ones are zeros or take no part."""
     dtype = q_NQnH.dtype
     if fp32:
-        q_NQnH, k_NCMH, v_NCMH = q_NQnH.float(), k_NCMH.float(), v_NCMH.float()
-    grouped_NQMGH = q_NQnH.unflatten(2, (k_NCMH.shape[2], -1))
-    scores_NMGQC = torch.einsum("nqmgh,ncmh->nmgqc", grouped_NQMGH, k_NCMH) * q_NQnH.shape[-1] ** -0.5
+        q_NQnH, slots = q_NQnH.float(), slots.float()
+    grouped_NQMGH = q_NQnH.unflatten(2, (slots.k.shape[2], -1))
+    scores_NMGQC = torch.einsum("nqmgh,ncmh->nmgqc", grouped_NQMGH, slots.k) * q_NQnH.shape[-1] ** -0.5
     blank, seen = blank_NQC[:, None, None], seen_NQC[:, None, None]
     scores_NMGQC = scores_NMGQC.masked_fill(blank, float("-inf") if masked else 0.0).masked_fill(~seen, float("-inf"))
     weights = scores_NMGQC.float().softmax(dim=-1).to(q_NQnH.dtype).masked_fill(blank, 0.0)
-    out_NQMGH: Tensor = torch.einsum("nmgqc,ncmh->nqmgh", weights, v_NCMH)
+    out_NQMGH: Tensor = torch.einsum("nmgqc,ncmh->nqmgh", weights, slots.v)
     return out_NQMGH.flatten(2).to(dtype)

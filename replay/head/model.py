@@ -8,8 +8,6 @@ Sources: arXiv 2503.01840; SafeAILab/EAGLE ``eagle/model/cnets.py``; sglang 0.5.
 Everything is differentiable, so training can use the same forward.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,9 +20,10 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import HeadConfig
 from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import PLAIN, Precision
-from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile, Numerics
+from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile
 from replay.errors import CheckpointError
 from replay.head.emulation import Emulation
+from replay.head.products import FP32_ON_CPU, Execution, ProductSizes, multiply
 from replay.head.rope import inverse_frequencies, rotate, rotate_interleaved
 
 
@@ -45,75 +44,75 @@ class HeadOutput:
     feedback_RE: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TargetTables:
+    """What a head may borrow of its target; used as they are, and copied only where a precision rounds them.
+
+    ``embed_VE`` is None where the head needs none, ``lm_head_VE`` where it is tied to the embedding.
+    """
+
+    embed_VE: Tensor | None
+    lm_head_VE: Tensor | None = None
+
+
 class Head:
     """A draft head ready to run: weights cast to one dtype on one device, in one rounding order."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
+        target: TargetTables,
         *,
-        target_embed_VE: Tensor | None,
-        target_lm_head_VE: Tensor | None = None,
         profile: EngineProfile = ENGINES["sglang"],
-        numerics: Numerics | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        product_rows: int | None = None,
-        prefill_rows: int | None = None,
+        execution: Execution = FP32_ON_CPU,
         behaviour: Behaviour = HEALTHY,
-        own_embedding: bool | None = None,
         precision: Precision = PLAIN,
     ) -> None:
         """Bind a checkpoint to its target.
 
-        ``target_embed_VE`` and ``target_lm_head_VE`` are the target's tables (lm_head None where it is tied); they
-        are used as they are and copied only where ``precision`` rounds them. ``product_rows`` runs every matrix
-        product over at most so many rows: kernels choose their order of summation by the number of rows, so equality
-        to the last bit with a server that runs a few rows at a time asks for products as small as its own;
-        ``prefill_rows`` is the most that it prefills at once. ``behaviour`` is how the engine runs the head where that
-        differs from a healthy server, ``own_embedding`` whose embedding it reads (None: as the profile says).
-        ``precision`` says which tensors are rounded further than to ``dtype`` (emulation.py); what it says of the
-        dtype itself has no effect here.
+        ``profile`` says which of its tensors an engine reads and in which order it rounds; ``behaviour`` how it runs
+        the head where that differs from a healthy server. ``precision`` says which tensors are rounded further than to
+        the dtype of ``execution`` (emulation.py); what it says of the dtype itself has no effect here.
         Raises CheckpointError where head and target do not fit.
         """
         self.name = checkpoint.name
         self.config = checkpoint.config
-        self.numerics = numerics or NUMERICS[profile.numerics]
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.product_rows, self.prefill_rows = product_rows, prefill_rows
+        self.numerics = NUMERICS[profile.numerics]
+        self.execution = execution
         self.behaviour = behaviour
-        self._alike: Sequence[tuple[int, Tensor]] = ()
-        self._alike_rows = 0
         self.notes = list(checkpoint.notes)
-        self.emulation = Emulation(precision, self.config, profile, dtype)
+        self.emulation = Emulation(precision, self.config, profile, self.dtype)
         self._weights = self.emulation.weights(checkpoint.tensors, self.device)
-        self._embed_VE = self._choose_embedding(
-            checkpoint, target_embed_VE, profile, profile.own_embedding if own_embedding is None else own_embedding
-        )
-        tied = target_lm_head_VE is None
+        self._embed_VE = self._choose_embedding(checkpoint, target.embed_VE, profile)
         self.target_ids_W = self._target_ids(checkpoint)
-        self._lm_head_WE = self._choose_lm_head(target_embed_VE if tied else target_lm_head_VE)
+        self._lm_head_WE = self._choose_lm_head(target.embed_VE if target.lm_head_VE is None else target.lm_head_VE)
         self._use_attention_bias = self.config.attention_bias and profile.attention_bias
         if self.config.attention_bias and not profile.attention_bias:
             self.notes.append(f"{profile.name} builds q, k and v without the bias that this head has")
         self._fused = [self._fuse_projections(layer) for layer in range(self.config.num_layers)]
         self._inv_freq = inverse_frequencies(self.config.rope, self.config.rotary_dim).to(self.device)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the head runs in."""
+        return self.execution.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """What it runs on."""
+        return self.execution.device
+
     def variation(self, behaviour: Behaviour, config: HeadConfig) -> "Head":
         """This head with the same weights under another behaviour, or a config that differs in RoPE only."""
         other = copy(self)
         other.behaviour, other.config = behaviour, config
-        other._alike, other._alike_rows = (), 0
         other._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
         return other
 
-    def _choose_embedding(
-        self, checkpoint: Checkpoint, target_VE: Tensor | None, profile: EngineProfile, own: bool
-    ) -> Tensor:
+    def _choose_embedding(self, checkpoint: Checkpoint, target_VE: Tensor | None, profile: EngineProfile) -> Tensor:
         own_VE = checkpoint.tensors.get("embed_tokens.weight")
         same_width = self.config.hidden_size == self.config.target_hidden_size
-        if own_VE is not None and (own or not same_width):
+        if own_VE is not None and (profile.own_embedding or not same_width):
             return own_VE.to(self.device)
         if own_VE is not None:
             self.notes.append(f"{profile.name} replaces the head's own embed_tokens by the target's")
@@ -163,126 +162,107 @@ class Head:
 
     # ---- the forward, in the order of the paper ----
 
-    def fuse(self, features_RKD: Tensor) -> Tensor:
+    def fuse(self, features_RKD: Tensor, sizes: ProductSizes | None = None) -> Tensor:
         """The head's state [R, E] for rows of target features [R, K*D].
 
-        As in SGLang and EAGLE, features that are already E wide are taken as they stand: no fc, no norm before it.
+        Where the config skips fc (``HeadConfig.skips_fc``), they are that state: no fc, no norm before it.
         """
         x = self.emulation.features(features_RKD.to(self.device))
-        if x.shape[-1] == self.config.hidden_size:
+        assert x.shape[-1] == self.config.features_width  # what does not fit was refused before (simulator/fit.py)
+        if self.config.skips_fc:
             return x
         if self.config.norm_before_fc:
             x = self._norm(x, "input_norm")
         if self.config.fc_norm:
             chunks = x.chunk(self.config.num_taps, dim=-1)
             x = torch.cat([self._norm(chunk, f"fc_norm.{tap}") for tap, chunk in enumerate(chunks)], dim=-1)
-        return self._linear(x, "fc")
+        return self._linear(x, "fc", sizes)
 
     def embed(self, ids_R: Tensor) -> Tensor:
         """Embeddings [R, E] of target token ids."""
         return self.emulation.embedding(functional.embedding(ids_R.to(self.device), self._embed_VE))
 
     def forward(
-        self, embeds_RE: Tensor, state_RE: Tensor, positions_R: Tensor, attend: Attend, keep_Q: Tensor | None = None
+        self,
+        embeds_RE: Tensor,
+        state_RE: Tensor,
+        positions_R: Tensor,
+        attend: Attend,
+        keep_Q: Tensor | None = None,
+        sizes: ProductSizes | None = None,
     ) -> HeadOutput:
-        """One pass over rows. ``keep_Q`` names the rows whose output is wanted: the last layer's queries, and all
-        that follows them, run on these only, while keys and values are made for every row."""
-        cos_RH, sin_RH = self._rotation(positions_R)
-        behaviour = self.behaviour
-        hidden, residual = state_RE, torch.empty(0)
+        """One pass over rows.
+
+        ``keep_Q`` names the rows whose output is wanted: the last layer's queries, and all that follows them, run on
+        these only, while keys and values are made for every row. ``sizes`` are those of the products that made each
+        row, here and in ``fuse`` and ``logits``; None where these do not matter.
+        """
+        rotation = self._rotation(positions_R)
+        hidden, residual = state_RE, state_RE
         for layer in range(self.config.num_layers):
-            prefix = f"layers.{layer}."
-            if layer == 0:
-                normed = self._norm(hidden, f"{prefix}hidden_norm")
-                residual = normed if behaviour.residual_normed else hidden
-                halves = [self._norm(embeds_RE, f"{prefix}input_layernorm"), normed]
-                inputs = torch.cat(halves[::-1] if behaviour.features_first else halves, dim=-1)
-            elif behaviour.later_residual:
-                inputs, residual = self._add_norm(hidden, residual, f"{prefix}{behaviour.later_norm}")
-            else:
-                inputs, residual = self._norm(hidden, f"{prefix}{behaviour.later_norm}"), hidden
-            q_RNH, k_RMH, v_RMH = self._project(layer, inputs, cos_RH, sin_RH)
+            inputs, residual = self._enter_layer(layer, embeds_RE, hidden, residual)
+            q_RNH, k_RMH, v_RMH = self._project(layer, inputs, rotation, sizes)
             if keep_Q is not None and layer == self.config.num_layers - 1:
                 q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
-            mixed = self._linear(attend(layer, q_RNH, k_RMH, v_RMH), f"{prefix}self_attn.o_proj")
-            hidden, residual = self._add_norm(mixed, residual, f"{prefix}post_attention_layernorm")
-            hidden = self._mlp(layer, hidden)
+                sizes = None if sizes is None else sizes.keep(keep_Q)
+            mixed = self._linear(attend(layer, q_RNH, k_RMH, v_RMH), f"layers.{layer}.self_attn.o_proj", sizes)
+            hidden, residual = self._add_norm(mixed, residual, f"layers.{layer}.post_attention_layernorm")
+            hidden = self._mlp(layer, hidden, sizes)
         normed_RE, stream_RE = self._add_norm(hidden, residual, "norm")
         stated = "post" if self.config.norm_output else "pre"
-        return HeadOutput(normed_RE, normed_RE if (behaviour.feedback or stated) == "post" else stream_RE)
+        return HeadOutput(normed_RE, normed_RE if (self.behaviour.feedback or stated) == "post" else stream_RE)
 
-    def logits(self, normed_RE: Tensor) -> Tensor:
+    def logits(self, normed_RE: Tensor, sizes: ProductSizes | None = None) -> Tensor:
         """Draft logits [R, W], rounded to the head's dtype as a server's lm_head leaves them."""
-        return self._product("lm_head", normed_RE, self._lm_head_WE)
+        return self._product("lm_head", normed_RE, self._lm_head_WE, None, sizes)
 
     # ---- parts ----
 
-    def _project(self, layer: int, inputs: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _enter_layer(self, layer: int, embeds: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's attention takes in, and the stream that its outcome is added to."""
+        behaviour, prefix = self.behaviour, f"layers.{layer}."
+        if layer == 0:
+            normed = self._norm(hidden, f"{prefix}hidden_norm")
+            halves = [self._norm(embeds, f"{prefix}input_layernorm"), normed]
+            inputs = torch.cat(halves[::-1] if behaviour.features_first else halves, dim=-1)
+            return inputs, normed if behaviour.residual_normed else hidden
+        if behaviour.later_residual:
+            return self._add_norm(hidden, residual, f"{prefix}{behaviour.later_norm}")
+        return self._norm(hidden, f"{prefix}{behaviour.later_norm}"), hidden
+
+    def _project(
+        self, layer: int, inputs: Tensor, rotation: tuple[Tensor, Tensor], sizes: ProductSizes | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias, _ = self._fused[layer]
         config = self.config
-        sizes = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
-        product = self._product(f"layers.{layer}.self_attn.qkv_proj", inputs, weight, bias)
-        q, k, v = product.split(sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in (q, k, v))
+        widths = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
+        product = self._product(f"layers.{layer}.self_attn.qkv_proj", inputs, weight, bias, sizes)
+        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in product.split(widths, dim=-1))
         turn = rotate_interleaved if self.behaviour.interleaved else rotate
-        return turn(q, cos, sin), self.emulation.stored(turn(k, cos, sin)), self.emulation.stored(v)
+        return turn(q, *rotation), self.emulation.stored(turn(k, *rotation)), self.emulation.stored(v)
 
-    def _mlp(self, layer: int, x_RE: Tensor) -> Tensor:
-        gate_up = self._fused[layer][2]
+    def _mlp(self, layer: int, x_RE: Tensor, sizes: ProductSizes | None) -> Tensor:
         prefix = f"layers.{layer}.mlp."
+        bias = None
         if self.config.mlp_bias:
             bias = torch.cat([self._weights[f"{prefix}{part}_proj.bias"] for part in ("gate", "up")])
-            gate, up = self._product(f"{prefix}gate_up_proj", x_RE, gate_up, bias).chunk(2, dim=-1)
-        else:
-            gate, up = self._product(f"{prefix}gate_up_proj", x_RE, gate_up).chunk(2, dim=-1)
-        return self._linear(functional.silu(gate) * up, f"{prefix}down_proj")
+        product = self._product(f"{prefix}gate_up_proj", x_RE, self._fused[layer][2], bias, sizes)
+        gate, up = product.chunk(2, dim=-1)
+        return self._linear(functional.silu(gate) * up, f"{prefix}down_proj", sizes)
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
+    def _linear(self, x: Tensor, name: str, sizes: ProductSizes | None) -> Tensor:
         bias = self._weights.get(f"{name}.bias")
         if name.endswith("o_proj") and not self._use_attention_bias:
             bias = None
-        return self._product(name, x, self._weights[f"{name}.weight"], bias)
+        return self._product(name, x, self._weights[f"{name}.weight"], bias, sizes)
 
-    @contextmanager
-    def products_like(self, sizes_R: Tensor | None) -> Iterator[None]:
-        """Within, each row of products over so many rows runs in one of its size; None changes nothing.
-
-        Sizes up to ``product_rows`` are alike. Rows of one size are put together; where a product lacks some, zeros
-        stand in.
-        """
-        distinct = [] if sizes_R is None else sizes_R.unique().tolist()
-        self._alike = [(size, (sizes_R == size).nonzero()[:, 0].to(self.device)) for size in distinct]
-        self._alike_rows = 0 if sizes_R is None else len(sizes_R)
-        try:
-            yield
-        finally:
-            self._alike, self._alike_rows = (), 0
-
-    def _product_like(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        out_RO = x_RI.new_empty((len(x_RI), len(weight_OI)))
-        for size, index_N in self._alike:
-            x_NI = x_RI[index_N]
-            if size > (self.product_rows or 0):
-                x_NI = functional.pad(x_NI, (0, 0, 0, -len(index_N) % size))
-            parts = [functional.linear(piece, weight_OI, bias_O) for piece in x_NI.split(size)]
-            out_RO[index_N] = torch.cat(parts)[: len(index_N)]
-        return out_RO
-
-    def _product(self, name: str, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    def _product(
+        self, name: str, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, sizes: ProductSizes | None
+    ) -> Tensor:
         entering_RI = self.emulation.entering(name, x_RI)
         bias_O = None if bias_O is None else bias_O.to(entering_RI.dtype)
-        return self.emulation.leaving(name, x_RI, self._in_pieces(entering_RI, weight_OI, bias_O))
-
-    def _in_pieces(self, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        rows = len(x_RI)
-        if self._alike and rows == self._alike_rows:
-            return self._product_like(x_RI, weight_OI, bias_O)
-        if self.product_rows is None or rows <= self.product_rows:
-            if self.device.type == "cpu" and self.dtype.itemsize == 2:
-                filled_RI = functional.pad(x_RI, (0, 0, 0, filled_rows(rows) - rows))
-                return functional.linear(filled_RI, weight_OI, bias_O)[:rows]
-            return functional.linear(x_RI, weight_OI, bias_O)
-        return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in x_RI.split(self.product_rows)])
+        out_RO = multiply(entering_RI, weight_OI, bias_O, self.execution, sizes)
+        return self.emulation.leaving(name, x_RI, out_RO)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         if self._skips(name):
@@ -318,16 +298,3 @@ class Head:
         angles = positions_R.to(self.device).float()[:, None] * self._inv_freq
         factor = self.config.rope.attention_factor
         return (angles.cos() * factor).to(self.dtype), (angles.sin() * factor).to(self.dtype)
-
-
-def filled_rows(rows: int) -> int:
-    """The number of rows, at least ``rows`` and less than an eighth more, that a 16-bit product on a CPU runs over.
-
-    oneDNN builds a kernel of about a megabyte for every number of rows that it meets and keeps 1,024 of them (its
-    developer guide, "Primitive Cache"). Packs of requests never have the same number twice, so without rounding up
-    memory grows with every pack. Eight numbers an octave are few. Up to 32 rows stay as they are, as servers decode.
-    """
-    if rows <= 32:
-        return rows
-    step = 1 << ((rows - 1).bit_length() - 4)
-    return -(-rows // step) * step

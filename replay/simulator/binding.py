@@ -13,7 +13,8 @@ from replay.engines.wiring import Wiring, default_wiring, sglang_wiring
 from replay.errors import UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
+from replay.head.products import Execution
 from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
 from replay.simulator.variant import ResolvedVariant, Variant, draft_tokens, kv_layout
 from replay.traces.reader import Trace
@@ -72,7 +73,7 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
     Raises UsageError, WiringError or CheckpointError where these do not fit each other or the trace.
     """
     layers = trace.header.target.layers
-    healthy = Subject(variant.wiring, checkpoint, HEALTHY, layers, precision=variant.precision)
+    healthy = Subject(variant.wiring, checkpoint, HEALTHY, layers, variant.precision)
     subject = apply_faults(healthy, variant.all_faults)
     check_fit(subject.checkpoint, subject.wiring, trace)
     check_topk(subject.checkpoint, variant.topk)
@@ -115,21 +116,21 @@ def build_head(
     engine = trace.header.engine
     same_kernels = engine.name == "sglang" and engine.details.get("device") == "cpu" and device == "cpu"
     borrows = subject.config.lm_head == "target" or subject.behaviour.target_lm_head
-    dtype = PRECISIONS[subject.precision.base or target_precision(trace)]
+    profile = replace(variant.engine, numerics=variant.numerics.name)
+    if subject.own_embedding is not None:
+        profile = replace(profile, own_embedding=subject.own_embedding)
+    small = served_products and same_kernels and variant.numerics.name == "sglang"
     return Head(
         subject.checkpoint,
-        target_embed_VE=trace.embed_weight(),
-        target_lm_head_VE=trace.lm_head_weight() if borrows else None,
-        profile=variant.engine,
-        numerics=variant.numerics,
-        dtype=getattr(torch, dtype),
-        device=device,
-        product_rows=SERVED_PRODUCT_ROWS
-        if served_products and same_kernels and variant.numerics.name == "sglang"
-        else None,
-        prefill_rows=_prefill_rows(engine.details),
+        TargetTables(trace.embed_weight(), trace.lm_head_weight() if borrows else None),
+        profile=profile,
+        execution=Execution(
+            dtype=getattr(torch, PRECISIONS[subject.precision.base or target_precision(trace)]),
+            device=torch.device(device),
+            product_rows=SERVED_PRODUCT_ROWS if small else None,
+            prefill_rows=_prefill_rows(engine.details),
+        ),
         behaviour=subject.behaviour,
-        own_embedding=subject.own_embedding,
         precision=subject.precision,
     )
 

@@ -27,10 +27,7 @@ def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
             f"draft head {checkpoint.name} embeds {config.vocab_size} tokens, the trace's target {target.name} has "
             f"{target.vocab_size}; give a head that was made for this target"
         )
-    # A head that reads the final state takes it as it stands where the widths agree: no fc (Head.fuse).
-    skips_fc = not config.use_aux_hidden_state and target.hidden_size == config.hidden_size
-    inputs = target.hidden_size if skips_fc else config.fc_inputs
-    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=inputs)
+    check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=config.features_width)
 
 
 def check_topk(checkpoint: Checkpoint, topk: int) -> None:
@@ -54,13 +51,7 @@ def check_rule(rule: Rule, trace: Trace) -> None:
             f"rule {rule} was asked for, {given} of {total} requests of {trace.path} follow text that was given, not "
             "sampled by the target; capture the prompts without their responses, or type --verify greedy"
         )
-    if cold and not rule.lossless:
-        raise UsageError(
-            f"rule {rule} was asked for, {cold} of {total} requests of {trace.path} were recorded at temperature 0, "
-            "where the target's choice has probability 1 and every rule is greedy; capture at the temperature that is "
-            "served, with --temperature X, or type --verify greedy"
-        )
-    if rule.name == "rejection" and 0 < cold < total:
+    if 0 < cold < total and (rule.name == "rejection" or not rule.lossless):
         raise UsageError(
             f"rule {rule} was asked for, {cold} of {total} requests of {trace.path} were recorded at temperature 0 and "
             "the others above; capture a trace of each, or type --verify target-only"

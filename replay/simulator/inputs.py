@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from replay.drafting.product_sizes import Span
-from replay.drafting.rows import DraftInput, chunk_ends
+from replay.drafting.rows import DraftInput, Span, chunk_ends
 from replay.engines.wiring import Wiring
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.taps import FINAL
@@ -39,7 +38,7 @@ def read_packs(trace: Trace, taps: Sequence[str]) -> Iterator[list[RequestRows]]
 def draft_input(
     rows: RequestRows, wiring: Wiring, sampled_T: torch.Tensor | None = None, spans: Sequence[Span] = ()
 ) -> DraftInput:
-    """One request of the trace as the engine takes it; ``spans`` as ``served_spans`` gave them."""
+    """One request of the trace as a draft takes it; ``spans`` as ``served_spans`` gave them."""
     features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
     return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T, spans=spans)
 

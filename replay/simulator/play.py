@@ -10,18 +10,14 @@ from numpy.typing import NDArray
 from replay.drafting.every_anchor import Drafts, draft_every_anchor
 from replay.drafting.first_pass import FirstPass, first_pass
 from replay.drafting.path_probability import force_every_anchor, path_tokens
-from replay.drafting.product_sizes import Span
 from replay.drafting.round_by_round import walk
-from replay.drafting.rows import DraftInput
+from replay.drafting.rows import DraftInput, Span
 from replay.drafting.trees import Trees, draft_every_tree
 from replay.simulator.groups import Group
 from replay.simulator.inputs import FollowedRounds, draft_input, sampled_after_chunks
-from replay.simulator.results import (
-    RoundsTable,
-    Tally,
-)
+from replay.simulator.results import RoundsTable, Tally
 from replay.traces.reader import RequestRows, Trace
-from replay.verify.accept import Round, continuations, count_accepted, count_accepted_in_tree, served_walk
+from replay.verify.accept import continuations, count_accepted, count_accepted_in_tree, round_at, served_walk
 from replay.verify.expectation import chain_parents
 
 _Ints = NDArray[np.int64]
@@ -125,11 +121,8 @@ def _walk_in_order(group: Group, pack: _Pack) -> None:
         tally = pack.tallies[member]
         tally.seconds += perf_counter() - start
         for rows, rounds in zip(pack.rows, walked, strict=True):
-            last = len(rows.tokens) - 1
-            played = [
-                Round(anchor, accepted, cut=anchor + accepted + 1 > last)
-                for anchor, accepted in zip(rounds.anchors, rounds.accepted, strict=True)
-            ]
+            pairs = zip(rounds.anchors, rounds.accepted, strict=True)
+            played = [round_at(*pair, tokens=len(rows.tokens)) for pair in pairs]
             tally.ties += int(rounds.tied_RK.sum())
             pack.table.add(member, rows.request_id, played, rounds.drafted_RK.numpy())
             _expect(tally, rows, np.array(rounds.anchors, dtype=np.int64), rounds.drafted_RK.numpy(), None)
@@ -152,7 +145,7 @@ def _walk(
     drafts: Drafts | Trees,
     steps: int,
     tally: Tally,
-    table: "RoundsTable",
+    table: RoundsTable,
     member: int,
 ) -> None:
     drafted, tied = (
@@ -164,18 +157,17 @@ def _walk(
         accepted_A = count_accepted_in_tree(drafted.numpy(), drafts.parents_AN.numpy(), chosen_AK)
     else:
         accepted_A = count_accepted(drafted.numpy(), chosen_AK)
-    last = len(rows.tokens) - 1
     if item.only is None:
-        walk = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
-        visited = [played.anchor - rows.prompt_tokens for played in walk]
+        played = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
+        visited = [one.anchor - rows.prompt_tokens for one in played]
     else:
         pairs = zip(anchors_A.tolist(), accepted_A.tolist(), strict=True)
-        walk = [Round(anchor, accepted, cut=anchor + accepted + 1 > last) for anchor, accepted in pairs]
-        visited = list(range(len(walk)))
+        played = [round_at(*pair, tokens=len(rows.tokens)) for pair in pairs]
+        visited = list(range(len(played)))
     tally.anchors += len(accepted_A)
     tally.anchors_accepted += int(accepted_A.sum())
     tally.ties += int(tied[visited].sum())
-    table.add(member, rows.request_id, walk, drafted.numpy()[visited])
+    table.add(member, rows.request_id, played, drafted.numpy()[visited])
     parents = drafts.parents_AN.numpy()[visited] if isinstance(drafts, Trees) else None
     _expect(tally, rows, anchors_A[visited], drafted.numpy()[visited], parents)
 

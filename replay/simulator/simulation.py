@@ -81,7 +81,7 @@ def simulate(
     table = RoundsTable(names)
     total = len(trace.requests)
     led = None if follow is None else followed_rounds(follow)
-    exact = any(group.head.product_rows is not None for group in groups)
+    exact = any(group.head.execution.product_rows is not None for group in groups)
     spans = served_spans(trace.served_rounds()) if exact else {}
     with torch.inference_mode():
         done = 0

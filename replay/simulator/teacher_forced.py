@@ -74,8 +74,8 @@ def score_anchors(
         for pack in read_packs(trace, resolved.wiring.taps):
             inputs = [draft_input(rows, resolved.wiring) for rows in pack]
             lessons = [
-                _lesson(trace, done + place, rows, item, variant.steps)
-                for place, (rows, item) in enumerate(zip(pack, inputs, strict=True))
+                _lesson(trace, index, rows, item, variant.steps)
+                for index, (rows, item) in enumerate(zip(pack, inputs, strict=True), start=done)
             ]
             fed = [lesson.fed_AK.clamp_min(0) for lesson in lessons]
             for rows, lesson, drafts in zip(

@@ -21,6 +21,11 @@ class Round:
     cut: bool
 
 
+def round_at(anchor: int, accepted: int, *, tokens: int) -> Round:
+    """The round at ``anchor`` in a request of so many ``tokens``, prompt and output."""
+    return Round(anchor, accepted, cut=anchor + accepted + 1 > tokens - 1)
+
+
 def continuations(
     tokens_T: NDArray[np.int64], tail: NDArray[np.int64], anchors_A: NDArray[np.int64], steps: int
 ) -> NDArray[np.int64]:
@@ -72,6 +77,6 @@ def served_walk(accepted_A: NDArray[np.int64], *, prompt_tokens: int, tokens: in
     anchor = prompt_tokens
     while anchor < tokens - 1:
         accepted = int(accepted_A[anchor - prompt_tokens])
-        rounds.append(Round(anchor, accepted, cut=anchor + accepted + 1 > tokens - 1))
+        rounds.append(round_at(anchor, accepted, tokens=tokens))
         anchor += accepted + 1
     return rounds

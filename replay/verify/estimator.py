@@ -127,12 +127,17 @@ class Estimator:
         """The sums of all requests of the trace, 0 for those not added, with what they rest on."""
         rule, none = self._rule, (0.0,) * EXPECTED_COLUMNS
         sums = tuple(self._sums.get(record.request_id, none) for record in self._trace.records)
-        return Expected(rule=str(rule), exact=rule.lossless, note="; ".join(self._notes()), sums=sums)
+        return Expected(str(rule), exact=rule.lossless or self._greedy, note="; ".join(self._notes()), sums=sums)
+
+    @property
+    def _greedy(self) -> bool:
+        """At temperature 0 the target's choice has probability 1, and every rule takes it and nothing else."""
+        return all(record.temperature == 0 for record in self._trace.records)
 
     def _notes(self) -> list[str]:
         rule = self._rule
         notes = []
-        if all(record.temperature == 0 for record in self._trace.records):
+        if self._greedy:
             notes.append("recorded at temperature 0, where every rule is greedy")
         elif rule.name == "rejection":
             notes.append("exact for the recorded text; the rounds are one seeded draw of the coins along it")

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from rich.console import Console
 from support.rounds_maker import make_rounds, make_variant
 
-from replay.analysis.compare.compare import Comparison, Pair, compare, holm
+from replay.analysis.compare.compare import Comparison, Pair, compare_variants, holm
 from replay.analysis.compare.pairing import PairedRounds, join
 from replay.analysis.compare.report import answer, doubts, render_comparison
+from replay.analysis.json_document import document
 from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
 from replay.traces.rounds import Rounds, table_schema, write_rounds
@@ -50,7 +51,7 @@ B = {
 
 
 def paired(a: Rounds, b: Rounds, **options: Any) -> Pair:
-    [pair] = compare(join(a, b), **options).pairs
+    [pair] = compare_variants(join(a, b), **options).pairs
     return pair
 
 
@@ -143,7 +144,7 @@ def test_swapping_the_two_flips_every_sign() -> None:
 def test_a_file_against_itself_is_the_same() -> None:
     rounds = one("a", _walks(random.Random(1), 4, 0.5))
     pair = paired(rounds, rounds)
-    assert (pair.verdict, pair.ci95, pair.p_value, pair.within_1_percent) == ("same", (0.0, 0.0), 1.0, True)
+    assert (pair.verdict, pair.ci95, pair.p_value, pair.within_1_percent) == ("equal", (0.0, 0.0), 1.0, True)
     assert pair.anchors.share_a == pair.anchors.share_b == 1.0 and pair.anchors.equal == pair.a.rounds
     assert pair.anchors.drafts is not None and pair.anchors.drafts.tokens_different == 0
     assert pair.most_different == ()
@@ -164,7 +165,7 @@ def _several(differing: int) -> Comparison:
     mixed = [[1, 2, 0], [0, 1, 2], [2, 2, 0], [1, 1, 1], [0, 0, 1], [3, 0, 1]]
     for number in range(differing):
         played[make_variant(f"other {number}", kv=str(number))] = mixed
-    return compare(join(make_rounds(played, trace=TRACE)))
+    return compare_variants(join(make_rounds(played, trace=TRACE)))
 
 
 def test_many_comparisons_ask_for_more() -> None:
@@ -176,7 +177,7 @@ def test_many_comparisons_ask_for_more() -> None:
 
 
 def test_requests_of_one_file_only_are_left_out_and_named() -> None:
-    comparison = compare(join(one("a", A), one("b", {"r1": B["r1"], "r7": B["r2"]})))
+    comparison = compare_variants(join(one("a", A), one("b", {"r1": B["r1"], "r7": B["r2"]})))
     assert (comparison.requests, comparison.only_a, comparison.only_b) == (1, ("r2",), ("r7",))
     assert comparison.pairs[0].a.rounds == 3 and comparison.pairs[0].b.rounds == 2
     assert any("the first rounds only (r2)" in doubt for doubt in doubts(comparison))
@@ -196,15 +197,21 @@ def _refusals() -> dict[str, tuple[type[ReplayError], str, Rounds, Rounds | None
     two = make_rounds({make_variant("x"): [[1], [2]], make_variant("y", kv="y"): [[1], [2]]}, trace=TRACE)
     big = replace(b, trace={**TRACE, "target": "big"})
     told = "emitted token 2 at position 12 of request 'r1' in the first and 7"
-    several = "there are 2 variants, the rounds hold 'x', 'y'; type one of them after --variant-a"
+    several = "the first rounds file has 2 variants, 'x', 'y'; type one of them after --variant-a"
     return {
         "target": (TraceError, "target is 'tiny' in the first and 'big'", a, big, {}),
         "prompt": (TraceError, "prompt tokens of request 'r1' is 10 in the first and 11", a, longer, {}),
         "tokens": (TraceError, told, a, one("b", other), {}),
         "requests": (UsageError, "no request is in both", a, one("b", {"r8": B["r1"]}), {}),
-        "alone": (UsageError, "hold one variant", a, None, {}),
+        "alone": (UsageError, "has one variant, two are needed", a, None, {}),
         "which": (UsageError, several, two, b, {}),
-        "unknown": (UsageError, "no variant 'c', the rounds hold 'b'.*--variant-b", a, b, {"variant_b": "c"}),
+        "unknown": (
+            UsageError,
+            "the second rounds file has no variant 'c', it has 'b'; type one of them after --variant-b",
+            a,
+            b,
+            {"variant_b": "c"},
+        ),
     }
 
 
@@ -215,6 +222,20 @@ def test_what_cannot_be_compared_is_refused(case: str) -> None:
         join(first, second, **names)
 
 
+def test_the_command_names_the_file_that_it_asks_about(tmp_path: Path) -> None:
+    several = make_rounds({make_variant("x"): [[1], [2]], make_variant("y", kv="y"): [[1], [2]]}, trace=TRACE)
+    write_rounds(several, tmp_path / "several.parquet")
+    write_rounds(one("b", B), tmp_path / "single.parquet")
+    several_path, single = (str(tmp_path / f"{name}.parquet") for name in ("several", "single"))
+    for typed, said in (
+        ((several_path, single), f"{several_path} has 2 variants, 'x', 'y'; type one of them after --variant-a"),
+        ((single, several_path, "--variant-b", "z"), f"{several_path} has no variant 'z', it has 'x', 'y'; type one"),
+        ((single,), f"{single} has one variant, two are needed to compare"),
+    ):
+        done = CliRunner().invoke(cli, ["compare", *typed])
+        assert done.exit_code == 1 and done.stderr.startswith(f"replay: {said}")
+
+
 def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
     rng = random.Random(3)
     for _ in range(3):
@@ -223,7 +244,7 @@ def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
         for item, path in zip(rounds, paths, strict=True):
             write_rounds(item, path, force=True)
         done = CliRunner().invoke(cli, ["compare", *map(str, paths), "--json"])
-        assert done.exit_code == 0 and json.loads(done.stdout) == compare(join(*rounds)).to_json()
+        assert done.exit_code == 0 and json.loads(done.stdout) == document(compare_variants(join(*rounds)).to_json())
         assert CliRunner().invoke(cli, ["compare", *map(str, paths)]).exit_code == 0
     same = CliRunner().invoke(cli, ["compare", str(paths[0]), str(paths[0])])
     assert same.exit_code == 0 and same.stdout.startswith("B (a) accepts the same as A (a)")
@@ -232,7 +253,7 @@ def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
 def test_a_report_says_which_is_which() -> None:
     """The letters of the table are those of the provenance, and two files say which of them it was."""
     a, b = one("x", A), one("x", B)
-    [pair] = compare(joined := join(a, b)).pairs
+    [pair] = compare_variants(joined := join(a, b)).pairs
     assert (pair.a.variant, pair.b.variant) == ("x", "x")  # their own names, as in the files
     assert {name: joined.shown[name] for name in ("A", "B")} == {"A": "x", "B": "x"}
     text = shown(joined)
@@ -252,7 +273,7 @@ def test_one_name_for_two_variants_is_told_apart() -> None:
         make_variant("x", faults=("kv.rollback=stale", "position.offset=1")): [[1], [2]],
         make_variant("y", kv="slot"): [[1], [2]],
     }
-    [first, second] = compare(join(sound, make_rounds(played, trace=TRACE))).pairs
+    [first, second] = compare_variants(join(sound, make_rounds(played, trace=TRACE))).pairs
     assert first.a.variant == "x no fault" and first.b.variant == "x kv.rollback=stale+position.offset=1"
     assert second.b.variant == "y"
 
@@ -261,7 +282,7 @@ def shown(joined: PairedRounds) -> str:
     """The report at 80 columns, white space folded."""
     console = Console(width=80, color_system=None, _environ={})
     with console.capture() as capture:
-        console.print(render_comparison(compare(joined), joined))
+        console.print(render_comparison(compare_variants(joined), joined))
     return " ".join(capture.get().split())
 
 
@@ -271,7 +292,7 @@ def test_the_report_fits_the_terminal(width: int) -> None:
     joined = join(one("a", _walks(rng, 5, 0.6)), one("b", _walks(rng, 5, 0.5)))
     console = Console(width=width, color_system=None, record=True, quiet=False, file=None, _environ={})
     with console.capture() as capture:
-        console.print(render_comparison(compare(joined), joined))
+        console.print(render_comparison(compare_variants(joined), joined))
     text = capture.get()
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     for part in ("The same anchors", "By category", "Requests that differ most", "Doubts", "Provenance"):

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from support.ladder_cases import COUNTS, VARIANTS, make_anchors, make_replays
 
-from replay.analysis.ladder.ladder import Ladder, Replays, build_ladder, to_json
+from replay.analysis.ladder.ladder import Ladder, Replays, build_ladder, ladder_json
 from replay.analysis.ladder.report import answer, render_ladder
 from replay.analysis.ladder.shapley import shapley, subsets
 from replay.errors import UsageError
@@ -244,7 +244,7 @@ def shown(ladder: Ladder, width: int = 80) -> str:
 
 
 def test_json_has_null_where_nothing_was_measured() -> None:
-    document = to_json(build_ladder(make_anchors(), make_replays()))
+    document = ladder_json(build_ladder(make_anchors(), make_replays()))
     text = json.dumps(document, allow_nan=False)
     assert set(document) == {"ladder", "attribution", "notes"}
     rungs = {rung["name"]: rung for rung in json.loads(text)["ladder"]}

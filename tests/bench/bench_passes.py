@@ -1,8 +1,8 @@
-"""Benchmark: the pass-per-step engine against its slow twin, and its time against the number of anchors.
+"""Benchmark: drafts of every anchor, a pass per step, against the slow twin; and time against the number of anchors.
 
     PYTHONPATH=tests python -P tests/bench/bench_passes.py TRACE DRAFT [--requests N] [--steps K]
 
-Both run in one process on the same requests, after a warm-up; the engine's time is the median of several runs.
+Both run in one process on the same requests, after a warm-up; the time of the passes is the median of several runs.
 Judge ratios, not seconds. Not part of ``make test``.
 """
 
@@ -31,7 +31,7 @@ def packs(inputs: list[DraftInput]) -> list[list[DraftInput]]:
     return result
 
 
-def engine_seconds(head: object, inputs: list[DraftInput], steps: int, runs: int) -> float:
+def pass_seconds(head: object, inputs: list[DraftInput], steps: int, runs: int) -> float:
     times = []
     for _ in range(runs):
         start = perf_counter()
@@ -48,7 +48,7 @@ def engine_seconds(head: object, inputs: list[DraftInput], steps: int, runs: int
 @click.option("--steps", type=int, default=5)
 @click.option("--runs", type=int, default=5)
 def main(trace: Path, draft: Path, requests: int | None, steps: int, runs: int) -> None:
-    """Print engine and twin times, and time per anchor over growing parts of the trace."""
+    """Print times of passes and twin, and time per anchor over growing parts of the trace."""
     opened = replay.Trace.open(trace)
     checkpoint = replay.load_head(draft)
     variant = resolve(replay.Variant(checkpoint.name, steps=steps), checkpoint, opened)
@@ -56,18 +56,18 @@ def main(trace: Path, draft: Path, requests: int | None, steps: int, runs: int) 
     count = min(requests or len(opened.requests), len(opened.requests))
     inputs = [draft_input(opened.read(index, variant.wiring.taps), variant.wiring) for index in range(count)]
     with torch.inference_mode():
-        engine_seconds(head, inputs, steps, 1)
+        pass_seconds(head, inputs, steps, 1)
         print(f"{'requests':>9} {'anchors':>9} {'seconds':>9} {'us/anchor':>10}")
         for part in sorted({max(1, count // share) for share in (8, 4, 2, 1)}):
             anchors = sum(item.anchors for item in inputs[:part])
-            seconds = engine_seconds(head, inputs[:part], steps, runs)
+            seconds = pass_seconds(head, inputs[:part], steps, runs)
             print(f"{part:>9} {anchors:>9} {seconds:>9.3f} {seconds / anchors * 1e6:>10.1f}")
         start = perf_counter()
         rounds = 0
         for item in inputs:
             rounds += len(replay_request(head, item.tokens_T, item.features_RKD, item.prompt_tokens, steps))
         twin = perf_counter() - start
-    print(f"twin: {rounds} rounds in {twin:.1f} s; engine: all {anchors} anchors in {seconds:.3f} s, "
+    print(f"twin: {rounds} rounds in {twin:.1f} s; passes: all {anchors} anchors in {seconds:.3f} s, "
           f"{twin / seconds:.0f} times as fast")  # fmt: skip
 
 

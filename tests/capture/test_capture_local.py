@@ -11,17 +11,11 @@ import torch
 from torch import Tensor
 
 from replay.capture.encode import EncodedRequest
+from replay.capture.events import CaptureProgress, Event, Finished, Planned
 from replay.capture.local import record
-from replay.capture.local.record import (
-    CaptureOptions,
-    CaptureProgress,
-    Event,
-    Finished,
-    Planned,
-    capture_local,
-    plan_batches,
-)
+from replay.capture.local.record import capture_local, plan_batches
 from replay.capture.local.sampling import Sampling, choose, summarise_logits
+from replay.capture.options import CaptureOptions
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
 from replay.traces.reader import Trace
 from replay.traces.taps import FINAL
@@ -411,6 +405,7 @@ def test_force_replaces_a_trace(tmp_path: Path) -> None:
         ({"topk": 0}, UsageError, "--topk"),
         ({"resume": True, "force": True}, UsageError, "--resume goes on"),
         ({"taps": "3"}, UsageError, "the target has 2 layers"),
+        ({"taps": "1,embed,out:0"}, UsageError, "names 1 twice: name each tap once"),
         ({"dtype": "int4"}, UsageError, "--dtype int4 is not one of auto"),
         ({"device": "tpu9"}, UsageError, "--device tpu9"),
         ({"model": "no/such-target"}, CaptureError, "neither a folder nor a hub id"),

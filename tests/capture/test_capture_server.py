@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.fake_server import (
     LAUNCH,
     PATTERN,
@@ -31,7 +32,8 @@ from replay.capture.client.capture import capture_server
 from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.options import ServerOptions
-from replay.capture.spool import Entry, chunk_names, client_lock, drop_launches, launch_folder
+from replay.capture.spool import Entry, client_lock, drop_launches, launch_folder, row_file_names
+from replay.cli.app import cli
 from replay.diagnosis.feed import read_feeding
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
 from replay.traces.check import check_trace
@@ -179,7 +181,7 @@ def test_requests_have_ids_and_cache_salts_of_their_own(options: ServerOptions, 
 def test_spool_is_empty_afterwards(options: ServerOptions, server: FakeServer) -> None:
     assert server.folder is not None
     capture(options)
-    assert chunk_names(launch_folder(server.folder, LAUNCH)) == []
+    assert row_file_names(launch_folder(server.folder, LAUNCH)) == []
 
 
 def test_trace_may_lie_in_the_recording_folder(options: ServerOptions, server: FakeServer) -> None:
@@ -197,7 +199,7 @@ def test_trouble_is_tried_again(options: ServerOptions, server: FakeServer, trou
     assert len({body["rid"] for body in server.asked}) == len(server.asked) == 7
     # the rows of a try that was aborted under way are no part of the trace, and of no use to anyone
     assert trace.served_rounds().height == 20
-    assert server.folder is not None and chunk_names(launch_folder(server.folder, LAUNCH)) == []
+    assert server.folder is not None and row_file_names(launch_folder(server.folder, LAUNCH)) == []
 
 
 def test_a_prompt_that_is_refused_is_left_out_by_name(options: ServerOptions, server: FakeServer) -> None:
@@ -237,11 +239,11 @@ def test_files_hold_rows_of_one_client_and_go_with_it(options: ServerOptions, se
         for client in (dead, living, "replay-stray"):
             server.answer({"rid": rid_of(client, "0", 0), "input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
         capture(options)
-        left = chunk_names(folder)
-        assert {json.loads(chunk_header(folder / name)["entries"])[0]["rid"] for name in left} == {f"{living}-0-0"}
+        left = row_file_names(folder)
+        assert {json.loads(row_file_header(folder / name)["entries"])[0]["rid"] for name in left} == {f"{living}-0-0"}
 
 
-def chunk_header(path: Path) -> dict[str, str]:
+def row_file_header(path: Path) -> dict[str, str]:
     data = path.read_bytes()
     metadata: dict[str, str] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     return metadata
@@ -290,7 +292,7 @@ def test_torn_file_is_not_believed(options: ServerOptions, server: FakeServer, m
     (folder / "rows-9-00000001.safetensors").symlink_to("/etc/passwd")
     capture(options)
     assert len(Trace.open(options.out)) == 4
-    assert sorted(chunk_names(folder)) == ["rows-8-00000001.safetensors", "rows-9-00000001.safetensors"]
+    assert sorted(row_file_names(folder)) == ["rows-8-00000001.safetensors", "rows-9-00000001.safetensors"]
 
 
 def test_recording_that_fails_midway_ends_the_capture(
@@ -376,9 +378,9 @@ def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: F
     server.answer = hang_at_third  # type: ignore[method-assign]
     script = (
         "import sys; from pathlib import Path\n"
-        "from replay.capture.client import capture, requests\n"
+        "from replay.capture.client import capture, shard\n"
         "from replay.capture.options import ServerOptions\n"
-        "requests._BATCH_REQUESTS = 1\n"
+        "shard.SHARD_REQUESTS = 1\n"
         "url, prompts, out = sys.argv[1:]\n"
         "options = ServerOptions(url, Path(prompts), Path(out), max_new_tokens=9, concurrency=1)\n"
         "capture.capture_server(options, lambda _: None)"
@@ -392,12 +394,12 @@ def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: F
         process.kill()
     server.answer = answer  # type: ignore[method-assign]
     before = (options.out / "shard-00000.safetensors").read_bytes()
-    assert len(Trace.open(options.out, allow_incomplete=True)) == 2 and chunk_names(folder)
+    assert len(Trace.open(options.out, allow_incomplete=True)) == 2 and row_file_names(folder)
     result, _ = capture(replace(options, resume=True))
     trace = Trace.open(options.out)
     assert result.recorded == 2 and (options.out / "shard-00000.safetensors").read_bytes() == before
     assert sorted(record.request_id for record in trace.records) == ["r0", "r1", "r2", "r3"]
-    assert trace.served_rounds().height == 20 and chunk_names(folder) == []
+    assert trace.served_rounds().height == 20 and row_file_names(folder) == []
 
 
 def test_api_key_is_sent_and_asked_for(options: ServerOptions, server: FakeServer) -> None:
@@ -515,6 +517,45 @@ def test_taps_can_be_fewer_but_keep_what_the_draft_is_fed(options: ServerOptions
     assert set(Trace.open(options.out).header.taps) == {"2", "final"}
     with pytest.raises(UsageError, match="3 are not recorded"):
         capture(replace(options, taps="3", force=True))
+
+
+@pytest.mark.parametrize(
+    ("taps", "message"),
+    [("2,embd", "'embd' is not a tap"), ("2,,final", "'' is not a tap"), ("2,out:1", "names 2 twice")],
+)
+def test_taps_that_cannot_be_are_refused_before_the_server_is_asked(
+    options: ServerOptions, server: FakeServer, taps: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        capture(replace(options, taps=taps))
+    assert server.keys == [] and not options.out.exists()
+
+
+def test_last_line_names_every_tap_that_inspect_does(options: ServerOptions) -> None:
+    """Also embed, of which no row is stored: it is looked up."""
+    command = ["capture", "--server", options.server, "--prompts", str(options.prompts), "-o", str(options.out)]
+    done = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert done.exit_code == 0 and done.stdout.endswith(f" taps {','.join(Trace.open(options.out).taps)}\n")
+    assert ",".join(Trace.open(options.out).taps) == "embed,2,final"
+
+
+@pytest.mark.parametrize("json_wanted", [False, True])
+def test_no_trace_is_no_success(options: ServerOptions, server: FakeServer, json_wanted: bool) -> None:
+    """A server without the plugin: its answers are kept and named, and the exit code says that this is not a trace."""
+    server.folder, server.refused = None, (6,)
+    command = ["capture", "--server", options.server, "--prompts", str(options.prompts), "-o", str(options.out)]
+    done = CliRunner().invoke(cli, [*command, *(["--json"] if json_wanted else [])], catch_exceptions=False)
+    responses = options.out / "responses.jsonl"
+    assert done.exit_code == 1 and len(responses.read_text().splitlines()) == 3
+    assert (
+        f"replay: {options.server} does not record, so there is no trace: its 3 answers are kept in {responses}; start "
+        "it by replay serve for a trace"
+    ) in " ".join(done.stderr.splitlines())
+    if json_wanted:
+        document = json.loads(done.stdout)
+        assert (document["requests"], document["recorded"], document["taps"]) == (4, 3, [])
+    else:
+        assert done.stdout == ""
 
 
 def test_places_and_rows_that_cannot_be(options: ServerOptions, tmp_path: Path) -> None:

@@ -53,14 +53,14 @@ GOOD = {"prompt": "Hello"}
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ("{'prompt': 1}", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ('["prompt"]', "is a JSON list"),
+        ("{'prompt': 1}", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ('["prompt"]', "is ['prompt']: a row is an object"),
         ({"promt": "x"}, "has none of them (its keys: promt)"),
         ({"prompt": "x", "input_ids": [1]}, "has prompt and input_ids"),
         ({"prompt": "x", "response": "y", "output_ids": [1]}, "has response and output_ids"),
         ({"prompt": 7}, "prompt is 7, it must be a string"),
-        ({"prompt": ["x"]}, 'prompt is ["x"], it must be a string'),
+        ({"prompt": ["x"]}, "prompt is ['x'], it must be a string"),
         ({"prompt": " \n"}, "prompt is empty"),
         ('{"prompt": "\\ud800"}', "half a surrogate pair"),
         ({"prompt": "x", "id": 3}, "id is 3, it must be a string"),
@@ -89,7 +89,7 @@ def test_a_wrong_row_is_refused_with_its_line(tmp_path: Path, row: Any, says: st
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(PromptError, match="line 1 is not JSON"):
+    with pytest.raises(PromptError, match="line 1 is not valid JSON: it is not UTF-8"):
         read_prompts(path)
 
 

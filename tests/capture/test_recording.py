@@ -19,20 +19,18 @@ from replay.capture.client.join import (
     tail_of,
 )
 from replay.capture.local.sampling import summarise_logits
+from replay.capture.manifest import Manifest, read_manifests, write_manifest
 from replay.capture.plugin import recorder as recorder_module
 from replay.capture.plugin.facts import without_secrets
 from replay.capture.plugin.recorder import RowRecorder, summarise_rows
 from replay.capture.plugin.rows import decode_rows, feed_rows, prefill_rows, tree_parents, verify_rows
 from replay.capture.spool import (
     Entry,
-    Manifest,
-    chunk_names,
     drop_launches,
     launch_folder,
-    read_chunk,
-    read_manifests,
-    write_chunk,
-    write_manifest,
+    read_row_file,
+    row_file_names,
+    write_row_file,
 )
 from replay.errors import CaptureError, TraceCorruptError
 
@@ -148,8 +146,8 @@ def test_recorder_writes_what_it_was_given(tmp_path: Path) -> None:
         recorder.submit(forward(4, 1, 10 * number), lambda cpu, n=number: rows(f"replay-{n}", cpu))  # type: ignore[misc]
     recorder.close()
     assert failures == [] and recorder.failure is None
-    read = [read_chunk(tmp_path / name, TAPS, WIDTH) for name in chunk_names(tmp_path)]
-    assert [entry.rid for chunk in read for entry in chunk.entries] == ["replay-0", "replay-1", "replay-2"]
+    read = [read_row_file(tmp_path / name, TAPS, WIDTH) for name in row_file_names(tmp_path)]
+    assert [entry.rid for file in read for entry in file.entries] == ["replay-0", "replay-1", "replay-2"]
 
 
 def test_recorder_makes_the_forward_wait_rather_than_grow(tmp_path: Path) -> None:
@@ -186,7 +184,7 @@ def test_recorder_that_cannot_write_lets_the_forward_go_on(tmp_path: Path, monke
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(recorder_module, "write_chunk", full)
+    monkeypatch.setattr(recorder_module, "write_row_file", full)
     size = sum(tensor.nbytes for tensor in forward(4, 1).values())
     recorder = RowRecorder(tmp_path, 5, failures.append, most_bytes=size)
     for _ in range(5):  # more than fit: none of them may wait for ever
@@ -194,7 +192,7 @@ def test_recorder_that_cannot_write_lets_the_forward_go_on(tmp_path: Path, monke
     recorder.close()
     assert failures == [f"cannot write to {tmp_path}: No space left on device"]
     recorder.submit(forward(4, 1), lambda cpu: rows("replay-a", cpu))  # type: ignore[arg-type]
-    assert chunk_names(tmp_path) == []
+    assert row_file_names(tmp_path) == []
 
 
 def test_recorder_whose_disk_hangs_lets_the_forward_go_on(tmp_path: Path) -> None:
@@ -236,9 +234,9 @@ def test_recorder_gives_every_client_files_of_its_own(tmp_path: Path) -> None:
     recorder.submit(cpu, lambda given: verify_rows(rids, TAPS, WIDTH, given))
     recorder.close()
     found = {}
-    for name in chunk_names(tmp_path):
-        chunk, tensors = read_chunk(tmp_path / name, TAPS, WIDTH), load_file(tmp_path / name)
-        found[tuple(entry.rid for entry in chunk.entries)] = (
+    for name in row_file_names(tmp_path):
+        file, tensors = read_row_file(tmp_path / name, TAPS, WIDTH), load_file(tmp_path / name)
+        found[tuple(entry.rid for entry in file.entries)] = (
             tensors["input_ids"].tolist(), tensors["tap.2"][:, 0].tolist(), tensors["logsumexp"].tolist()
         )  # fmt: skip
     assert found == {
@@ -255,9 +253,9 @@ def test_feeds_lie_beside_the_rows_of_their_client(tmp_path: Path) -> None:
     recorder.submit(forward(4, 1), lambda cpu: rows(rids[0], cpu))
     recorder.submit(fed(0, 3), lambda cpu: feed_rows([(rids[0], [0]), (rids[1], [1, 2])], cpu))
     recorder.close()
-    read = [read_chunk(tmp_path / name, TAPS, WIDTH) for name in chunk_names(tmp_path)]
-    found = {chunk.entries[0].rid: chunk for chunk in read}
-    tokens = {rid: load_file(chunk.layout.path)["feed.token"].tolist() for rid, chunk in found.items()}
+    read = [read_row_file(tmp_path / name, TAPS, WIDTH) for name in row_file_names(tmp_path)]
+    found = {file.entries[0].rid: file for file in read}
+    tokens = {rid: load_file(file.layout.path)["feed.token"].tolist() for rid, file in found.items()}
     assert tokens == {rids[0]: [1], rids[1]: [2, 3]}
     assert [entry.kind for entry in found[rids[0]].entries] == ["prefill", "feed"]
     assert found[rids[0]].first_fed == [0, 0] and "input_ids" not in found[rids[1]].layout.tensors
@@ -268,9 +266,9 @@ def test_a_feed_that_is_not_whole_is_refused(tmp_path: Path, lacking: str) -> No
     entries, tensors = feed_rows([("replay-a", [0, 1])], fed(0, 2))
     tensors = {name: (tensor[:, :-1] if tensor.ndim > 1 else tensor[:-1]) if name == lacking else tensor
                for name, tensor in tensors.items()}  # fmt: skip
-    write_chunk(tmp_path, 3, 1, entries, {name: [tensor] for name, tensor in tensors.items()})
+    write_row_file(tmp_path, 3, 1, entries, {name: [tensor] for name, tensor in tensors.items()})
     with pytest.raises(TraceCorruptError, match=f"{lacking} is"):
-        read_chunk(tmp_path / chunk_names(tmp_path)[0], TAPS, WIDTH)
+        read_row_file(tmp_path / row_file_names(tmp_path)[0], TAPS, WIDTH)
 
 
 # ---- what counts ----
@@ -321,8 +319,8 @@ def test_histograms_agree_but_for_zeros_at_the_end() -> None:
 
 def write_one(folder: Path, entry: Entry, first: int = 0) -> Path:
     _, tensors = prefill_rows([(entry.rid, entry.start, entry.rows)], TAPS, WIDTH, forward(entry.rows, 1, first))
-    write_chunk(folder, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
-    return folder / chunk_names(folder)[0]
+    write_row_file(folder, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
+    return folder / row_file_names(folder)[0]
 
 
 def test_final_stays_with_the_logits_when_rows_are_computed_again(tmp_path: Path) -> None:
@@ -332,8 +330,8 @@ def test_final_stays_with_the_logits_when_rows_are_computed_again(tmp_path: Path
         cpu = forward(count, logits, shift) | {"input_ids": torch.arange(start, start + count, dtype=torch.int32)}
         _, tensors = prefill_rows([("r", start, count)], TAPS, WIDTH, cpu)
         kind = Entry("r", "prefill", start, count, logits)
-        write_chunk(tmp_path, 3, number, [kind], {name: [part] for name, part in tensors.items()})
-        recorded.append(Recorded(read_chunk(tmp_path / chunk_names(tmp_path)[-1], TAPS, WIDTH), 0))
+        write_row_file(tmp_path, 3, number, [kind], {name: [part] for name, part in tensors.items()})
+        recorded.append(Recorded(read_row_file(tmp_path / row_file_names(tmp_path)[-1], TAPS, WIDTH), 0))
     joined = join("r", [0, 1], [2, 3, 4, 5], recorded, ("2", "final"))
     assert joined.taps["2"][:, 0].tolist() == [120, 121, 122, 123, 124]
     assert joined.taps["final"][:, 0].tolist() == [20, 1, 10, 11, 24]
@@ -352,8 +350,8 @@ def test_a_feed_counts_beside_the_rows_it_was_made_of(tmp_path: Path) -> None:
         else:
             assert entry is not None
             _, tensors = prefill_rows([], TAPS, WIDTH, forward(entry.rows, entry.logits))
-        write_chunk(tmp_path, 3, number, [entry], {name: [part] for name, part in tensors.items()})
-        recorded.append(Recorded(read_chunk(tmp_path / chunk_names(tmp_path)[-1], TAPS, WIDTH), 0))
+        write_row_file(tmp_path, 3, number, [entry], {name: [part] for name, part in tensors.items()})
+        recorded.append(Recorded(read_row_file(tmp_path / row_file_names(tmp_path)[-1], TAPS, WIDTH), 0))
     found = feed_of(recorded, 12)
     assert found is not None
     assert (found.row_F.tolist(), found.token_F.tolist()) == ([1, 2, 8], [1, 11, 12])
@@ -372,9 +370,9 @@ def test_a_feed_is_due_after_each_prefill_from_the_start() -> None:
 
 
 def test_missing_rows_are_seen(tmp_path: Path) -> None:
-    chunk = read_chunk(write_one(tmp_path, Entry("r", "prefill", 2, 4, 1)), TAPS, WIDTH)
-    assert first_missing([Recorded(chunk, 0)], 6) == 0
-    whole = read_chunk(write_one(tmp_path, Entry("r", "prefill", 0, 4, 1)), TAPS, WIDTH)
+    file = read_row_file(write_one(tmp_path, Entry("r", "prefill", 2, 4, 1)), TAPS, WIDTH)
+    assert first_missing([Recorded(file, 0)], 6) == 0
+    whole = read_row_file(write_one(tmp_path, Entry("r", "prefill", 0, 4, 1)), TAPS, WIDTH)
     assert first_missing([Recorded(whole, 0)], 6) == 4 and first_missing([Recorded(whole, 0)], 4) is None
 
 
@@ -383,7 +381,7 @@ def test_torn_rows_are_refused_by_name(tmp_path: Path, cut: int) -> None:
     path = write_one(tmp_path, Entry("r", "prefill", 0, 4, 1))
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(TraceCorruptError, match=path.name):
-        read_chunk(path, TAPS, WIDTH)
+        read_row_file(path, TAPS, WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -400,9 +398,9 @@ def test_torn_rows_are_refused_by_name(tmp_path: Path, cut: int) -> None:
 )
 def test_entries_that_disagree_are_refused(tmp_path: Path, entry: Entry) -> None:
     _, tensors = prefill_rows([("r", 0, 4)], TAPS, WIDTH, forward(4, 1))
-    write_chunk(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
+    write_row_file(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
     with pytest.raises(TraceCorruptError):
-        read_chunk(tmp_path / chunk_names(tmp_path)[0], TAPS, WIDTH)
+        read_row_file(tmp_path / row_file_names(tmp_path)[0], TAPS, WIDTH)
 
 
 def test_manifest_goes_and_comes(tmp_path: Path) -> None:
@@ -432,7 +430,7 @@ def test_a_new_start_clears_what_earlier_ones_left(tmp_path: Path) -> None:
     (tmp_path / "spool" / "notes").mkdir()
     (tmp_path / "spool" / ("2" * 16)).symlink_to(new)
     drop_launches(tmp_path, "1" * 16)
-    assert not old.exists() and len(chunk_names(new)) == 1 and (tmp_path / "spool" / "notes").exists()
+    assert not old.exists() and len(row_file_names(new)) == 1 and (tmp_path / "spool" / "notes").exists()
 
 
 def test_secrets_are_not_kept() -> None:

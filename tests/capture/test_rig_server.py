@@ -1,10 +1,11 @@
 """The CPU rig serves: a real SGLang server on the CPU, alone and drafting, held against Transformers.
 
 Two engines in bf16 round differently, so their greedy texts part at near ties and stay apart. Compared is therefore
-what each server chose at every place, given its own tokens before it, with what Transformers would choose there.
+what each server chose at every position, given its own tokens before it, with what Transformers would choose there.
+What rounding may do is measured: how far the lead of one likely token over another moves between Transformers in fp32
+and in bf16. The server's choice may lie below the best of fp32 by twice the largest such change.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,7 @@ QUESTIONS = (
     "Name three animals that live in Africa.",
 )
 NEW_TOKENS = 24
-# How far below Transformers' best logit a choice may lie. Logits are about 20, where neighbours in bf16 are 0.125
-# apart, and each engine rounds the stream 60 times on its way to them: two such steps. Seen: one.
-NEAR = 0.25
+LIKELY = 8  # tokens of a position whose leads over each other are measured
 # topk, steps, verified rows
 DRAFTING = {"tree": (4, 3, 8)}  # chains: test_predict_server.py, test_sglang_plugin.py
 
@@ -78,53 +77,71 @@ def served(
     return of
 
 
+@dataclass(frozen=True, slots=True)
+class Leads:
+    """By request, at each position of an output: how far below the best of fp32 each token lies [n, V], and the most
+    that rounding explains."""
+
+    below: list[Tensor]
+    most: float
+
+
 @pytest.fixture(scope="module")
-def logits_after(target_dir: Path) -> Iterator[Any]:
-    """Transformers' logits [n, V] in bf16 for each place of an output, given the prompt and the output before it."""
+def leads(served: Any, prompts: list[list[int]], target_dir: Path) -> Any:
+    """Transformers' view of a server's answers, in fp32, with the largest change that bf16 makes."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.bfloat16)
+    models = [
+        AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    cache: dict[str, Leads] = {}
 
-    def of(prompt: list[int], output: list[int]) -> Tensor:
-        with torch.inference_mode():
-            logits: Tensor = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
-        return logits
+    def of(kind: str) -> Leads:
+        if kind not in cache:
+            below, changes = [], []
+            for prompt, answer in zip(prompts, served(kind).answers, strict=True):
+                ids = torch.tensor([prompt + answer.output_ids])
+                with torch.inference_mode():
+                    exact_NV, rounded_NV = (model(ids).logits[0, len(prompt) - 1 : -1].float() for model in models)
+                likely_NL = exact_NV.topk(LIKELY).indices
+                lead_NL, rounded_NL = (
+                    logits_NV.gather(1, likely_NL[:, :1]) - logits_NV.gather(1, likely_NL)
+                    for logits_NV in (exact_NV, rounded_NV)
+                )
+                changes.append((lead_NL - rounded_NL).abs().max())
+                below.append(exact_NV.amax(1, keepdim=True) - exact_NV)
+            cache[kind] = Leads(below, 2 * float(max(changes)))
+        return cache[kind]
 
     return of
 
 
 @pytest.mark.parametrize("kind", ["alone", *DRAFTING])
-def test_the_server_chooses_what_transformers_would(
-    served: Any, prompts: list[list[int]], logits_after: Any, kind: str
-) -> None:
-    """Every token is at most NEAR below Transformers' best, and 9 of 10 are that best one or tie with it."""
-    same: list[bool] = []
-    for prompt, answer in zip(prompts, served(kind).answers, strict=True):
-        logits = logits_after(prompt, answer.output_ids)
-        chosen = logits.gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
-        best = logits.max(dim=1).values
-        assert (best - chosen).max() <= NEAR, answer.text
-        same += (chosen == best).tolist()
-    assert len(same) > len(prompts) * NEW_TOKENS / 2
-    assert sum(same) >= 0.9 * len(same)
+def test_the_server_chooses_what_transformers_would(served: Any, leads: Any, kind: str, record_property: Any) -> None:
+    """Every token is the best of fp32 or as near to it as rounding explains."""
+    given = leads(kind)
+    chosen = [
+        below_NV.gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
+        for below_NV, answer in zip(given.below, served(kind).answers, strict=True)
+    ]
+    below_N = torch.cat(chosen)
+    best = int((below_N == 0).sum())
+    said = f"target tokens ({kind}): {best} of {len(below_N)} are the best of fp32, the others lie up to "
+    record_property("judged", said + f"{float(below_N.max()):.3f} below it (near up to {given.most:.3f})")
+    assert len(below_N) > len(QUESTIONS) * NEW_TOKENS / 2
+    assert below_N.max() <= given.most
 
 
 @pytest.mark.parametrize("kind", list(DRAFTING))
-def test_drafting_changes_no_answer_but_at_near_ties(
-    served: Any, prompts: list[list[int]], logits_after: Any, kind: str
-) -> None:
-    same = 0
-    for prompt, alone, drafted in zip(prompts, served("alone").answers, served(kind).answers, strict=True):
+def test_drafting_changes_no_answer_but_at_near_ties(served: Any, leads: Any, kind: str) -> None:
+    given = leads("alone")
+    for below_NV, alone, drafted in zip(given.below, served("alone").answers, served(kind).answers, strict=True):
         pairs = enumerate(zip(alone.output_ids, drafted.output_ids, strict=False))
-        parted = next((place for place, (one, other) in pairs if one != other), None)
+        parted = next((position for position, (one, other) in pairs if one != other), None)
         if parted is None:
             assert alone.output_ids == drafted.output_ids
-            same += 1
-            continue
-        logits = logits_after(prompt, alone.output_ids)[parted]
-        gap = logits[alone.output_ids[parted]] - logits[drafted.output_ids[parted]]
-        assert gap.abs() <= NEAR, (alone.text, drafted.text)
-    assert same > len(prompts) / 2
+        else:
+            assert below_NV[parted, drafted.output_ids[parted]] <= given.most, (alone.text, drafted.text)
 
 
 @pytest.mark.parametrize("kind", list(DRAFTING))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,13 +11,18 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from rig.server import free_port
+from support.processes import living
 
 import replay
-from replay.capture.plugin import launch as serve_module
+from replay.capture.manifest import read_manifests
+from replay.capture.plugin import hooks
+from replay.capture.plugin import tether as tether_module
+from replay.capture.plugin.arguments import typed_url
 from replay.capture.plugin.facts import server_url
-from replay.capture.plugin.launch import ServeOptions, open_folder, prepare
+from replay.capture.plugin.launch import PLUGIN, ServeOptions, open_folder, prepare
 from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
-from replay.capture.spool import chunk_names, read_manifests
+from replay.capture.spool import row_file_names
 from replay.errors import CaptureError, OutputError, UsageError
 
 DRAFT = ("--model-path", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d")
@@ -39,7 +45,7 @@ def test_environment_asks_the_plugin_for_what_was_typed(tmp_path: Path) -> None:
     recording = Recording.from_json(launch.environment[RECORD_VARIABLE])
     assert (recording.taps, recording.wiring, recording.folder) == ("embed,3", "embed,3,16", str(tmp_path / "rec"))
     assert "s3cret" not in launch.environment[RECORD_VARIABLE]
-    assert launch.command == (sys.executable, "-m", "sglang.launch_server", *DRAFT, "--api-key", "s3cret")
+    assert launch.command == (sys.executable, "-P", "-m", "sglang.launch_server", *DRAFT, "--api-key", "s3cret")
     assert launch.environment["PATH"] == "/bin" and launch.folder.parent == tmp_path / "rec" / "spool"
     assert not (tmp_path / "rec").exists()
 
@@ -61,6 +67,7 @@ def test_list_of_allowed_plugins_gets_this_one(tmp_path: Path) -> None:
     [
         ((), None, None, {}, "no SGLang arguments"),
         (DRAFT, "3,x", None, {}, "'x' is not a tap"),
+        (DRAFT, "3,embed,out:2", None, {}, "--taps 3,embed,out:2 names 3 twice"),
         (DRAFT, None, "embed,final", {}, "names final"),
         (("--model-path", "m"), None, "embed,3,16", {}, "needs a draft"),
         ((*DRAFT, "--nnodes", "2"), None, None, {}, "--nnodes 2 was given"),
@@ -110,54 +117,178 @@ def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     rows.touch()
     with pytest.raises(OutputError, match=r"another server records into .*rec, .*--trace another folder"):
         open_folder(prepare(options(tmp_path), {}))
-    assert chunk_names(first.folder) == [rows.name]
+    assert row_file_names(first.folder) == [rows.name]
     os.close(lock)  # the first has ended
     os.close(open_folder(prepare(options(tmp_path), {})))
     assert not first.folder.exists()
 
 
 def test_plugin_is_installed_with_this_package() -> None:
-    serve_module._check_plugin()
-    entry = next(one for one in metadata.entry_points(group="sglang.srt.plugins") if one.name == serve_module.PLUGIN)
+    (entry,) = metadata.entry_points(group="sglang.srt.plugins", name=PLUGIN)
     environment = {key: value for key, value in os.environ.items() if key != RECORD_VARIABLE}
-    assert entry.value == "replay.capture.plugin.plugin:activate"
+    assert entry.value == "replay.capture.plugin.hooks:activate"
     # idle unless asked for: not even SGLang is imported
     code = f"import sys; from {entry.module} import {entry.attr}; {entry.attr}(); assert 'sglang' not in sys.modules"
     subprocess.run([sys.executable, "-I", "-c", code], check=True, env=environment)
 
 
-def run_fake(tmp_path: Path, body: str, *typed: str, json_wanted: bool = False) -> "subprocess.Popen[str]":
-    """``replay serve`` in a process of its own, where sglang.launch_server is ``body``."""
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"replay/__init__.py": "raise ImportError('not it')"}, "(ImportError: not it): take the folder"),
+        ({"replay.py": ""}, "'replay' is not a package): take the folder"),
+        (
+            {"old.dist-info/METADATA": "Name: old", "old.dist-info/entry_points.txt":
+             "[sglang.srt.plugins]\nreplay = json:loads"},
+            "json/__init__.py): take the folder",
+        ),
+    ],
+)  # fmt: skip
+def test_plugin_that_the_server_would_not_find_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    """SGLang would say so in its log, serve on, and record nothing."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CaptureError, match=re.escape(message)) as refusal:
+        prepare(options(tmp_path), {"PYTHONPATH": str(tmp_path)})
+    assert str(tmp_path) in str(refusal.value)
+
+
+def run_fake(
+    tmp_path: Path, body: str, *typed: str, json_wanted: bool = False, arguments: Sequence[str] = DRAFT
+) -> "subprocess.Popen[str]":
+    """``replay serve`` in a process of its own, in a folder ``user``, where sglang.launch_server is ``body``."""
     package = tmp_path / "fake" / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(body)
+    (tmp_path / "user").mkdir(exist_ok=True)
     script = (
         "from importlib import metadata; from replay.cli.app import main\n"
         "version = metadata.version; metadata.version = lambda n: '0.5.23' if n == 'sglang' else version(n)\n"
         "main()"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "fake")}
-    typed = ("serve", "--trace", str(tmp_path / "rec"), *typed, *(["--json"] if json_wanted else []), "--", *DRAFT)
+    typed = ("serve", "--trace", str(tmp_path / "rec"), *typed, *(["--json"] if json_wanted else []), "--", *arguments)
     return subprocess.Popen(
-        [sys.executable, "-c", script, *typed], env=environment, text=True, cwd=tmp_path,
+        [sys.executable, "-P", "-c", script, *typed], env=environment, text=True, cwd=tmp_path / "user",
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
-def test_server_that_outlives_its_launcher_keeps_the_folder(tmp_path: Path) -> None:
-    """kill -9 of replay serve leaves the server running: it holds the lock as well."""
-    body = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
-    with run_fake(tmp_path, body) as process:
+# It prints its own process id and that of a child of its own, and ends by itself after a minute.
+WITH_A_CHILD = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(os.getpid(), child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_no_process_of_the_server_outlives_its_launcher(tmp_path: Path) -> None:
+    """kill -9 of replay serve ends the server and its children, and frees the folder."""
+    with run_fake(tmp_path, WITH_A_CHILD) as process:
         assert process.stdout is not None
-        server = int(process.stdout.readline())
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        with pytest.raises(OutputError, match="another server records"):
+            open_folder(prepare(options(tmp_path), {}))
+        assert len(pids) == 2 and living(pids, within=0) == pids
         process.kill()
-        process.wait(60)
-        try:
-            with pytest.raises(OutputError, match="another server records"):
-                open_folder(prepare(options(tmp_path), {}))
-        finally:
-            os.kill(server, signal.SIGKILL)
+        assert process.stdout.read() == ""  # once nobody holds it any more
+    assert living(pids) == []
+    os.close(open_folder(prepare(options(tmp_path), {})))
+
+
+def test_launcher_that_died_before_its_server_began_leaves_none(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    tether = subprocess.Popen(
+        [sys.executable, tether_module.__file__, str(read_end), *command], pass_fds=(read_end,), start_new_session=True
+    )
+    os.close(read_end)
+    assert tether.wait(30) == -signal.SIGKILL
+
+
+# It tells where it and a process that it spawns, as SGLang spawns its schedulers, find the plugin.
+SPAWNING = """
+import multiprocessing, os
+from pathlib import Path
+def tell():
+    from replay.capture.plugin import hooks
+    print(hooks.__file__, Path("typed").read_text(), flush=True)
+if __name__ == "__main__":
+    tell()
+    process = multiprocessing.get_context("spawn").Process(target=tell)
+    process.start()
+    process.join()
+"""
+
+
+def test_server_in_a_folder_that_holds_another_replay_finds_the_plugin(tmp_path: Path) -> None:
+    """A checkout of this project is such a folder. Paths that are typed are still those of the user's folder."""
+    (tmp_path / "user" / "replay").mkdir(parents=True)
+    (tmp_path / "user" / "replay" / "__init__.py").write_text("raise ImportError('this is not the plugin')")
+    (tmp_path / "user" / "typed").write_text("here")
+    out, error = run_fake(tmp_path, SPAWNING).communicate(timeout=60)
+    assert out.splitlines() == [f"{hooks.__file__} here"] * 2, error
+
+
+# A server without a plugin: it answers, and says of itself what it is told to.
+UNRECORDED = """
+import http.server, json, os, sys
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/server_info" and self.headers["Authorization"] == "Bearer s3cret":
+            self.wfile.write(json.dumps({"internal_states": [SAID]}).encode())
+    def log_message(self, *args):
+        pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Server)
+print(os.getpid(), flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize("json_wanted", [False, True])
+def test_server_whose_plugin_never_ran_is_stopped(tmp_path: Path, json_wanted: bool) -> None:
+    body, port = UNRECORDED.replace("SAID", "{}"), free_port()
+    process = run_fake(tmp_path, body, json_wanted=json_wanted, arguments=(*DRAFT, "--port", str(port)))
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 1 and "{" not in out
+    assert f"replay: the server answered at http://127.0.0.1:{port}, but the recording plugin never ran in it" in error
+    pid = re.search(r"^\d+$", out + error, re.MULTILINE)
+    assert pid is not None and living([int(pid[0])]) == []
+
+
+def test_server_that_cannot_write_its_manifest_serves_on(tmp_path: Path) -> None:
+    """On a full disk the plugin says only to those who ask that it does not record."""
+    arguments = (*DRAFT, "--port", str(free_port()), "--api-key", "s3cret")
+    body = UNRECORDED.replace("SAID", repr({"replay": {"state": "failed"}}))
+    with run_fake(tmp_path, body, json_wanted=True, arguments=arguments) as process:
+        assert process.stdout is not None
+        text = ""
+        while not text.endswith("\n}\n"):
+            text += process.stdout.readline()
+        assert process.poll() is None
+        process.terminate()
+    assert json.loads(text)["state"] == "failed"
+
+
+def test_answer_of_another_server_is_not_taken_for_its_own(tmp_path: Path) -> None:
+    """It was there before: the server will not get the port, or has another one in a file of arguments."""
+    path, port = tmp_path / "other.py", free_port()
+    path.write_text(UNRECORDED.replace("SAID", "{}"))
+    with subprocess.Popen([sys.executable, path, "--port", str(port)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        body = "import sys, time; print('ready', flush=True); time.sleep(2); sys.exit(5)"
+        process = run_fake(tmp_path, body, arguments=(*DRAFT, "--port", str(port)))
+        out, _ = process.communicate(timeout=60)
+        other.kill()
+    assert (process.returncode, out) == (5, "ready\n")
 
 
 # A server that writes its manifest, then answers /health; what it prints is not the document.
@@ -165,7 +296,8 @@ ANSWERING = """
 import http.server, os, sys
 from pathlib import Path
 from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
-from replay.capture.spool import Manifest, launch_folder, write_manifest
+from replay.capture.manifest import Manifest, write_manifest
+from replay.capture.spool import launch_folder
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -244,7 +376,7 @@ def test_address_of_a_server(arguments: dict[str, object], url: str) -> None:
 
 
 def test_address_as_it_was_typed() -> None:
-    assert serve_module._typed_url(["--port", "1", "--hos=box", "--ssl-certfile", "c"]) == "https://box:1"
+    assert typed_url(["--port", "1", "--hos=box", "--ssl-certfile", "c"]) == "https://box:1"
 
 
 def test_exit_code_and_arguments_are_passed(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Recording a real SGLang server on the CPU rig: drafting a chain, drafting trees, and alone with sampling."""
 
 import json
+import sys
 import threading
 import time
 import urllib.request
@@ -11,22 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import psutil
 import pytest
 from rig.inprocess import sglang_module
 from rig.server import Generated, Server, end_group, start_server
+from support.processes import living
 
 from replay.capture.client.capture import capture_server
 from replay.capture.events import CaptureResult, Event, Noted
+from replay.capture.manifest import read_manifests
 from replay.capture.options import ServerOptions
-from replay.capture.plugin import plugin as sglang_plugin
-from replay.capture.plugin.launch import ServeOptions, prepare
+from replay.capture.plugin import hooks
+from replay.capture.plugin.columns import Columns
+from replay.capture.plugin.live import UNFORESEEN, LiveRecording
+from replay.capture.plugin.plugin import Plugin
 from replay.capture.plugin.recorder import RowRecorder
-from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import Recording
 from replay.capture.plugin.reporter import Reporter
-from replay.capture.spool import SPOOL, chunk_names, launch_folder, read_manifests
+from replay.capture.spool import SPOOL, launch_folder, row_file_names
 from replay.capture.target_files import fingerprint_target
 from replay.diagnosis.feed import read_feeding
 from replay.errors import CaptureError, WiringError
+from replay.traces.check import check_trace
 from replay.traces.reader import Trace
 
 TEXTS = (
@@ -53,7 +60,9 @@ class Captured:
     events: list[Event]
     leftover: list[str]  # files in the spool once the client had gone
     log: str  # of the server
-    safe: dict[str, bytes]  # shards that were whole when an earlier server was killed
+    safe: dict[str, bytes]  # shards that were whole when the `replay serve` of an earlier server was killed
+    killed: list[int]  # the processes that this earlier server had,
+    outlived: list[int]  # and those that were left of it soon after
 
 
 @pytest.fixture(scope="module")
@@ -101,34 +110,40 @@ def aborting(server: Server, spool: Path) -> Iterator[None]:
 
 @contextmanager
 def serving(kind: str, target_dir: Path, draft_dir: Path, folder: Path) -> Iterator[Server]:
-    """A server as ``replay serve`` would start it, recording into ``folder``/trace."""
-    drafting = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft_dir)]
-    arguments = ["--model-path", str(target_dir), *(drafting if kind in KINDS else [])]
-    made = prepare(ServeOptions(folder / "trace", arguments, taps="embed,3,16,28"), {})
+    """A server that ``replay serve`` started, as its user would, recording into ``folder``/trace.
+
+    In a folder that holds another ``replay``, as a checkout of this project does; the head's path is relative to it.
+    """
+    (folder / "replay").mkdir(exist_ok=True)
+    (folder / "replay" / "__init__.py").write_text("raise ImportError('this is not the installed package')")
+    if not (folder / "draft").exists():
+        (folder / "draft").symlink_to(draft_dir)
     topk, steps, rows = KINDS.get(kind, (1, 1, 2))
-    extra = [*made.command[3 + len(arguments) :], "--chunked-prefill-size", str(CHUNK)]
+    extra = ["--chunked-prefill-size", str(CHUNK)]
     if kind == "tree":
         extra += ["--max-total-tokens", str(CROWDED)]
+    replay_command = str(Path(sys.executable).with_name("replay"))
     with start_server(
-        target_dir, draft_dir if kind in KINDS else None, log=folder / "server.log", steps=steps, topk=topk,
-        num_draft_tokens=rows, extra_args=extra, env={RECORD_VARIABLE: made.environment[RECORD_VARIABLE]},
+        target_dir, Path("draft") if kind in KINDS else None, log=folder / "server.log", steps=steps, topk=topk,
+        num_draft_tokens=rows, extra_args=extra, cwd=folder,
+        launcher=(replay_command, "serve", "--trace", "trace", "--taps", "embed,3,16,28", "--"),
     ) as server:  # fmt: skip
         yield server
 
 
 def capture_until_killed(server: Server, prompts: Path, out: Path) -> dict[str, bytes]:
-    """Kill the server, all its processes, once some request is safe; the files that were whole then, by name."""
+    """Kill ``replay serve`` (kill -9) once some request is safe; the files that were whole then, by name."""
 
     def kill() -> None:
         deadline = time.monotonic() + 120
         while not (out / "shard-00000.safetensors").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        end_group(server.process)
+        end_group(server.process)  # a group of its own: the server is in another
 
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replay.capture.client.requests._BATCH_REQUESTS", 1)
+        patch.setattr("replay.capture.client.shard.SHARD_REQUESTS", 1)
         with pytest.raises(CaptureError, match="--resume"):
             capture_server(options(server, prompts, out, concurrency=1, retries=1), lambda _: None)
     thread.join()
@@ -146,9 +161,13 @@ def captured(
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
             trace, asked, safe = folder / "trace", prompts, {}
+            killed: list[int] = []
+            outlived: list[int] = []
             if kind == "chain":
                 with serving(kind, target_dir, draft_dir, folder) as server:
+                    killed = [one.pid for one in psutil.Process(server.process.pid).children(recursive=True)]
                     safe = capture_until_killed(server, prompts, trace)
+                    outlived = living(killed)
             if kind == "tree":
                 asked = folder / "prompts.jsonl"
                 asked.write_text(f"{prompts.read_text()}\n{json.dumps(TOO_LONG)}")
@@ -163,9 +182,9 @@ def captured(
                     result = capture_server(wanted, events.append)
                 time.sleep(0.5)
                 launch = max((trace / SPOOL).iterdir(), key=lambda path: path.stat().st_mtime)
-                left = chunk_names(launch)
+                left = row_file_names(launch)
             log = (folder / "server.log").read_text(errors="replace")
-            made[kind] = Captured(Trace.open(trace), result, events, left, log, safe)
+            made[kind] = Captured(Trace.open(trace), result, events, left, log, safe, killed, outlived)
         return made[kind]
 
     return of
@@ -199,27 +218,27 @@ def own_rounds(trace: Trace, request_id: str) -> list[dict[str, Any]]:
 
 
 def test_installed_sglang_has_every_seam() -> None:
-    for module, _, _ in sglang_plugin.SEAMS:
+    for module, _, _ in hooks.SEAMS:
         sglang_module(module.removeprefix("sglang."))
     version = sglang_module("version").__version__
-    assert version in sglang_plugin.VERSIONS
-    assert sglang_plugin.problem_of(version) is None
+    assert version in hooks.VERSIONS
+    assert hooks.problem_of(version) is None
 
 
-@pytest.mark.parametrize("name", [name for _, name, _ in sglang_plugin.SEAMS])
+@pytest.mark.parametrize("name", [name for _, name, _ in hooks.SEAMS])
 def test_a_seam_that_moved_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    module = next(module for module, one, _ in sglang_plugin.SEAMS if one == name)
+    module = next(module for module, one, _ in hooks.SEAMS if one == name)
     owner = sglang_module(module.removeprefix("sglang."))
     *path, last = name.split(".")
     for part in path:
         owner = getattr(owner, part)
     monkeypatch.delattr(owner, last)
-    problem = sglang_plugin.problem_of(sglang_plugin.VERSIONS[0])
+    problem = hooks.problem_of(hooks.VERSIONS[0])
     assert problem is not None and name in problem and "recording works with" in problem
 
 
 def test_another_version_is_refused_with_both() -> None:
-    assert sglang_plugin.problem_of("0.5.9") == "SGLang 0.5.9 was seen, recording works with 0.5.23"
+    assert hooks.problem_of("0.5.9") == "SGLang 0.5.9 was seen, recording works with 0.5.23"
 
 
 # ---- traces of real servers ----
@@ -229,7 +248,7 @@ def test_another_version_is_refused_with_both() -> None:
 def test_trace_passes_its_check(captured: Callable[[str], Captured], kind: str) -> None:
     """Above all: lm_head(final), made anew, is the recorded argmax and (greedy) the token that the server emitted."""
     one = captured(kind)
-    assert [finding for finding in one.trace.check() if finding.severity == "error"] == []
+    assert [finding for finding in check_trace(one.trace) if finding.severity == "error"] == []
     assert len(one.trace) == len(TEXTS)
     assert set(one.trace.taps) == {"embed", "3", "16", "28", "final"} and one.trace.header.embed == "lookup"
     notes = [event.text for event in one.events if isinstance(event, Noted)]
@@ -242,6 +261,13 @@ def test_a_server_that_was_killed_is_gone_on_with(captured: Callable[[str], Capt
     assert 0 < one.result.recorded < len(TEXTS)
     assert one.safe and one.safe == {name: (one.trace.path / name).read_bytes() for name in one.safe}
     assert sorted(record.request_id for record in one.trace.records) == [f"q{i}" for i in range(len(TEXTS))]
+
+
+def test_no_process_is_left_of_a_server_whose_launcher_was_killed(captured: Callable[[str], Captured]) -> None:
+    """kill -9 of ``replay serve``; it was started in a folder that holds another ``replay``, and recorded there."""
+    one = captured("chain")
+    assert len(one.killed) >= 4  # HTTP and tokenizer, scheduler, detokenizer, and what keeps them
+    assert one.outlived == []
 
 
 def test_a_crowded_server(captured: Callable[[str], Captured]) -> None:
@@ -380,9 +406,15 @@ def test_a_model_that_captures_otherwise_is_left_as_it_was() -> None:
     ]  # fmt: skip
 
 
-def plugin_of(folder: Path, wiring: str | None = None) -> sglang_plugin._Plugin:
+def plugin_of(folder: Path, wiring: str | None = None) -> Plugin:
     recording = Recording(str(folder), "0" * 16, None, wiring, 4)
-    return sglang_plugin._Plugin(recording, Reporter(recording, "0.5.23"))
+    return Plugin(recording, Reporter(recording, "0.5.23"))
+
+
+def recording_to(plugin: Plugin, recorder: Any) -> None:
+    """Let ``plugin`` record as one whose target captures R[0] and R[3], of width 2, and whose draft is fed R[3]."""
+    plugin.columns = Columns((0, 3), (1,), width=2, vocabulary=16)
+    plugin.live = LiveRecording(plugin.columns, 4, recorder)
 
 
 def told(folder: Path) -> tuple[str, str]:
@@ -422,24 +454,24 @@ def core() -> Any:
 def test_refused_taps_leave_the_model_alone(
     tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], state: str, reason: str
 ) -> None:
-    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", lambda: arguments)
+    monkeypatch.setattr("replay.capture.plugin.server_state.resolved_arguments", lambda: arguments)
     plugin = plugin_of(tmp_path)
     plugin.after_attention(None, runner_of(core, lambda _: setattr(core, "layers_to_capture", [2])))
-    assert plugin.boundaries == () and core.layers_to_capture == [2, 15, 27]
+    assert plugin.columns is None and core.layers_to_capture == [2, 15, 27]
     assert told(tmp_path)[0] == state and reason in told(tmp_path)[1]
 
 
-@pytest.mark.parametrize("error", sglang_plugin._OURS)
+@pytest.mark.parametrize("error", UNFORESEEN)
 def test_errors_of_ours_end_the_recording_and_not_the_server(
     tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def broken(*_: Any) -> None:
         raise error("moved")
 
-    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", dict)
+    monkeypatch.setattr("replay.capture.plugin.server_state.resolved_arguments", dict)
     plugin = plugin_of(tmp_path)
     plugin.after_attention(None, runner_of(core, broken))
-    assert plugin.boundaries == () and core.layers_to_capture == [2, 15, 27]
+    assert plugin.columns is None and core.layers_to_capture == [2, 15, 27]
     assert told(tmp_path)[0] == "failed" and error.__name__ in told(tmp_path)[1] and "moved" in told(tmp_path)[1]
     with pytest.raises(error, match="moved"):  # a wiring that was asked for would not be had
         plugin_of(tmp_path, "embed,3,16").after_attention(None, runner_of(core, broken))
@@ -456,7 +488,7 @@ def test_errors_of_ours_end_the_recording_and_not_the_server(
 def test_a_wiring_that_cannot_be_had_is_a_wiring_error(
     tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, wiring: str, setter: list[int] | None, message: str
 ) -> None:
-    monkeypatch.setattr(sglang_plugin, "_resolved_arguments", dict)
+    monkeypatch.setattr("replay.capture.plugin.server_state.resolved_arguments", dict)
     with pytest.raises(WiringError, match=f"--wiring {wiring} cannot be had: .*{message}"):
         plugin_of(tmp_path, wiring).after_attention(
             None, runner_of(core, lambda _: setattr(core, "layers_to_capture", setter))
@@ -490,9 +522,8 @@ def test_nothing_that_is_recorded_shares_memory_with_the_engine(tmp_path: Path, 
         return torch.zeros(*shape, dtype=torch.int32)
 
     plugin = plugin_of(tmp_path)
-    plugin.boundaries, plugin.fed, plugin.width, plugin.vocabulary = (0, 3), [1], 2, 16
     kept: dict[str, torch.Tensor] = {}
-    plugin.recorder = SimpleNamespace(submit=lambda tensors, _: kept.update(tensors), failure=None)  # type: ignore[assignment]
+    recording_to(plugin, SimpleNamespace(submit=lambda tensors, _: kept.update(tensors), failure=None))
     full, final, logits = torch.ones(6, 4), torch.ones(6, 2), torch.ones(6, 16)
     spec = SimpleNamespace(
         hidden_states=full,
@@ -549,7 +580,7 @@ def test_few_rows_of_a_prompt_are_kept_as_the_draft_gets_them(tmp_path: Path) ->
     import torch
 
     plugin, kept = plugin_of(tmp_path), Submitted()
-    plugin.width, plugin.recorder = 2, kept  # type: ignore[assignment]
+    recording_to(plugin, kept)
     lengths = {"replay-long": (30, 0), "replay-later": (4, 32), "somebody": (3, 0), "replay-none": (0, 0)}
     lengths["replay-short"] = (1, 0)
     rows = sum(length for length, _ in lengths.values())
@@ -598,7 +629,7 @@ def test_a_draft_that_is_not_understood_ends_its_feed_and_no_more(
     import torch
 
     plugin, kept = plugin_of(tmp_path), Submitted()
-    plugin.width, plugin.recorder = 2, kept  # type: ignore[assignment]
+    recording_to(plugin, kept)
     plugin.reporter.tell(state="recording")
     shape = change.get("features", (6, 6))
     features = None if shape is None else torch.ones(shape, dtype=getattr(torch, change.get("dtype", "float32")))
@@ -625,14 +656,14 @@ def test_a_forward_that_is_not_understood_is_served_unrecorded(tmp_path: Path, r
     import torch
 
     plugin = plugin_of(tmp_path)
-    plugin.recorder = RowRecorder(plugin.reporter.folder, 1, plugin.failed)
-    plugin.boundaries, plugin.fed, plugin.width, plugin.vocabulary = (0, 3), [1], 2, 16
+    recorder = RowRecorder(plugin.reporter.folder, 1, plugin.failed)
+    recording_to(plugin, recorder)
     full = torch.arange(12.0).reshape(3, 4)
     logits_output = SimpleNamespace(hidden_states=full, last_hidden_states=full, next_token_logits=torch.ones(3, 16))
-    mode = SimpleNamespace(is_idle=lambda: False)  # and no more methods
+    mode = SimpleNamespace()  # without any method
     batch = SimpleNamespace(forward_mode=mode, rids=rids)
     plugin.after_forward(SimpleNamespace(logits_output=logits_output), SimpleNamespace(is_draft_worker=False), batch)
-    plugin.recorder.close()
+    recorder.close()
     assert torch.equal(logits_output.hidden_states, full[:, 2:])
     assert told(tmp_path)[0] == "failed" and "rows could not be copied" in told(tmp_path)[1]
 
@@ -644,9 +675,8 @@ def test_draft_is_fed_its_columns_in_their_order(tmp_path: Path, fed: list[int])
 
     import torch
 
-    recording = Recording(str(tmp_path), "0" * 16, None, None, 4)
-    plugin = sglang_plugin._Plugin(recording, Reporter(recording, "0.5.23"))
-    plugin.boundaries, plugin.fed, plugin.width = (0, 3, 16, 28), fed, 2
+    plugin = plugin_of(tmp_path)
+    plugin.columns = Columns((0, 3, 16, 28), fed, width=2, vocabulary=16)
     full, final = torch.arange(24.0).reshape(3, 8), torch.ones(3, 2)
     out = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=full, last_hidden_states=final))
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))

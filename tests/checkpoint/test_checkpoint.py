@@ -17,10 +17,11 @@ from twins.rounds import plain_causal_attention
 
 import replay
 from replay.checkpoint.checkpoint import check_checkpoint, read_checkpoint
-from replay.checkpoint.config import HeadConfig, parse_config, read_config
+from replay.checkpoint.config import HeadConfig, parse_config
+from replay.checkpoint.config_file import read_config
 from replay.engines.profiles import ENGINES
 from replay.errors import CheckpointError
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
 
 Tensors = dict[str, Tensor]
 RICH = {
@@ -215,7 +216,7 @@ def test_narrow_integers_in_d2t_draft_the_same_tokens(dtype: torch.dtype) -> Non
     wide = tiny_checkpoint()
     narrow = check_checkpoint("h", wide.config, {**wide.tensors, "d2t": wide.tensors["d2t"].to(dtype)})
     embed_VE, _ = target_tables(wide)
-    ids = [Head(checkpoint, target_embed_VE=embed_VE).target_ids_W for checkpoint in (wide, narrow)]
+    ids = [Head(checkpoint, TargetTables(embed_VE)).target_ids_W for checkpoint in (wide, narrow)]
     assert torch.equal(*ids) and torch.equal(ids[0], torch.arange(40) + wide.tensors["d2t"])
 
 
@@ -238,9 +239,9 @@ def test_lm_head_is_own_the_target_s_or_the_embedding() -> None:
     embed_VE, lm_head_VE = target_tables(own)
     x_RE = torch.eye(32)
     for checkpoint, table_WE in ((own, own.tensors["lm_head.weight"]), (borrowed, lm_head_VE), (tied, embed_VE)):
-        head = Head(checkpoint, target_embed_VE=embed_VE, target_lm_head_VE=lm_head_VE)
+        head = Head(checkpoint, TargetTables(embed_VE, lm_head_VE))
         assert torch.equal(head.logits(x_RE), table_WE.T)
-    untold = Head(borrowed, target_embed_VE=embed_VE)  # a tied target has no lm_head of its own
+    untold = Head(borrowed, TargetTables(embed_VE))  # a tied target has no lm_head of its own
     assert torch.equal(untold.logits(x_RE), embed_VE.T)
 
 
@@ -248,7 +249,7 @@ def test_a_borrowed_lm_head_is_the_target_s_even_where_the_embedding_is_the_head
     plain = tiny_checkpoint(draft_vocab_size=None)
     embed_VE, _ = target_tables(plain)
     checkpoint = check_checkpoint("h", plain.config, {**plain.tensors, "embed_tokens.weight": embed_VE + 1})
-    head = Head(checkpoint, target_embed_VE=embed_VE, profile=ENGINES["eagle"])
+    head = Head(checkpoint, TargetTables(embed_VE), profile=ENGINES["eagle"])
     assert torch.equal(head.logits(torch.eye(32)), embed_VE.T)
     assert torch.equal(head.embed(torch.arange(96)), embed_VE + 1)
 
@@ -258,7 +259,7 @@ def test_the_engine_decides_whose_embedding_is_used() -> None:
     own_VE = torch.full((96, 32), 3.0)
     checkpoint = check_checkpoint("h", config, tensors | {"embed_tokens.weight": own_VE})
     target_VE, _ = target_tables(checkpoint)
-    sglang, eagle = (Head(checkpoint, target_embed_VE=target_VE, profile=ENGINES[name]) for name in ("sglang", "eagle"))
+    sglang, eagle = (Head(checkpoint, TargetTables(target_VE), profile=ENGINES[name]) for name in ("sglang", "eagle"))
     assert torch.equal(sglang.embed(torch.tensor([7])), target_VE[7:8])
     assert torch.equal(eagle.embed(torch.tensor([7])), own_VE[7:8])
     assert sglang.notes == ["sglang replaces the head's own embed_tokens by the target's"] and eagle.notes == []
@@ -267,13 +268,13 @@ def test_the_engine_decides_whose_embedding_is_used() -> None:
 def test_a_head_of_another_target_is_refused() -> None:
     checkpoint, borrowed = tiny_checkpoint(), tiny_checkpoint(draft_vocab_size=None)
     with pytest.raises(CheckpointError, match="uses the target's embedding, and none was given"):
-        Head(checkpoint, target_embed_VE=None)
+        Head(checkpoint, TargetTables(None))
     with pytest.raises(CheckpointError, match="tiny is 32 wide, the target's embedding 33"):
-        Head(checkpoint, target_embed_VE=torch.zeros(96, 33))
+        Head(checkpoint, TargetTables(torch.zeros(96, 33)))
     with pytest.raises(CheckpointError, match=r"drafts token \d+, the embedding has 50 rows"):
-        Head(checkpoint, target_embed_VE=torch.zeros(50, 32))
+        Head(checkpoint, TargetTables(torch.zeros(50, 32)))
     with pytest.raises(CheckpointError, match="borrows an lm_head of 96 x 32, the target's is 97 x 32"):
-        Head(borrowed, target_embed_VE=torch.zeros(96, 32), target_lm_head_VE=torch.zeros(97, 32))
+        Head(borrowed, TargetTables(torch.zeros(96, 32), torch.zeros(97, 32)))
 
 
 # ---- files ----
@@ -335,7 +336,9 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     write_tiny(tmp_path, {})
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json .*; copy or export the checkpoint again"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors.index.json .*[;,] (or )?copy or export the checkpoint again"
+    ):
         read_checkpoint(tmp_path)
 
 
@@ -423,20 +426,22 @@ def test_garbage_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_folder_without_weights_or_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config.json does not exist; give --draft the folder of a draft head"):
+    with pytest.raises(CheckpointError, match=r"holds no config.json; give the folder of a checkpoint"):
         read_config(tmp_path)
     write_tiny(tmp_path, {})
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no weights: looked for model.safetensors, model.safetensors.ind"):
         read_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"config.json is not a folder; give --draft the folder that holds"):
+    with pytest.raises(
+        CheckpointError, match=r"config.json is not a folder; give the folder that holds a checkpoint's"
+    ):
         read_checkpoint(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 100_000, '{"hidden_size": }'])
 def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config.json (cannot be read as JSON|holds a JSON \w+, an object)"):
+    with pytest.raises(CheckpointError, match=r"config.json (is not valid JSON|holds .+, a JSON object was expected)"):
         read_config(tmp_path)
 
 
@@ -514,7 +519,7 @@ def test_partial_rotary_factor_may_stand_in_both_places() -> None:
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05, a positive number was expected"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, a positive number"),
         ({"rope_theta": float("inf")}, "rope_theta is inf, a positive number"),
-        ({"rope_theta": 10**400}, r"rope_theta is 10*, a positive number"),
+        ({"rope_theta": 10**400}, r"rope_theta is 10*\.\.\., a positive number"),
         ({"fc_norm": "true"}, "fc_norm is 'true', true or false was expected"),
         ({"bias": 1}, "bias is 1, true or false"),
         ({"eagle_config": []}, r"eagle_config is \[\], an object was expected"),
@@ -524,7 +529,7 @@ def test_partial_rotary_factor_may_stand_in_both_places() -> None:
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, "2"]}}, r"layer_ids is \[1, '2'\], a list"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True]}}, r"layer_ids is \[True\], a list"),
         ({"architectures": ["Qwen3ForCausalLM"]}, r"architecture \['Qwen3ForCausalLM'\], replay reads EAGLE-3 heads"),
-        ({"architectures": "LlamaForCausalLMEagle3"}, "architecture LlamaForCausalLMEagle3, replay reads"),
+        ({"architectures": "LlamaForCausalLMEagle3"}, "architecture 'LlamaForCausalLMEagle3', replay reads"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', replay computes silu only"),
         ({"draft_vocab_size": 97}, "draft_vocab_size 97 is above vocab_size 96"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is true with draft_vocab_size 40 of 96; a server would"),
@@ -557,7 +562,7 @@ def outputs(config: HeadConfig, tensors: Tensors, engine: str = "eagle") -> tupl
     """Logits and feedback of ten rows."""
     checkpoint = check_checkpoint("h", config, tensors)
     embed_VE, lm_head_VE = target_tables(checkpoint)
-    head = Head(checkpoint, target_embed_VE=embed_VE, target_lm_head_VE=lm_head_VE, profile=ENGINES[engine])
+    head = Head(checkpoint, TargetTables(embed_VE, lm_head_VE), profile=ENGINES[engine])
     generator = torch.Generator().manual_seed(2)
     features_RKD = torch.randn(10, config.fc_inputs, generator=generator)
     ids_R = torch.randint(config.vocab_size, (10,), generator=generator)
@@ -639,5 +644,5 @@ def test_sglang_builds_attention_without_bias_and_says_so() -> None:
     assert torch.equal(outputs(config, tensors, "sglang")[0], outputs(bare, unbiased, "sglang")[0])
     assert not torch.equal(outputs(config, tensors, "eagle")[0], outputs(bare, unbiased, "eagle")[0])
     checkpoint = check_checkpoint("h", config, tensors)
-    head = Head(checkpoint, target_embed_VE=target_tables(checkpoint)[0])
+    head = Head(checkpoint, TargetTables(target_tables(checkpoint)[0]))
     assert head.notes == ["sglang builds q, k and v without the bias that this head has"]

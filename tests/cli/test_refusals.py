@@ -152,6 +152,14 @@ def test_a_target_is_told_by_its_config(
     )
 
 
+def test_a_target_is_no_draft_head(trace: Path, tmp_path: Path) -> None:
+    """Once: that its config lacks a field or its tensors a name, as of a broken head."""
+    target = write_model(tmp_path / "target", "LlamaForCausalLM", "model.safetensors", **SIZES)
+    wanted = f"{target} is a target model (LlamaForCausalLM) and no draft head; give --draft the folder of an EAGLE-3"
+    for typed in (("simulate", trace), ("diagnose", trace), ("check", "--target", target)):
+        assert wanted in refused(*typed, "--draft", target)
+
+
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", None])
 @pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DeepseekV3ForCausalLMNextN"])
 def test_another_kind_of_draft_is_not_called_a_target(tmp_path: Path, architecture: str, weights: str | None) -> None:

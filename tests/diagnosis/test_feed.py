@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.trace_maker import H, changed, make_header, make_request, make_weights, write_trace
 
-from replay.analysis.diagnosis.feed import Fed, Feeding, Slot, borne_out, contradiction, lines, to_json
+from replay.analysis.diagnosis.feed import Fed, Feeding, Slot, borne_out, contradiction, feeding_json, lines
 from replay.diagnosis.feed import read_feeding
 from replay.errors import TraceCorruptError
 from replay.traces.captured import CapturedRequest
@@ -105,7 +105,7 @@ def test_every_slot_is_named(tmp_path: Path) -> None:
         "position: that of its row in 12 of 12 rows",
     ]
     assert borne_out(found, Fed(("embed", "2", "3")))
-    document = json.loads(json.dumps(to_json(found), allow_nan=False))
+    document = json.loads(json.dumps(feeding_json(found), allow_nan=False))
     assert document["slots"][1] == {
         "slot": 1, "tap": "2", "shift": 0, "rows": 12, "equal": 12, "zeros": 0, "broken": 0, "also": [],
         "nearest": None,
@@ -179,7 +179,7 @@ def test_a_tap_that_was_not_recorded_is_not_identified(tmp_path: Path) -> None:
     assert not contradiction(found, Fed(("2", "3")))  # it may have been cast on the way
     assert contradiction(found, Fed(("3", "3"))) and contradiction(found, Fed(("2", "3"), unrecorded=True))
     assert not borne_out(found, Fed(("2", "3"), unrecorded=True))
-    assert to_json(found)["slots"][1]["tap"] is None and to_json(found)["slots"][1]["nearest"]["tap"] == "3"
+    assert feeding_json(found)["slots"][1]["tap"] is None and feeding_json(found)["slots"][1]["nearest"]["tap"] == "3"
 
 
 def test_what_is_no_number_is_said(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_what_is_no_number_is_said(tmp_path: Path) -> None:
         "slot 1: NaN or Inf in 12 of 12 rows",
     ]
     assert contradiction(found, Fed(("2", "3"))).startswith("slot 1: NaN or Inf")
-    assert [slot["broken"] for slot in to_json(found)["slots"]] == [4, 12]
+    assert [slot["broken"] for slot in feeding_json(found)["slots"]] == [4, 12]
 
 
 def test_taps_of_equal_rows_cannot_be_told_apart(tmp_path: Path) -> None:
@@ -233,18 +233,18 @@ def test_nan_is_fed_as_it_is(tmp_path: Path) -> None:
     one.feed.features_FW[1, 3] = float("nan")
     found = read_feeding(make_trace(tmp_path, [one]))
     assert found is not None and found.slots[0].equal["2", 0] == 2
-    json.dumps(to_json(found), allow_nan=False)
+    json.dumps(feeding_json(found), allow_nan=False)
 
 
 def test_a_trace_without_a_feed_has_nothing_to_say(tmp_path: Path) -> None:
     trace = make_trace(tmp_path, [request("r0", 0)])
-    assert read_feeding(trace) is None and to_json(None) == {"slots": [], "fed": None}
+    assert read_feeding(trace) is None and feeding_json(None) == {"slots": [], "fed": None}
 
 
 def test_nothing_is_near_to_zeros(tmp_path: Path) -> None:
     found = feeding(tmp_path, [("2", 0), ("zeros", 0)])
     assert found.slots[1].zeroed and found.slots[1].place is None
-    assert to_json(found)["slots"][1]["nearest"] is None
+    assert feeding_json(found)["slots"][1]["nearest"] is None
 
 
 def test_only_so_many_requests_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

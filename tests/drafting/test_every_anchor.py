@@ -1,11 +1,12 @@
-"""The pass-per-step engine equals its slow twin: every option of a head, any steps, any packing."""
+"""Drafts of every anchor, one pass per step, equal the slow twin's: every option of a head, any steps, any packing."""
 
 from dataclasses import replace
 
 import polars as pl
 import pytest
 import torch
-from support.random_heads import HEADS, make_head, requests
+from support.products import products_seen
+from support.random_heads import FP64, HEADS, make_head, requests
 from twins.rounds import draft_one_round, replay_request
 from twins.server_order import replay_in_order
 
@@ -13,14 +14,14 @@ from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.product_sizes import products_of_rows, served_spans
 from replay.drafting.rows import DraftInput
 from replay.engines.profiles import ENGINES, NUMERICS
-from replay.head.model import filled_rows
+from replay.head.products import FP32_ON_CPU, Execution
 from replay.verify.accept import continuations, count_accepted, served_walk
 
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_anchor_of_every_head_equals_the_twin(name: str, engine: str) -> None:
-    head = make_head(name, engine=engine, dtype=torch.float32)
+    head = make_head(name, engine=engine, execution=FP32_ON_CPU)
     inputs = requests(head, [(3, 9), (1, 4), (6, 1), (2, 2)])
     for item, drafts in zip(inputs, draft_every_anchor(head, inputs, 4), strict=True):
         anchors = range(item.prompt_tokens, len(item.tokens_T) - 1)
@@ -32,7 +33,7 @@ def test_every_anchor_of_every_head_equals_the_twin(name: str, engine: str) -> N
 @pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_equals_the_twin_but_for_near_ties(numerics: str, dtype: torch.dtype) -> None:
-    head = make_head("plain", numerics=numerics, dtype=dtype)
+    head = make_head("plain", numerics=numerics, execution=Execution(dtype))
     (item,) = requests(head, [(3, 60)])
     (drafts,) = draft_every_anchor(head, [item], 3)
     expected = [draft_one_round(head, item.tokens_T, item.features_RKD, anchor, 3) for anchor in range(3, 62)]
@@ -42,7 +43,7 @@ def test_low_precision_equals_the_twin_but_for_near_ties(numerics: str, dtype: t
 
 
 def test_packing_changes_no_draft() -> None:
-    head = make_head("two layers", dtype=torch.float32)
+    head = make_head("two layers", execution=FP32_ON_CPU)
     inputs = requests(head, [(3, 9), (1, 14), (6, 2)])
     together = draft_every_anchor(head, inputs, 3)
     for item, drafts in zip(inputs, together, strict=True):
@@ -52,11 +53,10 @@ def test_packing_changes_no_draft() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "three layers", "every norm"])
 def test_products_as_small_as_a_servers_change_no_draft(name: str) -> None:
-    head = make_head(name)
+    head, small = make_head(name), make_head(name, execution=replace(FP64, product_rows=4))
     inputs = requests(head, [(3, 9), (1, 14), (6, 1), (7, 2)])
     whole = draft_every_anchor(head, inputs, 3)
-    head.product_rows = 4
-    for drafts, split in zip(whole, draft_every_anchor(head, inputs, 3), strict=True):
+    for drafts, split in zip(whole, draft_every_anchor(small, inputs, 3), strict=True):
         assert torch.equal(drafts.drafted_AK, split.drafted_AK)
 
 
@@ -80,9 +80,8 @@ def test_products_are_as_large_as_the_servers() -> None:
 def test_prompts_are_prefilled_in_the_servers_chunks(
     monkeypatch: pytest.MonkeyPatch, prefill_rows: int | None, prefill: list[int]
 ) -> None:
-    """In the batched engine and in the ordered one: 9 prompt tokens, rounds of a drafted token, 2 rows each."""
-    head = make_head("plain", dtype=torch.float32)
-    head.product_rows, head.prefill_rows = 1, prefill_rows
+    """At every anchor at once and in a server's order: 9 prompt tokens, rounds of a drafted token, 2 rows each."""
+    head = make_head("plain", execution=Execution(product_rows=1, prefill_rows=prefill_rows))
     (item,) = requests(head, [(9, 4)])
     seen = products_seen(monkeypatch)
     draft_every_anchor(head, [item], 1)
@@ -94,9 +93,8 @@ def test_prompts_are_prefilled_in_the_servers_chunks(
 
 
 def test_rows_of_a_round_run_with_as_many_as_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round of 3 requests x 2 rows: both engines make its rows, and read its logits, in products of 6."""
-    head = make_head("plain", dtype=torch.float32)
-    head.product_rows = 2
+    """A round of 3 requests x 2 rows: its rows are made, and its logits read, in products of 6."""
+    head = make_head("plain", execution=Execution(product_rows=2))
     (item,) = requests(head, [(9, 4)])
     told = replace(item, spans=[(9, 1, 6)])
     (plain,), (same,) = draft_every_anchor(head, [item], 1), draft_every_anchor(head, [told], 1)
@@ -109,55 +107,18 @@ def test_rows_of_a_round_run_with_as_many_as_in_the_server(monkeypatch: pytest.M
     assert [one.anchor for one in rounds][:2] == [9, 10] and seen.count(6) == seen.count(9) + 1
 
 
-def products_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every product from here on."""
-    seen: list[int] = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr("replay.head.model.functional.linear", lambda x, *rest: seen.append(len(x)) or linear(x, *rest))
-    return seen
-
-
-def test_products_run_in_the_sizes_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = make_head("plain", dtype=torch.float64)
-    rows_RE = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole = head.logits(rows_RE)
-    seen = products_seen(monkeypatch)
-    head.product_rows = 3
-    with head.products_like(torch.tensor([5, 3, 5, 3, 3, 5, 3])):
-        assert torch.allclose(head.logits(rows_RE), whole)
-        head.logits(rows_RE[:4])
-    head.logits(rows_RE)
-    assert seen == [3, 1, 5, 3, 1, 3, 3, 1]
-
-
-def test_products_of_16_bits_run_over_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN keeps a kernel of about a megabyte for each number of rows: 200 packs meet eight an octave, not 200."""
-    assert all(rows <= filled_rows(rows) < rows * 9 / 8 + 1 for rows in range(1, 5000))
-    assert [filled_rows(rows) for rows in (1, 32, 33, 2047, 2048, 2049)] == [1, 32, 36, 2048, 2048, 2304]
-    head = make_head("plain", dtype=torch.bfloat16)
-    x_RE = torch.randn(3, head.config.hidden_size).bfloat16()
-    alone = head.logits(x_RE)
-    seen: set[int] = set()
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr("replay.head.model.functional.linear", lambda x, *rest: seen.add(len(x)) or linear(x, *rest))
-    for rows in range(1000, 1200):
-        found = head.logits(torch.cat([x_RE, x_RE.new_ones(rows - 3, x_RE.shape[1])]))
-        assert len(found) == rows and torch.allclose(found[:3].float(), alone.float(), rtol=2**-7, atol=2**-7)
-    assert seen == {1024, 1152, 1280}
-
-
 def test_fewer_steps_are_a_prefix_of_more() -> None:
-    head = make_head("plain", dtype=torch.float32)
+    head = make_head("plain", execution=FP32_ON_CPU)
     (item,) = requests(head, [(4, 12)])
     (long,), (short,) = draft_every_anchor(head, [item], 5), draft_every_anchor(head, [item], 2)
     assert torch.equal(long.drafted_AK[:, :2], short.drafted_AK)
 
 
 def test_long_requests_run_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = make_head("two layers", dtype=torch.float32)
+    head = make_head("two layers", execution=FP32_ON_CPU)
     (item,) = requests(head, [(5, 30)])
     (whole,) = draft_every_anchor(head, [item], 3)
-    monkeypatch.setattr("replay.head.attention._BLOCK", 4 * 33 * 2)
+    monkeypatch.setattr("replay.head.attention._BLOCK_SCORES", 4 * 33 * 2)
     (blocked,) = draft_every_anchor(head, [item], 3)
     assert torch.equal(whole.drafted_AK, blocked.drafted_AK)
 
@@ -166,14 +127,14 @@ def test_long_requests_run_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", ["plain", "two layers", "every norm"])
 def test_served_walk_equals_the_twin_round_for_round(name: str, steps: int) -> None:
     """Random heads accept next to nothing, so the tokens are made of what the head drafts, with errors strewn in."""
-    head = make_head(name, dtype=torch.float32)
+    head = make_head(name, execution=FP32_ON_CPU)
     (item,) = requests(head, [(3, 40)])
     tokens_T = item.tokens_T.clone()
     for anchor in range(3, 42, 7):
         drafted = draft_one_round(head, tokens_T, item.features_RKD, anchor, 6)
-        for place, token in enumerate(drafted[: anchor % 5 + 1]):
-            if anchor + 1 + place < len(tokens_T):
-                tokens_T[anchor + 1 + place] = token
+        for position, token in enumerate(drafted[: anchor % 5 + 1], start=anchor + 1):
+            if position < len(tokens_T):
+                tokens_T[position] = token
     tail = (1, 2)
     expected = replay_request(head, tokens_T, item.features_RKD, 3, steps, tail)
     (drafts,) = draft_every_anchor(head, [DraftInput(tokens_T, item.features_RKD, 3)], steps)

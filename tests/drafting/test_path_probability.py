@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.heads import target_tables, tiny_checkpoint
+from support.random_heads import make_head
 from twins.path_probability import force_one_anchor
 
 from replay.drafting.every_anchor import draft_every_anchor
@@ -10,25 +10,9 @@ from replay.drafting.first_pass import first_pass
 from replay.drafting.path_probability import force_every_anchor, path_tokens
 from replay.drafting.rows import DraftInput
 from replay.engines.behaviour import Behaviour
-from replay.engines.profiles import ENGINES, NUMERICS
 from replay.head.model import Head
 
-HEADS = {
-    "plain": {},
-    "two layers": {"num_hidden_layers": 2},
-    "every norm": {"fc_norm": True, "norm_output": True, "eagle_config": {"norm_before_fc": True}},
-    "whole vocabulary": {"draft_vocab_size": 96},
-    "target's lm_head": {"draft_vocab_size": None},
-}
-
-
-def make_head(name: str, behaviour: Behaviour | None = None) -> Head:
-    checkpoint = tiny_checkpoint(**HEADS[name])
-    embed_VE, lm_head_VE = target_tables(checkpoint)
-    return Head(
-        checkpoint, target_embed_VE=embed_VE, target_lm_head_VE=lm_head_VE, profile=ENGINES["sglang"],
-        numerics=NUMERICS["sglang"], dtype=torch.float64, behaviour=behaviour or Behaviour(),
-    )  # fmt: skip
+HEADS = ["plain", "two layers", "every norm", "whole vocabulary", "target's lm_head"]
 
 
 def requests(head: Head, shapes: list[tuple[int, int]]) -> list[DraftInput]:
@@ -102,12 +86,12 @@ def test_a_first_pass_made_before_serves_as_well() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(alone, shared, strict=True))
 
 
-def test_conduct_of_drafted_rows_is_played() -> None:
+def test_behaviour_of_drafted_rows_is_played() -> None:
     """Positions that do not advance change what follows the first step and nothing before; dummies draft token 0."""
     inputs = requests(make_head("plain"), [(4, 6)])
     healthy = force_every_anchor(make_head("plain"), inputs, [1.0], 3)[0]
-    still = force_every_anchor(make_head("plain", Behaviour(advance=0)), inputs, [1.0], 3)[0]
+    still = force_every_anchor(make_head("plain", behaviour=Behaviour(advance=0)), inputs, [1.0], 3)[0]
     assert torch.equal(healthy[:, 0], still[:, 0])
     assert not torch.equal(healthy[:, 1:], still[:, 1:])
-    dummy = force_every_anchor(make_head("plain", Behaviour(dummy_from=0)), inputs, [1.0], 3)[0]
+    dummy = force_every_anchor(make_head("plain", behaviour=Behaviour(dummy_from=0)), inputs, [1.0], 3)[0]
     assert torch.equal(dummy, (path_tokens(inputs[0], 3) == 0).double())

@@ -1,4 +1,4 @@
-"""The tree engine equals its slow twin, a chain is a tree of one column, and verify equals a walk over all paths."""
+"""Trees equal their slow twin's, a chain is a tree of one column, and verify equals a walk over all paths."""
 
 from itertools import product
 
@@ -166,8 +166,8 @@ def test_served_walk_equals_the_twin_round_for_round(kv: str) -> None:
 def longest_path(tree: list[TwinNode], chosen: list[int]) -> int:
     """Brute force: spell out the tokens of every path from the root, take the longest that the target chose."""
     paths = []
-    for place in range(len(tree)):
-        path, node = [], place
+    for leaf in range(len(tree)):
+        path, node = [], leaf
         while node >= 0:
             path.insert(0, tree[node].token)
             node = tree[node].parent

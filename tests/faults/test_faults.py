@@ -1,4 +1,4 @@
-"""Every fault of the table: the twin and both ways of drafting agree under it, and it changes what it should."""
+"""Every fault of the table: the twin and both ways to draft agree under it, and it changes what it should."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.fault_cases import CASES, INVISIBLE, LAYERS, TAPS, TWO_LAYERS, healthy_subject
 from support.heads import target_tables
+from support.products import products_seen
 from twins.rounds import Twin, TwinRound, draft_one_round, replay_request
 
 from replay.drafting.every_anchor import draft_every_anchor
@@ -15,9 +16,11 @@ from replay.drafting.first_pass import first_pass
 from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
 from replay.engines.behaviour import HEALTHY, Behaviour
+from replay.engines.profiles import ENGINES
 from replay.faults.change import Subject
 from replay.faults.table import apply_faults, parse_faults
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
+from replay.head.products import Execution
 
 STEPS = 4
 SHAPES = ((7, 16), (3, 10), (2, 1), (5, 2))
@@ -28,13 +31,15 @@ def bound(changed: Subject) -> Head:
     # In double precision no rounding can part the ways to draft; of precision faults the rounding is the matter.
     plain = changed.precision == healthy_subject({}).precision
     dtype = torch.float64 if plain else torch.float16 if changed.precision.base == "fp16" else torch.float32
+    profile = ENGINES["sglang"]
+    if changed.own_embedding is not None:
+        profile = replace(profile, own_embedding=changed.own_embedding)
     return Head(
         changed.checkpoint,
-        target_embed_VE=embed_VE,
-        target_lm_head_VE=lm_head_VE,
-        dtype=dtype,
+        TargetTables(embed_VE, lm_head_VE),
+        profile=profile,
+        execution=Execution(dtype),
         behaviour=changed.behaviour,
-        own_embedding=changed.own_embedding,
         precision=changed.precision,
     )
 
@@ -135,16 +140,9 @@ def test_an_offset_of_all_rows_changes_no_token(case: str) -> None:
 def test_a_walk_runs_prompts_in_products_of_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a server does, whatever the most rows of its decodes: sums are rounded by how many rows there are."""
     healthy = healthy_subject({})
-    head = Head(healthy.checkpoint, target_embed_VE=target_tables(healthy.checkpoint)[0], product_rows=4,
-                behaviour=Behaviour(rewrite="stale"))  # fmt: skip
-    sizes: list[int] = []
-    linear = torch.nn.functional.linear
-
-    def spy(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        sizes.append(len(x))
-        return linear(x, *arguments)
-
-    monkeypatch.setattr("replay.head.model.functional.linear", spy)
+    head = Head(healthy.checkpoint, TargetTables(*target_tables(healthy.checkpoint)),
+                execution=Execution(product_rows=4), behaviour=Behaviour(rewrite="stale"))  # fmt: skip
+    sizes = products_seen(monkeypatch)
     tokens_T, taps, _ = request(7, 16)
     features_RKD = torch.cat([taps[tap] for tap in TAPS], dim=-1).to(head.dtype)
     walk(head, [DraftInput(tokens_T, features_RKD, 7)], STEPS)
@@ -156,8 +154,8 @@ def _traces(head: Head, items: list[DraftInput]) -> list[object]:
     numbers: list[object] = []
     forward = head.forward
 
-    def spy(*arguments: Any) -> Any:
-        output = forward(*arguments)
+    def spy(*arguments: Any, **named: Any) -> Any:
+        output = forward(*arguments, **named)
         numbers.append(head.logits(output.normed_RE).double().sum().item())
         numbers.append(output.feedback_RE.double().sum().item())
         return output
@@ -172,7 +170,9 @@ def test_no_fault_is_a_healthy_server() -> None:
     healthy = healthy_subject({})
     assert apply_faults(healthy, ()) is healthy
     items = inputs(healthy, healthy)
-    plain = Head(healthy.checkpoint, target_embed_VE=target_tables(healthy.checkpoint)[0], dtype=torch.float64)
+    plain = Head(
+        healthy.checkpoint, TargetTables(*target_tables(healthy.checkpoint)), execution=Execution(torch.float64)
+    )
     assert twin_rounds(plain, items) == twin_rounds(bound(healthy), items)
     accepted = [item.accepted for item in twin_rounds(plain, items)[0]]
     assert accepted == [2, 4, 0, 1, 3]

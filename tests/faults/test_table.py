@@ -93,7 +93,7 @@ def test_a_value_of_a_kv_policy_is_refused_as_it_was_typed(policy: str, said: st
 
 def test_the_list_says_what_a_diagnosis_makes_of_a_kind() -> None:
     done = CliRunner().invoke(cli, ["faults", "--json"])
-    kinds = {kind["name"]: kind for kind in json.loads(done.stdout)}
+    kinds = {kind["name"]: kind for kind in json.loads(done.stdout)["faults"]}
     assert list(kinds) == list(FAULTS)
     assert kinds["kv.none"]["reports"] == FAULTS["kv.none"].reports > 0
     assert kinds["kv.none"]["kv"] == {"alone": "none"} and kinds["attn.window"]["kv"] == {"N": "window:N"}

@@ -1,6 +1,6 @@
 """Step logits equal those of other projects' heads, which they compute with their own code and their own caches.
 
-The engine is ours as it runs: ``draft_every_anchor`` with its packed attention. Only the choice of tokens is tapped,
+Ours are what replay runs: ``draft_every_anchor`` with its packed attention. Only the choice of tokens is tapped,
 to see the logits and to feed the tokens that a peer insists on.
 """
 
@@ -22,7 +22,7 @@ from replay.drafting import next_tokens
 from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.rows import DraftInput
 from replay.engines.profiles import ENGINES, NUMERICS
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
 
 STEPS = 5
 LENGTH = 24
@@ -91,10 +91,8 @@ def build(options: dict[str, Any], engine: str, numerics: str) -> tuple[Checkpoi
     assert lm_head_WE is not None
     head = Head(
         checkpoint,
-        target_embed_VE=target_embed_VE,
-        target_lm_head_VE=target_lm_head_VE,
-        profile=ENGINES[engine],
-        numerics=NUMERICS[numerics],
+        TargetTables(target_embed_VE, target_lm_head_VE),
+        profile=replace(ENGINES[engine], numerics=numerics),
     )
     return checkpoint, head, embed_VE, lm_head_WE
 
@@ -240,7 +238,7 @@ def test_on_the_features_of_a_real_target(
     config = checkpoint.config
     assert config.rope.type == "default" and config.lm_head == "own"
     rope = {"rope_type": "default", "rope_theta": config.rope.theta}
-    head = Head(checkpoint, target_embed_VE=embed_VE)
+    head = Head(checkpoint, TargetTables(embed_VE))
     item = DraftInput(tokens_T, features_RKD, 1)
     ids_R, rows_RKD = tokens_T[1 : item.rows + 1], features_RKD[: item.rows]
     forced = list(teacher_forced(ids_R, STEPS))

@@ -1,4 +1,4 @@
-"""Precision as a variant: what may be typed, what it does to a head, and that the engines agree under each format."""
+"""Precision as a variant: what may be typed, what it does to a head, and that all ways to draft agree under it."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,8 @@ from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import Format, fused_name, parse_format, parse_precision, with_kv
 from replay.engines.profiles import ENGINES
 from replay.errors import UsageError
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
+from replay.head.products import Execution
 from replay.head.quantise import quantise, quantise_weight
 from replay.simulator.fit import check_precision
 from replay.simulator.precision_ranking import TOGETHER, one_by_one
@@ -173,9 +174,8 @@ def head_in(
     embed_VE, lm_head_VE = target_tables(checkpoint)
     return Head(
         checkpoint,
-        target_embed_VE=embed_VE,
-        target_lm_head_VE=lm_head_VE if checkpoint.config.lm_head == "target" else None,
-        dtype=dtype,
+        TargetTables(embed_VE, lm_head_VE if checkpoint.config.lm_head == "target" else None),
+        execution=Execution(dtype),
         behaviour=behaviour,
         precision=parse_precision(text),
     )
@@ -295,7 +295,7 @@ def test_norms_and_the_embedding_are_rounded_when_asked_for() -> None:
     assert torch.equal(head._weights["layers.0.hidden_norm.weight"], plain._weights["layers.0.hidden_norm.weight"])
 
 
-# ---- the engines agree ----
+# ---- all ways to draft agree ----
 
 PRECISIONS = [
     "*=fp8",
@@ -316,7 +316,7 @@ PRECISIONS = [
 
 
 @pytest.mark.parametrize("text", PRECISIONS)
-def test_engine_ordered_engine_and_twin_agree_and_differ_from_unquantised(text: str) -> None:
+def test_every_anchor_rounds_in_order_and_twin_agree_and_differ_from_unquantised(text: str) -> None:
     """In fp64, so that another order of summation flips no rounding to the grid."""
     head = head_in(text, num_hidden_layers=2)
     item = request_for(head)

@@ -11,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from replay.checkpoint.config import parse_config
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
+from replay.head.products import Execution
 from replay.head.rope import inverse_frequencies, rotate
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -97,7 +98,7 @@ def test_part_of_each_head_is_rotated() -> None:
 def test_rotation_equals_that_of_transformers(name: str, dtype: torch.dtype) -> None:
     """Bit for bit, in bf16 and fp16 too, where cos and sin are rounded first; positions up to a long context."""
     checkpoint = tiny_checkpoint(head_dim=64, rope_parameters=ROPES[name])
-    head = Head(checkpoint, target_embed_VE=target_tables(checkpoint)[0], dtype=dtype)
+    head = Head(checkpoint, TargetTables(*target_tables(checkpoint)), execution=Execution(dtype))
     positions_R = torch.tensor([0, 1, 2, 17, 2047, 8192, 100_000])
     x_RNH = torch.randn(len(positions_R), 4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     rotary = LlamaRotaryEmbedding(transformers_config(ROPES[name], 64))

@@ -94,6 +94,7 @@ def start_server(
     topk: int = 1,
     num_draft_tokens: int | None = None,
     extra_args: Sequence[str] = (),
+    launcher: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
     env: Mapping[str, str] | None = None,
     threads: int | None = None,
     cwd: Path | None = None,
@@ -102,13 +103,14 @@ def start_server(
     """Runs ``sglang.launch_server`` on the CPU while the context lasts, and ends its whole process group after it.
 
     With ``draft_dir`` it drafts by EAGLE-3: ``steps`` steps, ``topk`` branches, ``num_draft_tokens`` verified rows
-    (steps + 1 when None). ``threads`` sets OMP_NUM_THREADS, otherwise the environment does. ``env`` is added to this
-    process's environment; a PYTHONPATH in it goes before this folder. The server runs in ``cwd`` (the log's folder
-    when None). Raises ServerError when it is not ready after ``ready_timeout`` seconds.
+    (steps + 1 when None). ``launcher`` is what takes SGLang's arguments. ``threads`` sets OMP_NUM_THREADS, otherwise
+    the environment does. ``env`` is added to this process's environment; a PYTHONPATH in it goes before this folder.
+    The server runs in ``cwd`` (the log's folder when None). Raises ServerError when it is not ready after
+    ``ready_timeout`` seconds.
     """
     port = free_port()
     command = [
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(target_dir)),
+        *(*launcher, "--model-path", str(target_dir)),
         *("--device", "cpu", "--attention-backend", "intel_amx", "--host", "127.0.0.1", "--port", str(port)),
         *("--mem-fraction-static", "0.2", "--max-total-tokens", "16384", "--max-running-requests", "8"),
         *("--disable-radix-cache", "--skip-server-warmup"),
@@ -149,6 +151,8 @@ def server_environment(env: Mapping[str, str], threads: int | None = None) -> di
         **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
         **env,
     }
+    # Plain kernels are for the process that tests: for them torch's compiler, which the server uses, has no code.
+    merged.pop("ATEN_CPU_CAPABILITY", None)
     merged["PYTHONPATH"] = os.pathsep.join([*filter(None, [env.get("PYTHONPATH")]), str(RIG)])
     return merged
 

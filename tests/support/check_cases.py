@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from support.heads import random_tensors, tiny_config
 from torch import Tensor
 
-from replay.check.facts import read_facts
+from replay.check.facts import Facts, read_facts
 from replay.check.run import Outcome, check
 from replay.check.server import parse_server_arguments
 from replay.checkpoint.config import parse_config
@@ -21,6 +21,10 @@ LAYERS, HIDDEN, VOCABULARY = 30, 32, 96
 DEFAULT_IDS = [1, 14, 26]  # R[2], R[15] and R[27] of 30 layers, as SGLang counts
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors], object]
+
+KIMI = {"model_type": "kimi_k25", "num_hidden_layers": 61}
+GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 36}
+TOP_IDS = "eagle_aux_hidden_state_layer_ids"
 
 EAGLE3 = "--speculative-algorithm EAGLE3 --speculative-draft-model-path x "
 CHAIN = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 "
@@ -81,12 +85,28 @@ def write_case(folder: Path, case: Case, built: Mapping[str, Any] | None = None)
     return write(folder / "draft", config, tensors), write(folder / "target", target_config(**dict(case.target)))
 
 
-def outcome(folder: Path, case: Case, built: Mapping[str, Any] | None = None, **more: Any) -> Outcome:
-    """What check says of a case."""
+def facts_of(folder: Path, case: Case, built: Mapping[str, Any] | None = None, **more: Any) -> Facts:
+    """What rules look at in a case; ``more`` as ``read_facts`` takes it."""
     draft, target = write_case(folder, case, built)
     server = None if case.server is None else parse_server_arguments(case.server, case.engine)
     wiring = parse_wiring(case.wiring, layers=LAYERS) if case.wiring else None
-    return check(read_facts(draft, target, server, engine=case.engine, wiring=wiring, **more))
+    return read_facts(draft, target, server, engine=case.engine, wiring=wiring, **more)
+
+
+def outcome(folder: Path, case: Case, built: Mapping[str, Any] | None = None, **more: Any) -> Outcome:
+    """What check says of a case."""
+    return check(facts_of(folder, case, built, **more))
+
+
+def server_info(**arguments: Any) -> dict[str, Any]:
+    """As SGLang 0.5.23 answers: resolved arguments at the top level and in each scheduler's state."""
+    resolved = {
+        "model_path": "target", "speculative_algorithm": "EAGLE3", "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4, "quantization": None, "dtype": "auto",
+        "kv_cache_dtype": "auto", "speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0,
+        "context_length": None, "_speculative_draft_quantization_explicitly_set": False,
+    } | arguments  # fmt: skip
+    return {**resolved, "version": "0.5.23", "internal_states": [resolved]}
 
 
 # ---- changes of tensors ----

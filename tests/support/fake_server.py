@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from replay.capture.manifest import Manifest, write_manifest
 from replay.capture.plugin.recorder import summarise_rows
-from replay.capture.spool import Entry, Manifest, launch_folder, write_chunk, write_manifest
+from replay.capture.spool import Entry, launch_folder, write_row_file
 
 VOCABULARY = 16
 LAUNCH = "00112233445566aa"
@@ -179,7 +180,7 @@ class FakeServer:
         with self.lock:
             self.numbers += 1
             number = self.numbers
-        write_chunk(
+        write_row_file(
             launch_folder(self.folder, LAUNCH), 7, number, [entry], {name: [part] for name, part in tensors.items()}
         )
 
@@ -242,8 +243,11 @@ def fake_server(server: FakeServer) -> Iterator[FakeServer]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if not self.refused():
-                self.send(*server.answer(body))
+            try:
+                if not self.refused():
+                    self.send(*server.answer(body))
+            except ConnectionError:
+                self.close_connection = True  # the client has gone: a test has killed it, or it has given up
 
     if server.folder is not None:
         server.manifest()

@@ -8,6 +8,7 @@ import torch
 from support.heads import tiny_checkpoint
 
 from replay.engines.behaviour import HEALTHY
+from replay.engines.precision import Precision
 from replay.engines.wiring import Wiring
 from replay.faults.change import Subject
 
@@ -102,7 +103,7 @@ def subject(options: tuple[tuple[str, Any], ...]) -> Subject:
     if own:
         table = torch.randn(96, 32, generator=torch.Generator().manual_seed(8))
         checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, "embed_tokens.weight": table})
-    return Subject(Wiring(TAPS), checkpoint, HEALTHY, LAYERS)
+    return Subject(Wiring(TAPS), checkpoint, HEALTHY, LAYERS, Precision("bf16"))
 
 
 def healthy_subject(options: dict[str, Any]) -> Subject:

@@ -1,11 +1,15 @@
 """Heads of random weights, one for each option of a config, and requests of random tokens and features for them."""
 
+from dataclasses import replace
+
 import torch
 from support.heads import target_tables, tiny_checkpoint
 
 from replay.drafting.rows import DraftInput
-from replay.engines.profiles import ENGINES, NUMERICS
-from replay.head.model import Head
+from replay.engines.behaviour import HEALTHY, Behaviour
+from replay.engines.profiles import ENGINES
+from replay.head.model import Head, TargetTables
+from replay.head.products import Execution
 
 HEADS = {
     "plain": {},
@@ -28,18 +32,25 @@ HEADS = {
 }  # fmt: skip
 
 
+FP64 = Execution(torch.float64)
+
+
 def make_head(
-    name: str, *, engine: str = "sglang", numerics: str = "sglang", dtype: torch.dtype = torch.float64
+    name: str,
+    *,
+    engine: str = "sglang",
+    numerics: str = "sglang",
+    execution: Execution = FP64,
+    behaviour: Behaviour = HEALTHY,
 ) -> Head:
+    """The same weights whenever it is called with the same name."""
     checkpoint = tiny_checkpoint(**HEADS[name])
-    embed_VE, lm_head_VE = target_tables(checkpoint)
     return Head(
         checkpoint,
-        target_embed_VE=embed_VE,
-        target_lm_head_VE=lm_head_VE,
-        profile=ENGINES[engine],
-        numerics=NUMERICS[numerics],
-        dtype=dtype,
+        TargetTables(*target_tables(checkpoint)),
+        profile=replace(ENGINES[engine], numerics=numerics),
+        execution=execution,
+        behaviour=behaviour,
     )
 
 

@@ -10,7 +10,8 @@ from support import decoder, sampler
 from transformers import AutoTokenizer, PreTrainedModel
 
 import replay
-from replay.capture.local.record import CaptureOptions, capture_local
+from replay.capture.local.record import capture_local
+from replay.capture.options import CaptureOptions
 from replay.traces.sample_files import sample_head, sample_prompts
 from replay.traces.taps import FINAL
 from replay.traces.writer import CapturedRequest, TraceWriter

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_good_trace_opens(folder: Path) -> None:
     trace = Trace.open(folder)
     assert len(trace) == 4
-    assert [finding.severity for finding in check_trace(trace)] == ["info", "info"]
+    assert [finding.severity for finding in check_trace(trace)] == ["note", "note"]
 
 
 def test_no_trace(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def test_it_was_written_before_there_was_a_feed(trace: Trace) -> None:
 
 def test_check(trace: Trace) -> None:
     assert [(finding.severity, finding.what[:50]) for finding in check_trace(trace)] == [
-        ("info", "3 of 3 files have the bytes that their checksums n"),
-        ("info", "lm_head(final) was computed for 6 of 6 output posi"),
+        ("note", "3 of 3 files have the bytes that their checksums n"),
+        ("note", "lm_head(final) was computed for 6 of 6 output posi"),
     ]
 
 

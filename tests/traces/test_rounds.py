@@ -96,7 +96,7 @@ def test_foreign_parquet_is_refused(rounds: Rounds, tmp_path: Path) -> None:
         rounds.table.write_parquet(path, metadata={METADATA_KEY: foreign})
         _refused(path, TraceVersionError, "not one of rounds")
     rounds.table.write_parquet(path, metadata={METADATA_KEY: "{"})
-    _refused(path, TraceCorruptError, "not JSON")
+    _refused(path, TraceCorruptError, "its metadata is not valid JSON")
 
 
 Break = Callable[[dict[str, Any]], object]
@@ -116,16 +116,20 @@ def _rewrite(rounds: Rounds, path: Path, *, head: Break = lambda _: None, table:
     [
         (lambda head: head.update(version=2), TraceVersionError, "version 2, this replay reads version 1"),
         (lambda head: head.pop("version"), TraceVersionError, "version None"),
-        (lambda head: head.pop("drafts"), TraceCorruptError, "differs from the format in drafts"),
-        (lambda head: head.update(more=1), TraceCorruptError, "differs from the format in more"),
-        (lambda head: head.update(requests={}), TraceCorruptError, "requests in its metadata is not a JSON array"),
-        (lambda head: head.update(trace=[]), TraceCorruptError, "trace in its metadata is not a JSON object"),
-        (lambda head: head["variants"][1].pop("kv"), TraceCorruptError, "variants[1]"),
-        (lambda head: head["variants"][0].update(steps="3"), TraceCorruptError, "variants[0].steps"),
-        (lambda head: head["variants"][0].update(steps=True), TraceCorruptError, "variants[0].steps"),
-        (lambda head: head["variants"][0].update(wiring=[3]), TraceCorruptError, "variants[0].wiring"),
-        (lambda head: head["requests"][0].update(observed_histogram=[1.5]), TraceCorruptError, "observed_histogram"),
-        (lambda head: head["requests"].append("r9"), TraceCorruptError, "requests[2]"),
+        (lambda head: head.pop("drafts"), TraceCorruptError, "its metadata lacks the field drafts"),
+        (lambda head: head.update(more=1), TraceCorruptError, "its metadata has the field more"),
+        (lambda head: head.update(requests={}), TraceCorruptError, "requests is {}, must be a list of objects"),
+        (lambda head: head.update(trace=[]), TraceCorruptError, "trace holds [] where a JSON object must stand"),
+        (lambda head: head["variants"][1].pop("kv"), TraceCorruptError, "variants[1] lacks the field kv"),
+        (lambda head: head["variants"][0].update(steps="3"), TraceCorruptError, "variants[0]: steps is '3'"),
+        (lambda head: head["variants"][0].update(steps=True), TraceCorruptError, "variants[0]: steps is True"),
+        (lambda head: head["variants"][0].update(wiring=[3]), TraceCorruptError, "variants[0]: wiring is [3]"),
+        (
+            lambda head: head["requests"][0].update(observed_histogram=[1.5]),
+            TraceCorruptError,
+            "requests[0]: observed_histogram is [1.5]",
+        ),
+        (lambda head: head["requests"].append("r9"), TraceCorruptError, "requests[2] holds 'r9'"),
         (lambda head: head["variants"][1].update(name="near"), TraceCorruptError, "variant 'near' 2 times"),
         (lambda head: head["requests"][1].update(request_id="r0"), TraceCorruptError, "request 'r0' 2 times"),
         (lambda head: head["variants"].pop(), TraceCorruptError, "rounds of variant 'far'"),

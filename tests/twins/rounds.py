@@ -1,7 +1,7 @@
-"""The slow, obvious twin of the engines: one request, one round, one token at a time; no cache, no batching.
+"""The slow, obvious twin of ``draft_every_anchor`` and ``walk``: one request, one round, one token at a time.
 
-Every drafted token recomputes the head over all rows so far. Rows are a list; each notes when it is made which rows
-it sees. Tests hold the engines equal to it, whatever the behaviour (engines/behaviour.py).
+No cache, no batching: every drafted token recomputes the head over all rows so far. Rows are a list; each notes when it
+is made which rows it sees. Tests hold both functions equal to it, whatever the behaviour (engines/behaviour.py).
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class TwinRound:
 
 @dataclass(frozen=True, slots=True)
 class TwinRow:
-    """One input row of the head: ``sees`` and ``sees_zeros`` are places of rows, of itself too."""
+    """One input row of the head: ``sees`` and ``sees_zeros`` are slots in the list of rows, its own too."""
 
     index: int
     position: int
@@ -102,13 +102,13 @@ class Twin:
         blank = blank or index < min(behaviour.blank_prefix, last_prompt_row)
         blank = blank or behaviour.blank_output[0] <= output_token < behaviour.blank_output[1]
         state = self._head.fuse(features[None])[0]
-        return self._row(index, self._placed(index), embedded, state, blank, drafted=0)
+        return self._row(index, self._shifted(index), embedded, state, blank, drafted=0)
 
     def _drafted_row(self, step: int, token: int, state_E: Tensor) -> TwinRow:
         """The row that embeds the drafted token number ``step``."""
         index = self.anchor - 1 + step
         behaviour = self._behaviour
-        position = self._placed(self.anchor - 1 + step * behaviour.advance + behaviour.drafted_offset)
+        position = self._shifted(self.anchor - 1 + step * behaviour.advance + behaviour.drafted_offset)
         return self._row(index, position, torch.tensor(token), state_E, False, drafted=step)
 
     def _row(self, index: int, position: int, token: Tensor, state: Tensor, blank: bool, *, drafted: int) -> TwinRow:
@@ -116,23 +116,23 @@ class Twin:
         own = here - drafted  # the row itself, or the anchor row of the round
         behaviour = self._behaviour
         sees, zeros = [], []
-        for place, row in enumerate(self.rows):
+        for slot, row in enumerate(self.rows):
             near = behaviour.window is None or row.index > index - behaviour.window
-            if place > own:
+            if slot > own:
                 seen = near and behaviour.chain == "grow"
             else:
-                seen = near and (not behaviour.alone or place == own)
-            empty = row.blank and place != own
+                seen = near and (not behaviour.alone or slot == own)
+            empty = row.blank and slot != own
             if seen and not (empty and behaviour.blank_fill == "masked"):
-                sees.append(place)
+                sees.append(slot)
                 if empty:
-                    zeros.append(place)
+                    zeros.append(slot)
         if not (drafted and behaviour.chain == "unseen"):
             sees.append(here)
         embed = self._head.embed(token[None])[0]
         return TwinRow(index, position, embed, state, blank, tuple(sees), tuple(zeros))
 
-    def _placed(self, position: int) -> int:
+    def _shifted(self, position: int) -> int:
         position += self._behaviour.offset
         limit = self._behaviour.max_position
         return position if limit is None else min(position, limit - 1)
@@ -141,9 +141,9 @@ class Twin:
         """The head over all rows."""
         count = len(self.rows)
         seen, zeros = torch.zeros(count, count, dtype=torch.bool), torch.zeros(count, count, dtype=torch.bool)
-        for place, row in enumerate(self.rows):
-            seen[place, list(row.sees)] = True
-            zeros[place, list(row.sees_zeros)] = True
+        for slot, row in enumerate(self.rows):
+            seen[slot, list(row.sees)] = True
+            zeros[slot, list(row.sees_zeros)] = True
         return self._head.forward(
             torch.stack([row.embed_E for row in self.rows]),
             torch.stack([row.state_E for row in self.rows]),
@@ -155,16 +155,16 @@ class Twin:
         """Target ids drafted from the anchor; drafted rows stay until ``commit``."""
         head, drafted = self._head, list[int]()
         if self._continued is None:
-            output, place, state = self._run(), self._next_row, self._next_state
+            output, slot, state = self._run(), self._next_row, self._next_state
         else:
-            output, place, state = self._continued, -1, -1
+            output, slot, state = self._continued, -1, -1
         continues = self._behaviour.next_row == "drafted"
         for step in range(1, steps + 1):
-            logits_W = head.logits(output.normed_RE[place][None])[0]
+            logits_W = head.logits(output.normed_RE[slot][None])[0]
             drafted.append(int(head.target_ids_W[int(logits_W.argmax())]))
             if step < steps or continues:
                 self.rows.append(self._drafted_row(step, drafted[-1], output.feedback_RE[state]))
-                output, place, state = self._run(), -1, -1
+                output, slot, state = self._run(), -1, -1
         self._continued = output if continues else None
         if self._behaviour.dummy_from is not None and self.anchor - 1 >= self._behaviour.dummy_from:
             return [0] * steps
@@ -180,8 +180,8 @@ class Twin:
         hole = anchor + accepted - 1 if holed else None
         if behaviour.rewrite == "stale":
             self.rows = [
-                replace(row, blank=True) if place >= base and row.index == hole else row
-                for place, row in enumerate(self.rows)
+                replace(row, blank=True) if slot >= base and row.index == hole else row
+                for slot, row in enumerate(self.rows)
             ]
         first = anchor + (kept if behaviour.rewrite == "stale" else 0)
         written = len(self.rows)

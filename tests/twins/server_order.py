@@ -1,6 +1,6 @@
 """Rounds in a server's own order: one draft KV that grows and is rewritten as the server does it, row for row.
 
-Where drafting/every_anchor.py computes every anchor at once, this walks: prefill, then per round one row for each
+Where drafting/every_anchor.py drafts at every anchor at once, this walks: prefill, then per round one row for each
 drafted token and an extend of K+1 rows after verify (SGLang 0.5.23 speculative/eagle_worker_v2.py
 ``_draft_extend_for_prefill``, ``draft_forward``, ``_draft_extend_for_decode``). Products therefore run over as many
 rows as the server's do for one request at a time, which is what equality to the last bit can depend on: tests hold it
@@ -19,8 +19,9 @@ from twins.rounds import TwinRound
 from replay.drafting.next_tokens import choose
 from replay.drafting.product_sizes import prefill_sizes
 from replay.drafting.rows import DraftInput
-from replay.head.attention import attend_committed_and_chain
+from replay.head.attention import KeyValues, attend_committed_and_chain
 from replay.head.model import Head, HeadOutput
+from replay.head.products import group_by_size
 
 
 @dataclass(slots=True)
@@ -31,12 +32,12 @@ class _DraftKV:
     values: list[Tensor]
     written: int = 0
 
-    def append(self, layer: int, k_RMH: Tensor, v_RMH: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, k_RMH: Tensor, v_RMH: Tensor) -> KeyValues:
         """Write rows behind the first ``written`` ones; all rows up to these."""
         stop = self.written + len(k_RMH)
         self.keys[layer][self.written : stop] = k_RMH
         self.values[layer][self.written : stop] = v_RMH
-        return self.keys[layer][:stop], self.values[layer][:stop]
+        return KeyValues(self.keys[layer][:stop], self.values[layer][:stop])
 
 
 class OrderedRequest:
@@ -54,7 +55,7 @@ class OrderedRequest:
         self._products = {first: size for first, _, size in item.spans}
         self._size = 0  # of the product that logits of the next first draft come from, where it is not their own
         if not self.done:
-            chunks = torch.tensor(prefill_sizes(self.anchor, head.prefill_rows))
+            chunks = torch.tensor(prefill_sizes(self.anchor, head.execution.prefill_rows))
             sizes = chunks.repeat_interleave(chunks)
             self._last = self._extend(item.tokens_T[1 : self.anchor + 1], self.anchor, self.anchor - 1, sizes)
 
@@ -91,8 +92,8 @@ class OrderedRequest:
                 positions = torch.tensor([self.anchor + step - 1])
                 output = self._head.forward(embeds, output.feedback_RE, positions, self._attend)
                 self._kv.written += 1
-            with self._head.products_like(torch.tensor([self._size]) if self._size and not step else None):
-                ids, _ = choose(self._head, self._head.logits(output.normed_RE))
+            sizes = group_by_size(torch.tensor([self._size])) if self._size and not step else None
+            ids, _ = choose(self._head, self._head.logits(output.normed_RE, sizes))
             drafted.append(int(ids))
         self._kv.written = self.anchor
         return drafted
@@ -106,17 +107,17 @@ class OrderedRequest:
         features = self._item.features_RKD[start : start + true_rows]
         padding = features.new_zeros((len(following) - true_rows, features.shape[1]))
         positions = torch.arange(start, start + len(following))
-        with self._head.products_like(sizes_R):
-            state = self._head.fuse(torch.cat([features, padding]))
-            output = self._head.forward(self._head.embed(following), state, positions, self._attend)
+        sizes = group_by_size(sizes_R)
+        state = self._head.fuse(torch.cat([features, padding]), sizes)
+        output = self._head.forward(self._head.embed(following), state, positions, self._attend, sizes=sizes)
         self._kv.written = start + true_rows
         return HeadOutput(output.normed_RE[last : last + 1], output.feedback_RE[last : last + 1])
 
     def _attend(self, layer: int, q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
-        keys, values = self._kv.append(layer, k_RMH, v_RMH)
+        rows = self._kv.append(layer, k_RMH, v_RMH)
         reach = torch.arange(self._kv.written + 1, self._kv.written + 1 + len(q_RNH), device=self._head.device)
         none = k_RMH.new_empty((0, len(q_RNH), *k_RMH.shape[1:]))
-        return attend_committed_and_chain(q_RNH, keys, values, reach, none, none, self._head.numerics)
+        return attend_committed_and_chain(q_RNH, rows, reach, KeyValues(none, none), self._head.numerics)
 
 
 def replay_in_order(head: Head, item: DraftInput, steps: int, tail: Tensor | None = None) -> list[TwinRound]:

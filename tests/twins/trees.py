@@ -1,6 +1,7 @@
-"""The slow, obvious twin of the tree engine: one round, one node at a time; no cache, no batching, the tree in Python.
+"""The slow, obvious twin of ``draft_every_tree``: one round, one node at a time, the tree in Python.
 
-Every node recomputes the head over the committed rows and its column's whole history. Tests hold the engine equal.
+No cache, no batching: every node recomputes the head over the committed rows and its column's whole history. Tests hold
+the function equal to it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from replay.head.model import Head
 
 @dataclass(frozen=True, slots=True)
 class TwinNode:
-    """A drafted node: its target id, and the place of its parent in the tree (ROOT: the known token; or ORPHAN)."""
+    """A drafted node: its target id, and the index of its parent in the tree (ROOT: the known token; or ORPHAN)."""
 
     token: int
     parent: int
@@ -24,7 +25,7 @@ class TwinNode:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A token that could become a node: ``parent`` is a place in the list of all candidates, ``column`` the one whose
+    """A token that could become a node: ``parent`` is an index in the list of all candidates, ``column`` the one whose
     node it would follow."""
 
     token: int
@@ -77,29 +78,29 @@ def draft_one_tree(
     chosen = list(range(topk))
     for step in range(1, steps):
         before, states, first_new = list(columns), list(feedbacks), len(candidates)
-        for column, place in enumerate(chosen):
-            node = candidates[place]
+        for column, index in enumerate(chosen):
+            node = candidates[index]
             history = before[node.column if kv == "path" and step > 1 else column]
             embed = head.embed(torch.tensor([node.token]))[0]
             columns[column] = history.then(embed, states[node.column])
             feedbacks[column], likely = columns[column].last_row(head, topk)
-            candidates += [_Candidate(token, node.score * p, place, column) for token, p in likely]
+            candidates += [_Candidate(token, node.score * p, index, column) for token, p in likely]
         new = range(first_new, len(candidates))
-        chosen = sorted(new, key=lambda place: -candidates[place].score)[:topk]
+        chosen = sorted(new, key=lambda index: -candidates[index].score)[:topk]
     return _best_nodes(candidates, num_draft_tokens - 1)
 
 
 def _best_nodes(candidates: list[_Candidate], nodes: int) -> list[TwinNode]:
-    kept = sorted(sorted(range(len(candidates)), key=lambda place: -candidates[place].score)[:nodes])
-    places = {ROOT: ROOT} | {place: node for node, place in enumerate(kept)}
-    return [TwinNode(candidates[place].token, places.get(candidates[place].parent, ORPHAN)) for place in kept]
+    kept = sorted(sorted(range(len(candidates)), key=lambda index: -candidates[index].score)[:nodes])
+    node_of = {ROOT: ROOT} | {index: node for node, index in enumerate(kept)}
+    return [TwinNode(candidates[index].token, node_of.get(candidates[index].parent, ORPHAN)) for index in kept]
 
 
 def accept_in_tree(tree: list[TwinNode], chosen: list[int]) -> int:
     """How many tokens the target takes: from the known token on, go to the child that it chose while there is one."""
     node, accepted = ROOT, 0
     for token in chosen:
-        children = [place for place, child in enumerate(tree) if child.parent == node and child.token == token]
+        children = [index for index, child in enumerate(tree) if child.parent == node and child.token == token]
         if not children:
             break
         node, accepted = children[0], accepted + 1

@@ -8,7 +8,8 @@ from support import decoder
 from transformers import AutoTokenizer
 
 import replay
-from replay.capture.local.record import CaptureOptions, capture_local
+from replay.capture.local.record import capture_local
+from replay.capture.options import CaptureOptions
 from replay.traces.sample_files import sample_head, sample_prompts
 
 PROMPTS = 24

@@ -160,6 +160,13 @@ def test_every_link_leads_to_a_file_and_a_heading(document: Path, link: str) -> 
     assert not anchor or anchor in _anchors(target)
 
 
+def test_every_test_that_the_guide_names_is_there() -> None:
+    """CONTRIBUTING.md says which test fails for what one forgets."""
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name in named if f"def {name}(" not in written} == set()
+
+
 # ---- Python ----
 
 
@@ -212,3 +219,26 @@ def _run(test: doctest.DocTest) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     runner.run(test, out=said.append, clear_globs=False)
     assert runner.failures == 0, "".join(said)
+
+
+# ---- the rooms ----
+
+
+@pytest.mark.parametrize("document", ["docs/structure.md", "CONTRIBUTING.md"])
+def test_every_path_in_the_text_exists(document: str) -> None:
+    """Paths stand in backticks; those of a room begin with its folder."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    tops = "replay|traces|capture|analysis|tests|scripts|docs"
+    paths = re.findall(rf"`((?:{tops})/[\w./-]*)`", text)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_page_of_rooms_has_every_room() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    rooms = {
+        path.parent.relative_to(ROOT).as_posix() + "/"
+        for top in ("replay", "traces", "capture", "analysis")
+        for path in (ROOT / top).rglob("__init__.py")
+    }
+    assert {room for room in rooms if f"| `{room}` |" not in text} == {"replay/"}

@@ -1,4 +1,8 @@
-"""The promise: what replay predicts from a server's trace is what that very server did, round for round."""
+"""The promise: what replay predicts from a server's trace is what that very server did, round for round.
+
+Kernels differ from machine to machine, and with them the order of sums: every round is the server's, or it parts from
+it at a near tie, whose margin is measured (support/near_ties.py).
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +11,15 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from support.near_ties import (
+    Anchor,
+    Followed,
+    chain_noise,
+    first_difference,
+    follow_chains,
+    judge_chains,
+    report_judged,
+)
 from support.served_traces import served_trace
 from twins.server_order import replay_in_order
 
@@ -21,6 +34,11 @@ STEPS = 5
 RIGHT, WRONG = "embed,3,16", "3,16,28"
 
 Capture = Callable[[str], replay.Trace]
+
+
+def fp32(trace: replay.Trace, wiring: str) -> dict[Anchor, Followed]:
+    """The replay in another rounding order."""
+    return follow(trace, wiring, precision="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -39,43 +57,86 @@ def captured(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Capt
     return of
 
 
-def predict(trace: replay.Trace, wiring: str, **changes: Any) -> replay.Rounds:
-    variant = replay.Variant("demo", replay.parse_wiring(wiring), steps=STEPS, **changes)
-    return replay.simulate(trace, {"demo": replay.load_head(sample_head())}, [variant])
+def variant(wiring: str, **changes: Any) -> replay.Variant:
+    return replay.Variant("demo", replay.parse_wiring(wiring), steps=STEPS, **changes)
 
 
-def side_by_side(predicted: replay.Rounds, trace: replay.Trace) -> pl.DataFrame:
-    """Predicted and served rounds of the same request and number; null where only one side has it."""
-    return predicted.table.join(trace.served_rounds(), on=["request_id", "round"], how="full", suffix="_served")
+def predict(trace: replay.Trace, wiring: str) -> replay.Rounds:
+    return replay.simulate(trace, {"demo": replay.load_head(sample_head())}, [variant(wiring)])
+
+
+def follow(trace: replay.Trace, wiring: str, **changes: Any) -> dict[Anchor, Followed]:
+    return follow_chains(trace, sample_head(), variant(wiring, **changes))
 
 
 @pytest.mark.parametrize("wiring", [RIGHT, WRONG])
-def test_every_round_in_the_servers_own_order(captured: Capture, wiring: str) -> None:
+def test_every_round_is_the_servers(captured: Capture, wiring: str, record_property: Any) -> None:
+    trace = captured(wiring)
+    judged = judge_chains(f"chains of {STEPS}, wiring {wiring}", follow(trace, wiring), fp32(trace, wiring))
+    report_judged(record_property, [judged])
+    assert judged.rounds == len(trace.served_rounds()) > PROMPTS * NEW_TOKENS / (STEPS + 1)
+    assert judged.unexplained == 0, judged
+
+
+@pytest.mark.parametrize("order", [{"precision": "fp32"}, {"numerics": "hf"}], ids=str)
+def test_rounds_in_another_order_part_at_near_ties(
+    captured: Capture, order: dict[str, str], record_property: Any
+) -> None:
+    """As where a server with other kernels is replayed here."""
+    trace = captured(RIGHT)
+    judged = judge_chains(f"chains of {STEPS}, replayed with {order}", follow(trace, RIGHT, **order), fp32(trace, RIGHT)
+                          if "numerics" in order else follow(trace, RIGHT))  # fmt: skip
+    report_judged(record_property, [judged])
+    assert judged.unexplained == 0, judged
+    assert judged.parted  # rounding does show, so that the test above says something
+
+
+def test_another_wiring_is_told_from_rounding(captured: Capture) -> None:
+    """The rounds of a server fed otherwise part far beyond rounding."""
+    trace = captured(WRONG)
+    judged = judge_chains("the right wiring on the wrong server", follow(trace, RIGHT), fp32(trace, RIGHT))
+    assert judged.unexplained > judged.rounds / 2
+
+
+@pytest.mark.parametrize("wiring", [RIGHT, WRONG])
+def test_the_served_walk_is_the_servers(captured: Capture, wiring: str) -> None:
+    """Round after round by itself, as `replay simulate` walks: the server's, up to a round that parts at a near tie."""
+    trace, followed = captured(wiring), follow(captured(wiring), wiring)
+    predicted, compared = predict(trace, wiring).table, 0
+    for record in trace.records:
+        mine, served = (
+            table.filter(pl.col("request_id") == record.request_id).sort("round").iter_rows(named=True)
+            for table in (predicted, trace.served_rounds())
+        )
+        for one, other in zip(mine, served, strict=False):
+            assert one["anchor"] == other["anchor"]
+            if first_difference(followed[record.request_id, other["anchor"]]) is not None:
+                break
+            assert (one["drafted"], one["accepted"]) == (other["drafted"], other["accepted"])
+            compared += 1
+    assert compared > PROMPTS
+
+
+@pytest.mark.parametrize("wiring", [RIGHT, WRONG])
+def test_the_servers_own_order_of_rows(captured: Capture, wiring: str) -> None:
+    """The twin that runs row after row as a server does drafts what every anchor at once drafts, but at near ties."""
     trace, checkpoint = captured(wiring), replay.load_head(sample_head())
-    variant = resolve(replay.Variant("demo", replay.parse_wiring(wiring), steps=STEPS), checkpoint, trace)
-    head = build_head(checkpoint, variant, trace)
+    resolved = resolve(variant(wiring), checkpoint, trace)
+    head, followed = build_head(checkpoint, resolved, trace), follow(trace, wiring)
+    near = 2 * chain_noise(followed, fp32(trace, wiring))
     with torch.inference_mode():
         for index, record in enumerate(trace.records):
-            rows = trace.read(index, variant.wiring.taps)
-            played = replay_in_order(head, draft_input(rows, variant.wiring), STEPS, rows.tail_ids)
+            rows = trace.read(index, resolved.wiring.taps)
+            played = replay_in_order(head, draft_input(rows, resolved.wiring), STEPS, rows.tail_ids)
             served = trace.served_rounds().filter(pl.col("request_id") == record.request_id).sort("round")
-            assert [one.anchor for one in played] == served["anchor"].to_list()
-            assert [list(one.drafted) for one in played] == served["drafted"].to_list()
-            assert [one.accepted for one in played] == served["accepted"].to_list()
-
-
-@pytest.mark.parametrize("wiring", [RIGHT, WRONG])
-def test_the_engine_predicts_the_server(captured: Capture, wiring: str) -> None:
-    trace = captured(wiring)
-    predicted = predict(trace, wiring)
-    rounds = side_by_side(predicted, trace)
-    same = rounds.filter(
-        (pl.col("drafted") == pl.col("drafted_served")) & (pl.col("accepted") == pl.col("accepted_served"))
-    )
-    assert len(same) / len(rounds) >= 0.998
-    (summary,) = replay.summarise(predicted)
-    assert summary.observed is not None
-    assert summary.accept_length == pytest.approx(summary.observed.accept_length, rel=1e-3)
+            for mine, theirs in zip(played, served.iter_rows(named=True), strict=False):
+                assert mine.anchor == theirs["anchor"]
+                if list(mine.drafted) != theirs["drafted"]:
+                    pairs = enumerate(zip(mine.drafted, theirs["drafted"], strict=True))
+                    step = next(step for step, (one, other) in pairs if one != other)
+                    assert followed[record.request_id, mine.anchor].margins[step] <= near
+                    break
+                assert mine.accepted == theirs["accepted"]
 
 
 def test_what_the_server_reports_is_what_was_recorded(captured: Capture) -> None:
@@ -97,22 +158,6 @@ def test_the_story_live(captured: Capture) -> None:
     assert at_right.observed is not None and at_wrong.observed is not None
     assert at_wrong.observed.accept_length < 1.2 < 1.5 < at_right.observed.accept_length
     # The target's own text is the same but for near ties, so each trace predicts the other server closely.
-    assert at_wrong.accept_length == pytest.approx(at_right.observed.accept_length, rel=0.1)
-    assert at_right.accept_length == pytest.approx(at_wrong.observed.accept_length, rel=0.1)
-
-
-def test_another_rounding_order_costs_a_few_drafts(captured: Capture) -> None:
-    """What --numerics shows: in Transformers' order some drafted tokens differ, in fp32 too."""
-    trace = captured(RIGHT)
-    differing = {}
-    for name, changes in {"hf": {"numerics": "hf"}, "fp32": {"precision": "fp32"}}.items():
-        rounds = side_by_side(predict(trace, RIGHT, **changes), trace)
-        pairs = [
-            (mine, theirs)
-            for drafted, served in rounds.select("drafted", "drafted_served").iter_rows()
-            if drafted is not None and served is not None
-            for mine, theirs in zip(drafted, served, strict=True)
-        ]
-        differing[name] = sum(mine != theirs for mine, theirs in pairs) / len(pairs)
-    assert 0 < differing["hf"] < 0.1
-    assert 0 < differing["fp32"] < 0.1
+    for here, there in ((at_wrong, at_right), (at_right, at_wrong)):
+        low, high = here.accept_length_ci95
+        assert low <= there.observed.accept_length <= high

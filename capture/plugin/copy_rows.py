@@ -1,0 +1,165 @@
+"""Copies of an engine's rows, made on its current stream: the engine writes its next step over what it gave.
+
+Each ``copy_*`` returns the copied tensors, and the function of rows.py that turns them into entries once they are on
+the CPU. R rows of a forward, C = K*H captured columns of them, H width, V vocabulary, B requests, N nodes of a verify,
+D the longest path; requests that no client of ours asked for are left out here or in rows.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from replay.capture.plugin.columns import Columns
+from replay.capture.plugin.recorder import summarise_rows
+from replay.capture.plugin.rows import decode_rows, feed_rows, prefill_rows, verify_rows
+from replay.capture.spool import RID_PREFIX
+from replay.errors import CaptureError
+from replay.traces.header import TAP_DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from replay.capture.plugin.recorder import Build
+
+    Copied = tuple[dict[str, Tensor], Build]
+
+FED_ROWS = 8  # of a request's first prefill: more would not tell more
+
+
+@dataclass(frozen=True, slots=True)
+class TargetForward:
+    """What a target's forward gave. Of a prefill there are logits for the last row of each request."""
+
+    hidden_RC: "Tensor"
+    final_RH: "Tensor"
+    logits_RV: "Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVerify:
+    """Between a verify's forward and its end: node rows, R = B*N, on the device, which only another forward overwrites.
+
+    The logits are summarised at once, since the verify writes to them.
+    """
+
+    hidden_RC: "Tensor"
+    final_RH: "Tensor"
+    summary: "dict[str, Tensor]"
+
+
+def copy_prefill(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "Copied":
+    """Of a prefill: all rows of each request of ours, and the logits of its last one."""
+    import torch
+
+    spans = [(i, *span) for i, span in enumerate(_spans(batch)) if span[0].startswith(RID_PREFIX)]
+    places = [slice(begin, end) for *_, begin, end in spans]
+    chosen_BV = torch.cat([forward.logits_RV[i : i + 1] for i, *_ in spans])
+    tensors = {
+        "hidden": torch.cat([forward.hidden_RC[place] for place in places]),
+        "final": torch.cat([forward.final_RH[place] for place in places]),
+        "input_ids": _own(torch.cat([batch.input_ids[place] for place in places])),
+        **summarise_rows(chosen_BV, k),
+    }
+    known = [(rid, prefix, end - begin) for _, rid, prefix, begin, end in spans]
+    return tensors, partial(prefill_rows, known, columns.taps, columns.width)
+
+
+def copy_decode(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "Copied":
+    """Of a plain decode: one row a request."""
+    size = len(batch.rids)
+    tensors = {
+        "hidden": forward.hidden_RC[:size].clone(),
+        "final": forward.final_RH[:size].clone(),
+        "input_ids": _own(batch.input_ids[:size]),
+        "starts": _own(batch.positions[:size]),
+        **summarise_rows(forward.logits_RV[:size], k),
+    }
+    return tensors, partial(decode_rows, list(batch.rids), columns.taps, columns.width)
+
+
+def hold_verify(forward: TargetForward, k: int) -> HeldVerify:
+    """Hold the rows of a verify's forward until it is known which of them were accepted."""
+    return HeldVerify(forward.hidden_RC, forward.final_RH, summarise_rows(forward.logits_RV, k))
+
+
+def copy_verify(held: HeldVerify, result: Any, batch: Any, columns: Columns) -> "Copied":
+    """The accepted rows of a verify, in the order of their positions."""
+    index_BD = result.accept_index.long().clamp(min=0)  # global node numbers
+    size, depth = index_BD.shape
+    nodes = result.speculative_num_draft_tokens
+    flat = index_BD.reshape(-1)
+    drafted_BN = batch.spec_info.draft_token.reshape(size, nodes)
+    tensors = {
+        "hidden": held.hidden_RC[flat],
+        "final": held.final_RH[flat],
+        **{name: tensor[flat] for name, tensor in held.summary.items()},
+        "input_ids": _own(drafted_BN.reshape(-1)[flat]),
+        "drafted": _own(drafted_BN),
+        "chosen": _own(result.next_token_ids.reshape(size, nodes)[:, :depth]),
+        "accept_lens": _own(result.accept_lens),
+        # new length less what was accepted: batch.seq_lens may have been moved on
+        "anchors": _own(result.new_seq_lens - result.accept_lens),
+    }
+    if batch.spec_info.topk > 1:
+        for name in ("retrieve_next_token", "retrieve_next_sibling"):
+            tensors[name] = _own(getattr(batch.spec_info, name).reshape(size, nodes))
+    return tensors, partial(verify_rows, [req.rid for req in batch.reqs], columns.taps, columns.width)
+
+
+def copy_feed(batch: Any, width: int) -> "Copied | None":
+    """Of a draft's prefill: a few rows of each request of ours that begins in it; None where none does.
+
+    Raises CaptureError where the prefill lacks rows, or its features can be no slots.
+    """
+    import torch
+
+    places, known, end = [], [], 0
+    for rid, prefix, begin, end in _spans(batch):
+        if prefix or begin == end or not rid.startswith(RID_PREFIX):
+            continue  # only of a first piece: of a prompt, or of all tokens so far where the request was put back
+        step = -(-(end - begin) // FED_ROWS)  # evenly over the rows, the last one among them
+        first = (end - begin - 1) % step
+        places.append(slice(begin + first, end, step))
+        known.append((rid, range(first, end - begin, step)))
+    if not places:
+        return None
+    features = batch.spec_info.hidden_states
+    _check_feed(batch.input_ids, batch.positions, features, end, width)
+    tensors = {
+        "feed.token": _own(torch.cat([batch.input_ids[place] for place in places])),
+        "feed.position": _own(torch.cat([batch.positions[place] for place in places])),
+        "feed.features": torch.cat([features[place] for place in places]),
+    }
+    return tensors, partial(feed_rows, known)
+
+
+def _check_feed(tokens: "Tensor", positions: "Tensor", features: Any, rows: int, width: int) -> None:
+    """Raises CaptureError where a draft's prefill lacks some of its ``rows``, or its features can be no slots.
+
+    Short slices would make a file of rows that disagrees with itself, and the client refuses such a file whole.
+    """
+    for name, given in (("token ids", tokens), ("positions", positions), ("rows of features", features)):
+        if given is None or len(given) < rows:
+            raise CaptureError(f"a draft's prefill of {rows} rows had {0 if given is None else len(given)} {name}")
+    dtype = str(features.dtype).removeprefix("torch.")
+    if features.dim() != 2 or features.shape[1] % width or not features.shape[1] or dtype not in TAP_DTYPES:
+        raise CaptureError(
+            f"the draft was fed features {dtype} {list(features.shape)}, slots are of {width} features in "
+            f"{', '.join(TAP_DTYPES)}"
+        )
+
+
+def _spans(batch: Any) -> Iterator[tuple[str, int, int, int]]:
+    """Of each request of a prefill: its id, tokens before this piece, and where its rows begin and end."""
+    end = 0
+    for rid, length, prefix in zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True):
+        begin, end = end, end + int(length)
+        yield rid, int(prefix), begin, end
+
+
+def _own(numbers: "Tensor") -> "Tensor":
+    """A copy as int32, made on the current stream."""
+    import torch
+
+    return numbers.to(torch.int32, copy=True)

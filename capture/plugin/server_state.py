@@ -1,0 +1,81 @@
+"""What is read of a running SGLang: its ranks and layout, its resolved arguments, and versions. Sets nothing."""
+
+from typing import Any
+
+from replay.capture.plugin.recording import SIMULATED
+from replay.errors import CaptureError
+
+
+def ranks() -> dict[str, int]:
+    """This process's place in the server's parallel layout, by the names of spool.Manifest."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    names = ("tp", "pp", "attn_tp", "attn_dp", "attn_cp")
+    return {name: int(getattr(parallel, f"{name}_rank")) for name in names}
+
+
+def world() -> int:
+    """Scheduler processes that share a model: ``/server_info`` counts those of all data-parallel replicas."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.tp_size) * int(parallel.pp_size)
+
+
+def layout_problem() -> str | None:
+    """What of the server's parallel layout cannot be recorded."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    for name, flag in (("pp_size", "--pp-size"), ("attn_cp_size", "--attn-cp-size")):
+        if getattr(parallel, name) != 1:
+            return f"{flag} {getattr(parallel, name)} was seen, recording works with {flag} 1"
+    return None
+
+
+def simulation_problem() -> str | None:
+    """Whether the server makes its accept lengths up."""
+    from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
+
+    return (
+        f"{SIMULATED} is {SIMULATE_ACC_LEN}, so its accept lengths are made up: unset it"
+        if SIMULATE_ACC_LEN > 0
+        else None
+    )
+
+
+def drafting_problem(runner: Any) -> str | None:
+    """What of the way the server drafts cannot be recorded."""
+    algorithm = runner.spec_algorithm
+    if not (algorithm.is_none() or algorithm.is_eagle3()):
+        return f"the server drafts by {algorithm}, recording works with EAGLE3 or without a draft"
+    if not algorithm.is_none() and resolved_arguments().get("enable_multi_layer_eagle"):
+        return "enable_multi_layer_eagle is set, recording works with EAGLE3 of one draft model"
+    return None
+
+
+def given_wiring(runner: Any, core: Any) -> tuple[int, ...]:
+    """What the draft would be fed without us, as R indices; () without a draft. Raises CaptureError."""
+    uses_aux = bool(runner.spec_aux_config.eagle_use_aux_hidden_state)
+    given = tuple(sorted(core.layers_to_capture)) if uses_aux else ()
+    if runner.spec_algorithm.is_eagle3() and not given:
+        raise CaptureError("the draft uses no auxiliary hidden states, so it has no wiring to record")
+    return given
+
+
+def resolved_arguments() -> dict[str, Any]:
+    """The server's arguments by name, defaults and what SGLang made of them included."""
+    from sglang.srt.runtime_context import get_context
+
+    arguments: dict[str, Any] = get_context().resolved_server_args_dict()
+    return arguments
+
+
+def versions(runner: Any) -> dict[str, str]:
+    """Of torch and transformers, and the accelerator's name; empty on a CPU."""
+    import torch
+    import transformers
+
+    device = "" if runner.device == "cpu" else torch.get_device_module(runner.device).get_device_name()
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "accelerator": device}

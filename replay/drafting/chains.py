@@ -1,0 +1,72 @@
+"""Chains of every anchor: after the first pass one drafted row per anchor and step, whatever token each is fed.
+
+What the tokens are is the caller's: the head's own drafts (every_anchor.py), the recorded text (path_probability.py) or
+what a server drafted (margins.py). K passes then replace K x rounds. Behaviour that follows the walk is not played here
+but in round_by_round.py.
+
+Suffixes as in head/model.py and head/attention.py: A anchors of all packed requests, J drafted rows so far.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replay.drafting.first_pass import FirstPass, PackedAttention
+from replay.drafting.rows import drafted_positions
+from replay.engines.behaviour import Behaviour
+from replay.head.attention import KeyValues
+from replay.head.model import Head
+from replay.head.products import ProductSizes
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStep:
+    """The state [A, E] that gives each anchor's next logits, and the sizes of the products that a server reads them in.
+
+    ``logit_sizes`` is None where these do not matter.
+    """
+
+    normed_AE: Tensor
+    logit_sizes: ProductSizes | None
+
+
+def chain_steps(head: Head, first: FirstPass, steps: int, feed: Callable[[int], Tensor]) -> Iterator[ChainStep]:
+    """The states of ``steps`` steps, one after the other.
+
+    ``feed(step)`` gives the target ids [A] that the rows of ``step`` (1, 2, ...) embed. It is asked for them when the
+    step before has been dealt with, and so may answer with what was drafted there.
+    """
+    yield ChainStep(first.output.normed_RE, first.logit_sizes)
+    attention, state_AE = ChainAttention(head, first.attention), first.output.feedback_RE
+    for step in range(1, steps):
+        positions_A = drafted_positions(first.anchor_rows_A, step, head.behaviour)
+        output = head.forward(head.embed(feed(step)), state_AE, positions_A, attention)
+        state_AE = output.feedback_RE
+        yield ChainStep(output.normed_RE, None)
+
+
+class ChainAttention:
+    """Attention of drafted rows: the committed rows that ``base`` holds, and the anchor's own drafted rows before."""
+
+    def __init__(self, head: Head, base: PackedAttention) -> None:
+        self._base, self._behaviour = base, head.behaviour
+        self._chain: list[list[KeyValues]] = [[] for _ in range(head.config.num_layers)]
+
+    def __call__(self, layer: int, q: Tensor, k_AMH: Tensor, v_AMH: Tensor) -> Tensor:
+        """One more drafted row per anchor."""
+        chain = self._chain[layer]
+        chain.append(KeyValues(k_AMH, v_AMH))
+        seen = chain[seen_from(self._behaviour, len(chain)) :]
+        if seen:
+            k_JAMH, v_JAMH = (torch.stack(part) for part in zip(*seen, strict=True))
+        else:
+            k_JAMH, v_JAMH = (part.new_empty((0, *part.shape)) for part in (k_AMH, v_AMH))
+        return self._base.answer(layer, q, KeyValues(k_JAMH, v_JAMH), len(chain))
+
+
+def seen_from(behaviour: Behaviour, step: int) -> int:
+    """How many of the first drafted rows the drafted row of ``step`` (1, 2, ...) does not see."""
+    hidden = {"grow": 0, "overwrite": step - 1, "unseen": step}[behaviour.chain]
+    return hidden if behaviour.window is None else max(hidden, step - behaviour.window)

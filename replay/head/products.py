@@ -1,0 +1,97 @@
+"""Matrix products over as many rows as a server's run over.
+
+Kernels choose their order of summation by the number of rows. Equality to the last bit with a server therefore asks for
+products as large as its own; drafting/product_sizes.py says how large these are.
+
+Suffixes: R rows, Q some of them, N rows of one size, I inputs, O outputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What a head runs in, on what, and how large its products are: no more of a result than its rounding.
+
+    ``product_rows`` is the most rows of a product (None: all at once). A server that decodes a few requests at a time
+    stays below it. ``prefill_rows`` is the most rows of a prompt that it prefilled at once (None: any number); only
+    what works out ``ProductSizes`` reads it.
+    """
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+    product_rows: int | None = None
+    prefill_rows: int | None = None
+
+
+FP32_ON_CPU = Execution()
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSizes:
+    """The rows of one pass by the size of the product in which a server made each: make it with ``group_by_size``.
+
+    ``groups`` pairs each size with the indices [N] of its rows. Rows of one size are put together; where a product
+    lacks some, zeros stand in. Sizes up to ``Execution.product_rows`` are alike.
+    """
+
+    sizes_R: Tensor
+    groups: tuple[tuple[int, Tensor], ...]
+
+    def keep(self, rows: Tensor | slice) -> "ProductSizes":
+        """Those of some rows, named by their indices [Q] or by a slice."""
+        return group_by_size(self.sizes_R[rows])
+
+
+def group_by_size(sizes_R: Tensor) -> ProductSizes:
+    """Rows whose products have ``sizes_R``, a tensor on the head's device."""
+    sizes: list[int] = sizes_R.unique().tolist()
+    return ProductSizes(sizes_R, tuple((size, (sizes_R == size).nonzero()[:, 0]) for size in sizes))
+
+
+def multiply(
+    x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, execution: Execution, sizes: ProductSizes | None
+) -> Tensor:
+    """``x`` times the transposed weight [R, O], in products as large as ``sizes`` says or ``execution`` allows."""
+    if sizes is not None:
+        return _multiply_by_size(x_RI, weight_OI, bias_O, execution, sizes)
+    rows, most = len(x_RI), execution.product_rows
+    if most is not None and rows > most:
+        return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in x_RI.split(most)])
+    if execution.device.type == "cpu" and execution.dtype.itemsize == 2:
+        filled_RI = functional.pad(x_RI, (0, 0, 0, filled_rows(rows) - rows))
+        return functional.linear(filled_RI, weight_OI, bias_O)[:rows]
+    return functional.linear(x_RI, weight_OI, bias_O)
+
+
+def _multiply_by_size(
+    x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, execution: Execution, sizes: ProductSizes
+) -> Tensor:
+    assert len(x_RI) == len(sizes.sizes_R)
+    out_RO = x_RI.new_empty((len(x_RI), len(weight_OI)))
+    for size, index_N in sizes.groups:
+        x_NI = x_RI[index_N]
+        if size > (execution.product_rows or 0):
+            x_NI = functional.pad(x_NI, (0, 0, 0, -len(index_N) % size))
+        parts = [functional.linear(piece, weight_OI, bias_O) for piece in x_NI.split(size)]
+        out_RO[index_N] = torch.cat(parts)[: len(index_N)]
+    return out_RO
+
+
+def filled_rows(rows: int) -> int:
+    """The number of rows, at least ``rows`` and less than an eighth more, that a 16-bit product on a CPU runs over.
+
+    oneDNN builds a kernel of about a megabyte for every number of rows that it meets and keeps 1,024 of them (its
+    developer guide, "Primitive Cache"). Packs of requests never have the same number twice, so without rounding up
+    memory grows with every pack. Eight numbers an octave are few. Up to 32 rows stay as they are, as servers decode.
+    """
+    if rows <= 32:
+        return rows
+    step = 1 << ((rows - 1).bit_length() - 4)
+    return -(-rows // step) * step

@@ -1,0 +1,70 @@
+"""What a server may answer: JSON that is none, and more than anybody asked for, end in a sentence."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from replay.capture.client import api
+from replay.errors import CaptureError
+
+
+@contextmanager
+def _answering(body: bytes, *, chunked: bool = False) -> Iterator[api.ServerApi]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(len(body)))))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield api.open_api(f"127.0.0.1:{server.server_port}", timeout=10.0, retries=0)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_answer_is_read(chunked: bool) -> None:
+    with _answering(b'{"a": [1, null]}', chunked=chunked) as server:
+        assert server.get("/server_info") == {"a": [1, None]}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html>", "Expecting value.*it says <html>"),
+        (b'{"a": NaN}', "NaN is no JSON number"),
+        (b'{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        (b"[" * 100_000, "nests deeper than 64 levels"),
+        (b'{"a": "\xff"}', "is not UTF-8"),
+    ],
+)
+def test_an_answer_that_is_no_json_is_tried_again_and_then_refused(body: bytes, said: str) -> None:
+    with (
+        _answering(body) as server,
+        pytest.raises(CaptureError, match=f"failed 1 times, last: the answer of /x is not valid JSON: .*{said}"),
+    ):
+        server.get("/x")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_answer_that_is_too_large_is_not_held(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_MOST", 10)
+    with (
+        _answering(b"[1, 2, 3, 4]", chunked=chunked) as server,
+        pytest.raises(CaptureError, match="more than 10 bytes"),
+    ):
+        server.get("/x")
