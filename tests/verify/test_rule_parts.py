@@ -78,7 +78,7 @@ def test_a_rule_has_the_limit_of_its_ratio(name: str) -> None:
     for rule in (parse_rule(spelled) for spelled in RULES if parse_rule(spelled).name == name):
         tiny, nothing = np.array([[1e-9]]), np.array([[0.0]])
         ratios = [share_ratios(rule, p, taken_shares(rule, p, np.array([0.5]))) for p in (tiny, nothing)]
-        np.testing.assert_allclose(*ratios, rtol=1e-6)
+        np.testing.assert_allclose(*ratios, atol=1e-6)
 
 
 @shared_rule
