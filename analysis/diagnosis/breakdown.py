@@ -1,15 +1,39 @@
-"""What holds a head back, and where a server parts from its replay: rounds looked at by category, depth and place."""
+"""What holds a head back, where a server parts from its replay, and which further observation would tell more."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from replay.analysis.counts import histograms, per_request, position_rates
-from replay.analysis.diagnosis.evidence import RoundDraft, RoundKey
-from replay.analysis.diagnosis.verdict import Stratum
+from replay.analysis.diagnosis.evidence import DRAFTED, LENGTH, RoundDraft, RoundKey
+from replay.analysis.diagnosis.verdict import Diagnosis, Stratum
 from replay.traces.rounds import RequestInfo, Rounds
 
 # Differences below these are not worth a sentence.
 _CATEGORY, _LATE, _DEPTH = 0.15, 0.10, 0.25
 _MIN_ROUNDS = 30
+
+
+def separate(diagnosis: Diagnosis, steps: int) -> Iterator[str]:
+    """Which further observation would tell apart what was not told apart, on a server of so many ``steps``."""
+    if not diagnosis.undecided:
+        return
+    kind = diagnosis.healthy.evidence.kind
+    if diagnosis.gains and diagnosis.verdict == "fault":
+        yield "say with --wiring what the head was trained on, if its config or its trainer tells"
+        yield "more requests: what the head accepts under these variants lies within noise"
+        return
+    if kind == LENGTH:
+        yield "an accept length alone tells few faults apart: capture from the server itself, which counts rounds"
+    if kind != DRAFTED:
+        yield "start the server with `replay serve`, which records what it drafts round by round"
+        return
+    names = " ".join((*diagnosis.undecided, diagnosis.named or ""))
+    if "weights.missing" in names:
+        yield "the server's log from its start: which of the draft's tensors it did not load"
+    if "position." in names or "attn." in names or "kv." in names:
+        yield "longer prompts and outputs: positions, windows and draft KV show more the longer the context"
+    if steps < 3:
+        yield "more steps: what is fed back between steps shows from the second token on"
+    yield "more requests: at these anchors the replays draft the same tokens"
 
 
 def limits(rounds: Rounds, variant: str, *, unknown_share: float) -> Iterator[str]:

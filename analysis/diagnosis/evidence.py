@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from replay.analysis.bootstrap import resampled_sums
+from replay.analysis.bootstrap import percentile_interval, resampled_sums
 from replay.analysis.counts import ROUNDS, Counts, lengths, stacked_sums
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _SMOOTH = 1.0  # rounds of every count that a predicted histogram is given besid
 
 @dataclass(frozen=True, slots=True)
 class RoundDraft:
-    """One round that a server ran or that was replayed at the same anchor."""
+    """What one round drafted and how much of it was accepted: a server's, or a replay's at the same anchor."""
 
     drafted: tuple[int, ...]
     accepted: int
@@ -227,8 +227,7 @@ def accepted_gain(
     if len(sums) < 2:
         return gain, math.nan, math.nan
     drawn = resampled_sums(sums, seed=seed, resamples=2000)
-    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
-    return gain, float(low), float(high)
+    return gain, *percentile_interval(drawn[:, 0] / drawn[:, 1])
 
 
 def length_gain(better: Counts, base: Counts, *, seed: int = 0) -> tuple[float, float, float]:
@@ -245,12 +244,11 @@ def length_gain(better: Counts, base: Counts, *, seed: int = 0) -> tuple[float, 
     if both.sum() < 2:
         return gain, math.nan, math.nan
     sums = stacked_sums(kept, seed=seed, resamples=2000)
-    low, high = np.quantile(lengths(sums[0]) - lengths(sums[1]), [0.025, 0.975])
-    return gain, float(low), float(high)
+    return gain, *percentile_interval(lengths(sums[0]) - lengths(sums[1]))
 
 
 def by_anchor(table: "pl.DataFrame") -> dict[RoundKey, RoundDraft]:
-    """Rounds of one variant or server by request and anchor."""
+    """The drafts of one variant or server by request and anchor."""
     columns = table.select("request_id", "anchor", "drafted", "accepted")
     return {
         (request, anchor): RoundDraft(tuple(drafted), accepted)

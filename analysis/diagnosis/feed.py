@@ -1,11 +1,11 @@
-"""What a draft was really fed, slot by slot: the counts that replay/feeding.py makes, judged and said.
+"""What a draft was really fed, slot by slot: the counts that replay/diagnosis/feed.py makes, judged and said.
 
 A place is a tap and a shift: row i holds the tap of row i + shift.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replay.analysis.json_document import JsonObject
 from replay.traces.taps import tap_index
@@ -70,7 +70,8 @@ class Feeding:
     """What the draft was fed in ``rows`` rows of ``requests`` requests: its slots, its tokens, its positions.
 
     ``next_token`` rows i embedded x[i+1], as EAGLE-3 heads are trained; ``own_token`` x[i] (a row may count for both).
-    ``at_offset`` rows stood ``offset`` positions after their row, which is the commonest distance.
+    ``at_offset`` rows stood ``offset`` positions after their row, which is the commonest distance; ``positions`` counts
+    rows by row and position.
     """
 
     requests: int
@@ -80,6 +81,7 @@ class Feeding:
     own_token: int
     offset: int
     at_offset: int
+    positions: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @property
     def wiring(self) -> tuple[str, ...] | None:
@@ -91,13 +93,21 @@ class Feeding:
 @dataclass(frozen=True, slots=True)
 class Fed:
     """What a variant feeds its draft: taps in order, of the row that is ``shift`` away; ``zeros`` slots of none;
-    ``unrecorded``: features that are no tap; ``own_token``: row i embeds x[i], not x[i+1]."""
+    ``unrecorded``: features that are no tap; ``own_token``: row i embeds x[i], not x[i+1]; ``offset``: row i stands at
+    i + offset, from ``max_position`` on at the last position before it (None: there is no last)."""
 
     taps: tuple[str, ...]
     shift: int = 0
     zeros: tuple[int, ...] = ()
     unrecorded: bool = False
     own_token: bool = False
+    offset: int = 0
+    max_position: int | None = None
+
+    def position(self, row: int) -> int:
+        """Where a row stands."""
+        stands = row + self.offset
+        return stands if self.max_position is None else min(stands, self.max_position - 1)
 
 
 # ---- judge ----
@@ -111,23 +121,36 @@ def contradiction(feeding: Feeding, fed: Fed) -> str:
     """
     if len(fed.taps) != len(feeding.slots):
         return f"the draft was fed {len(feeding.slots)} slots, not {len(fed.taps)}"
-    for slot, tap in zip(feeding.slots, fed.taps, strict=True):
-        if slot.slot in fed.zeros:
-            if 2 * slot.zeros < slot.rows:
-                return f"{say_slot(slot)}, and no zeros"
-        elif fed.unrecorded:
-            if slot.told:
-                return say_slot(slot)
-        elif slot.told and not slot.holds(tap, fed.shift):
-            return f"{say_slot(slot)}, and not {_say_place((tap, fed.shift))}"
+    told = (_against_slot(slot, tap, fed) for slot, tap in zip(feeding.slots, fed.taps, strict=True))
+    return next(filter(None, told), "") or _against_tokens(feeding, fed) or _against_positions(feeding, fed)
+
+
+def _against_slot(slot: Slot, tap: str, fed: Fed) -> str:
+    if slot.slot in fed.zeros:
+        return f"{say_slot(slot)}, and no zeros" if 2 * slot.zeros < slot.rows else ""
+    if fed.unrecorded:
+        return say_slot(slot) if slot.told else ""
+    denied = slot.told and not slot.holds(tap, fed.shift)
+    return f"{say_slot(slot)}, and not {_say_place((tap, fed.shift))}" if denied else ""
+
+
+def _against_tokens(feeding: Feeding, fed: Fed) -> str:
     wanted = feeding.own_token if fed.own_token else feeding.next_token
-    if 2 * wanted < feeding.rows:
-        return f"{_say_tokens(feeding)}, and not {'x[i]' if fed.own_token else 'x[i+1]'}"
-    return ""
+    if 2 * wanted >= feeding.rows:
+        return ""
+    return f"{_say_tokens(feeding)}, and not {'x[i]' if fed.own_token else 'x[i+1]'}"
+
+
+def _against_positions(feeding: Feeding, fed: Fed) -> str:
+    elsewhere = sum(count for (row, position), count in feeding.positions.items() if position != fed.position(row))
+    if 2 * elsewhere <= feeding.rows:
+        return ""
+    end = "" if fed.max_position is None else f" and {fed.max_position - 1} at most"
+    return f"{_say_positions(feeding)}, and not {_say_offset(fed.offset)} its row{end}"
 
 
 def borne_out(feeding: Feeding, fed: Fed) -> bool:
-    """Whether every slot and the tokens show what ``fed`` says, rather than merely not contradict it."""
+    """Whether slots, tokens and positions show what ``fed`` says, rather than merely not contradict it."""
     return not contradiction(feeding, fed) and all(slot.told for slot in feeding.slots)
 
 
@@ -140,8 +163,7 @@ def lines(feeding: Feeding) -> Iterator[str]:
         named = slot.zeroed or slot.spoiled or slot.place is not None
         yield say_slot(slot) + ("" if named else "; to name it, record more taps: `replay serve --taps ...`")
     yield _say_tokens(feeding)
-    where = f"{feeding.offset:+d} of" if feeding.offset else "of"
-    yield f"position: that {where} its row in {feeding.at_offset} of {feeding.rows} rows"
+    yield _say_positions(feeding)
 
 
 def say_slot(slot: Slot) -> str:
@@ -178,6 +200,14 @@ def _say_tokens(feeding: Feeding) -> str:
     return f"token: row i embeds x[i+1] in {feeding.next_token} of {feeding.rows} rows" + (
         f", x[i] in {feeding.own_token}" if feeding.own_token > feeding.next_token else ""
     )
+
+
+def _say_positions(feeding: Feeding) -> str:
+    return f"position: {_say_offset(feeding.offset)} its row in {feeding.at_offset} of {feeding.rows} rows"
+
+
+def _say_offset(offset: int) -> str:
+    return f"that {offset:+d} of" if offset else "that of"
 
 
 def feeding_json(feeding: Feeding | None) -> JsonObject:

@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.analysis import wording
-from replay.analysis.diagnosis import feed as slots
+from replay.analysis.diagnosis import feed
 from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, Scored, Stratum
+from replay.analysis.diagnosis.scored import Scored
+from replay.analysis.diagnosis.verdict import Diagnosis, Gain, Stratum
 from replay.analysis.ladder.report import render_ladder
 from replay.analysis.tables import bullet
 
@@ -27,42 +28,52 @@ _MEASURES = {
 
 def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
     """The diagnosis as a renderable that survives 80 columns."""
-    verdict = Text(f"Verdict: {diagnosis.verdict}", style=_STYLES[diagnosis.verdict])
-    if diagnosis.named:
-        verdict.append(f", {diagnosis.named}")
-    parts: list[RenderableType] = [verdict, Text(f"{diagnosis.why[:1].upper()}{diagnosis.why[1:]}.")]
-    parts.append(Text(_numbers(diagnosis)))
-    if diagnosis.feeding is not None:
-        heading = (
-            f"What the trace's own server fed its draft, in {wording.counted(diagnosis.feeding.requests, 'request')}"
-        )
-        parts += [Text(), Text(heading, style="bold"), *(bullet(line) for line in slots.lines(diagnosis.feeding))]
+    parts = [*_answer(diagnosis), *_fed(diagnosis)]
     if diagnosis.fix:
-        parts += [Text(), Text("Fix", style="bold"), Padding(Text(diagnosis.fix), (0, 0, 0, 2))]
+        parts += [*_heading("Fix"), Padding(Text(diagnosis.fix), (0, 0, 0, 2))]
     if diagnosis.gains and diagnosis.verdict == "fault":
-        parts += [Text(), Text("The head accepts more, at the same anchors, as", style="bold"), _gains(diagnosis.gains)]
-    parts += [Text(), Text("Hypotheses, best first", style="bold"), _ranking(diagnosis.ranked[:_SHOWN])]
-    evidence = diagnosis.healthy.evidence
-    parts.append(
-        Text(
-            f"same: {_MEASURES[evidence.kind]}, of {wording.count(evidence.rounds)}, or of the first of these where a "
-            "hypothesis was soon left behind; "
-            f"{len(diagnosis.ranked)} hypotheses were tried",
-            style="dim",
-        )
-    )
-    for heading, lines in (
-        ("Cannot be told apart", diagnosis.undecided),
-        ("What would tell", diagnosis.separate),
-        ("What the head lacks", diagnosis.limits),
-    ):
-        if lines:
-            parts += [Text(), Text(heading, style="bold"), *(bullet(line) for line in _some(lines))]
+        parts += [*_heading("The head accepts more, at the same anchors, as"), _gains(diagnosis.gains)]
+    parts += [*_heading("Hypotheses, best first"), _ranking(diagnosis.ranked[:_SHOWN]), _legend(diagnosis)]
+    parts += _bullets("Cannot be told apart", diagnosis.undecided)
+    parts += _bullets("What would tell", diagnosis.separate)
+    parts += _bullets("What the head lacks", diagnosis.limits)
     if diagnosis.strata:
-        parts += [Text(), Text("Where the server parts from the replay", style="bold"), _strata(diagnosis.strata)]
+        parts += [*_heading("Where the server parts from the replay"), _strata(diagnosis.strata)]
     if diagnosis.ladder is not None:
         parts += [Text(), render_ladder(diagnosis.ladder)]
     return Group(*parts)
+
+
+def _answer(diagnosis: Diagnosis) -> list[RenderableType]:
+    verdict = Text(f"Verdict: {diagnosis.verdict}", style=_STYLES[diagnosis.verdict])
+    if diagnosis.named:
+        verdict.append(f", {diagnosis.named}")
+    return [verdict, Text(f"{diagnosis.why[:1].upper()}{diagnosis.why[1:]}."), Text(_numbers(diagnosis))]
+
+
+def _fed(diagnosis: Diagnosis) -> list[RenderableType]:
+    if diagnosis.feeding is None:
+        return []
+    requests = wording.counted(diagnosis.feeding.requests, "request")
+    heading = _heading(f"What the trace's own server fed its draft, in {requests}")
+    return [*heading, *(bullet(line) for line in feed.lines(diagnosis.feeding))]
+
+
+def _legend(diagnosis: Diagnosis) -> Text:
+    evidence = diagnosis.healthy.evidence
+    return Text(
+        f"same: {_MEASURES[evidence.kind]}, of {wording.count(evidence.rounds)}, or of the first of these where a "
+        f"hypothesis was soon left behind; {len(diagnosis.ranked)} hypotheses were tried",
+        style="dim",
+    )
+
+
+def _heading(text: str) -> list[RenderableType]:
+    return [Text(), Text(text, style="bold")]
+
+
+def _bullets(heading: str, lines: Sequence[str]) -> list[RenderableType]:
+    return [*_heading(heading), *(bullet(line) for line in _some(lines))] if lines else []
 
 
 def _some(lines: Sequence[str]) -> Sequence[str]:
@@ -73,10 +84,15 @@ def _some(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _numbers(diagnosis: Diagnosis) -> str:
-    said = (
-        f"Served accept length {wording.decimal(diagnosis.served)}; a healthy replay of the same gives "
-        f"{wording.decimal(diagnosis.healthy.evidence.accept_length)}"
-    )
+    """What was served, and what a healthy server would have: at the same anchors, and left to itself."""
+    healthy = diagnosis.healthy
+    if math.isnan(diagnosis.replayed_at_served_anchors):
+        gives = wording.decimal(healthy.evidence.accept_length)
+    else:
+        gives = f"{wording.decimal(diagnosis.replayed_at_served_anchors)} at the server's own anchors"
+        if math.isfinite(healthy.accept_length):
+            gives += f" and {wording.decimal(healthy.accept_length)} on its own walk"
+    said = f"Served accept length {wording.decimal(diagnosis.served)}; a healthy replay of the same gives {gives}"
     if diagnosis.verdict == "fault" and math.isfinite(diagnosis.expected):
         said += f"; expected once it is mended {wording.decimal(diagnosis.expected)}"
     return f"{said}."
@@ -85,7 +101,7 @@ def _numbers(diagnosis: Diagnosis) -> str:
 def _ranking(ranked: Sequence[Scored]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("hypothesis", overflow="fold")
-    for heading in ("probability", "same", "accept\nlength"):
+    for heading in ("probability", "same", "accept length\non own walk"):
         table.add_column(heading, justify="right")
     for item in ranked:
         evidence = item.evidence
@@ -102,7 +118,7 @@ def _ranking(ranked: Sequence[Scored]) -> Table:
 def _gains(gains: Sequence[Gain]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("variant", overflow="fold")
-    for heading in ("accepted\nmore a round", "95 %\ninterval", "accept\nlength"):
+    for heading in ("accepted\nmore a round", "95 %\ninterval", "accept length\non own walk"):
         table.add_column(heading, justify="right")
     for gain in gains[:_SHOWN]:
         interval = wording.interval(gain.ci95)

@@ -2,74 +2,22 @@
 apart. Pure functions; ``replay diagnose`` makes the replays."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH, Evidence, lead
+from replay.analysis.diagnosis.evidence import DRAFTED, lead
 from replay.analysis.diagnosis.feed import Feeding, feeding_json
+from replay.analysis.diagnosis.scored import DECISIVE, Scored, odds, rank, undecided
 from replay.analysis.json_document import JsonObject, interval_json, object_json
 from replay.analysis.ladder.ladder import Ladder, ladder_json
 from replay.traces.rounds import HEALTHY_NAME
 
-# Nats of posterior odds: what lies closer than this to the best is not told apart from it (odds of about 150 to 1).
-DECISIVE = 5.0
-# Share of differing rounds up to which a hypothesis fits: another rounding order flips 2 to 3 % of drafted tokens.
-FITS: Mapping[str, float] = {DRAFTED: 0.10, HISTOGRAM: 0.15, LENGTH: 0.10}
-# So many rounds may differ where the accept length at the same anchors is that of the server, to this relative error.
-FLIPS, LEVEL = 0.25, 0.02
 # A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.
 WEAK_FIRST = 0.6
-# Nats against what the bits of the feed contradict: as many as some seven differing rounds, because the feed is of
-# prompts, and a server may feed its rounds otherwise.
-_CONTRADICTED = 20.0
 _NORMAL = NormalDist()
 # Another variant must accept so much more at the same anchors before the head is said to be made for it.
 BETTER_BY = 0.03
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """One hypothesis with its evidence. ``probability`` among all that were tried; ``accept_length`` of its own walk
-    over the whole trace where it was replayed so (nan: not), ``fix`` what to type.
-
-    ``contradicted`` says how the bits of what the draft was fed in its prompts contradict it (empty: not),
-    ``borne_out`` whether they show just what it says.
-    """
-
-    name: str
-    kind: str
-    value: str
-    log_prior: float
-    evidence: Evidence
-    probability: float = math.nan
-    accept_length: float = math.nan
-    fix: str = ""
-    contradicted: str = ""
-    borne_out: bool = False
-
-    @property
-    def beforehand(self) -> float:
-        """What stands before the rounds are looked at, in nats: the prior, and what the draft was fed."""
-        return self.log_prior - _CONTRADICTED * bool(self.contradicted)
-
-    @property
-    def log_posterior(self) -> float:
-        """Up to a constant, in nats."""
-        return self.beforehand + self.evidence.log_likelihood
-
-    @property
-    def fits(self) -> bool:
-        """Whether few enough rounds differ for it to be the whole story.
-
-        Other kernels than the replay's flip drafted tokens on near ties, up to one round in four, and flips cancel in
-        what is accepted.
-        """
-        evidence = self.evidence
-        if evidence.misfit <= FITS[evidence.kind]:
-            return True
-        level = abs(evidence.accept_length / evidence.served - 1) <= LEVEL if evidence.served else False
-        return evidence.kind != LENGTH and evidence.misfit <= FLIPS and level
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +57,9 @@ class Diagnosis:
     """``verdict`` is one of healthy, head, fault, engine; ``why`` one sentence.
 
     ``certainty`` is the probability of the named kind among all that were tried (nan where it was named by what it
-    would accept instead, or by what the draft was fed). ``ranked`` best first; ``undecided`` names what cannot be told
-    from the best, ``separate`` how to tell it; ``feeding`` what the draft was really fed, where that was recorded.
+    would accept instead, or by what the draft was fed). ``healthy`` is the replay of what was served, ``expected`` the
+    accept length once it is mended. ``ranked`` best first; ``undecided`` names what cannot be told from the best,
+    ``separate`` how to tell it; ``feeding`` what the draft was really fed, where that was recorded.
     """
 
     verdict: str
@@ -130,30 +79,12 @@ class Diagnosis:
     ladder: Ladder | None = None
     feeding: Feeding | None = None
 
-
-def rank(scored: Sequence[Scored]) -> list[Scored]:
-    """Best first by their odds against the likeliest, with probabilities that add up to 1 over all that were tried.
-
-    The likeliest itself does not come first where a simpler one is behind it by near ties only.
-    """
-    from dataclasses import replace
-
-    likeliest = max(scored, key=lambda item: item.log_posterior)
-    behind = [odds(likeliest, item) for item in scored]
-    weights = [math.exp(min(behind) - nats) for nats in behind]
-    total = sum(weights)
-    named = [replace(item, probability=weight / total) for item, weight in zip(scored, weights, strict=True)]
-    return [named[place] for place in sorted(range(len(named)), key=behind.__getitem__)]
-
-
-def odds(first: Scored, second: Scored) -> float:
-    """Nats of posterior odds of ``first`` over ``second``, near ties not counted for either (evidence.py, ``lead``)."""
-    return first.beforehand - second.beforehand + lead(first.evidence, second.evidence)
-
-
-def undecided(ranked: Sequence[Scored]) -> list[Scored]:
-    """What is not told apart from the best: other hypotheses within ``DECISIVE`` nats of it."""
-    return [item for item in ranked[1:] if odds(ranked[0], item) < DECISIVE]
+    @property
+    def replayed_at_served_anchors(self) -> float:
+        """Accept length of the healthy replay where each of its rounds starts at an anchor of the server's own; nan
+        where the server's rounds are not known. ``healthy.accept_length`` is that of its own walk over the trace."""
+        evidence = self.healthy.evidence
+        return evidence.accept_length if evidence.kind == DRAFTED else math.nan
 
 
 def judge(
@@ -172,41 +103,81 @@ def judge(
       rounds hold more than that.
     - Neither: ``engine``.
     """
-    ranked = rank(scored)
-    healthy = next(item for item in ranked if item.kind == HEALTHY_NAME)
-    best = ranked[0]
-    served = healthy.evidence.served
-    close = undecided(ranked)
+    ranked = tuple(rank(scored))
+    best, healthy = ranked[0], next(item for item in ranked if item.kind == HEALTHY_NAME)
+    blank = Diagnosis("engine", "", None, math.nan, healthy.evidence.served, healthy, ranked)
     beaten = best is not healthy and odds(best, healthy) >= DECISIVE
     if not beaten and healthy.fits and not healthy.contradicted:
-        return _as_served(ranked, healthy, gains, first_rate, served, stated)
+        clear = _clear_gains(blank, gains, tried=1 if stated else len(ranked))
+        return _made_for_another(blank, clear) if clear else _as_served(blank, gains, first_rate)
     if beaten and (best.fits or _explained(best, healthy) >= 0.5):
-        alike = [item.name for item in close if item.kind != HEALTHY_NAME]
-        doubt = "" if best.fits else f", though {best.evidence.misfit:.0%} of the rounds still differ"
-        others = f"; not told apart from it: {', '.join(alike)}" if alike else ""
-        return Diagnosis(
-            verdict="fault",
-            why=f"the server did what the replay does under {best.name}{doubt}{others}{_of_feed(best, healthy)}",
-            named=best.name,
-            certainty=sum(item.probability for item in ranked if item.kind == best.kind),
-            served=served,
-            healthy=healthy,
-            ranked=tuple(ranked),
-            undecided=tuple(alike),
-        )
+        return _fault_of_rounds(blank)
     shown = [item for item in ranked if item.borne_out and "+" not in item.name and item is not healthy]
     if healthy.contradicted and shown:
-        return Diagnosis(
-            verdict="fault",
-            why=f"in its prompts the draft is fed just what {shown[0].name} feeds ({healthy.contradicted}); the rounds "
-            "are not explained by that alone",
-            named=shown[0].name,
-            certainty=math.nan,
-            served=served,
-            healthy=healthy,
-            ranked=tuple(ranked),
-            undecided=tuple(item.name for item in shown[1:]),
-        )
+        return _fault_of_feed(blank, shown)
+    return _unexplained(blank, beaten)
+
+
+def _made_for_another(blank: Diagnosis, clear: Sequence[Gain]) -> Diagnosis:
+    """The server runs the head as configured, which accepts clearly more as one of the ``clear`` gains."""
+    leading = [gain for gain in clear if gain is clear[0] or gain.tied]
+    best = max(leading, key=lambda gain: gain.log_prior)
+    return replace(
+        blank,
+        verdict="fault",
+        why=f"the server runs the head as configured, and the head was made for something else: as {best.label} it "
+        f"accepts {best.gain:+.2f} tokens a round at the same anchors",
+        named=best.label,
+        undecided=tuple(gain.label for gain in leading if gain is not best),
+        gains=tuple(clear),
+    )
+
+
+def _as_served(blank: Diagnosis, gains: Sequence[Gain], first_rate: float) -> Diagnosis:
+    """The replay of what was served agrees with the server, and nothing else does better."""
+    weak = first_rate < WEAK_FIRST
+    limit = f"the head itself is the limit ({first_rate:.0%} of its first tokens are taken)" if weak else "all is well"
+    return replace(
+        blank,
+        verdict="head" if weak else "healthy",
+        why=f"the server does what the replay predicts, and no variant of the table does better: {limit}",
+        certainty=blank.healthy.probability,
+        undecided=tuple(item.name for item in blank.ranked if _alike(item, blank.healthy)),
+        gains=tuple(gains),
+    )
+
+
+def _fault_of_rounds(blank: Diagnosis) -> Diagnosis:
+    """The best of all hypotheses explains what the healthy one does not."""
+    best = blank.ranked[0]
+    alike = [item.name for item in undecided(blank.ranked) if item.kind != HEALTHY_NAME]
+    doubt = "" if best.fits else f", though {best.evidence.misfit:.0%} of the rounds still differ"
+    others = f"; not told apart from it: {', '.join(alike)}" if alike else ""
+    return replace(
+        blank,
+        verdict="fault",
+        why=f"the server did what the replay does under {best.name}{doubt}{others}{_of_feed(best, blank.healthy)}",
+        named=best.name,
+        certainty=sum(item.probability for item in blank.ranked if item.kind == best.kind),
+        undecided=tuple(alike),
+    )
+
+
+def _fault_of_feed(blank: Diagnosis, shown: Sequence[Scored]) -> Diagnosis:
+    """The feed shows what single faults feed, and the rounds are explained by none."""
+    return replace(
+        blank,
+        verdict="fault",
+        why=f"in its prompts the draft is fed just what {shown[0].name} feeds ({blank.healthy.contradicted}); the "
+        "rounds are not explained by that alone",
+        named=shown[0].name,
+        undecided=tuple(item.name for item in shown[1:]),
+    )
+
+
+def _unexplained(blank: Diagnosis, beaten: bool) -> Diagnosis:
+    """Neither the healthy server nor a fault of the table."""
+    healthy, best, close = blank.healthy, blank.ranked[0], undecided(blank.ranked)
     nearest = f"; nearest is {best.name}" if beaten else ""
     explaining = sum(item.fits and item.kind != HEALTHY_NAME for item in (best, *close)) if not beaten else 0
     table = (
@@ -214,16 +185,11 @@ def judge(
         if not explaining
         else f"which of {explaining} faults explains it cannot be told"
     )
-    direction = "less" if healthy.evidence.accept_length > served else "no less"
-    return Diagnosis(
-        verdict="engine",
-        why=f"the server accepted {direction} than the replay predicts ({served:.2f} against "
+    direction = "less" if healthy.evidence.accept_length > blank.served else "no less"
+    return replace(
+        blank,
+        why=f"the server accepted {direction} than the replay predicts ({blank.served:.2f} against "
         f"{healthy.evidence.accept_length:.2f}), and {table}{nearest}{_of_feed(healthy, healthy)}",
-        named=None,
-        certainty=math.nan,
-        served=served,
-        healthy=healthy,
-        ranked=tuple(ranked),
         undecided=tuple(item.name for item in close),
     )
 
@@ -241,56 +207,20 @@ def _explained(best: Scored, healthy: Scored) -> float:
     return (missed - best.evidence.misfit) / missed if missed else 0.0
 
 
+def _alike(item: Scored, healthy: Scored) -> bool:
+    """Whether neither the rounds nor the feed tell a hypothesis from the healthy server."""
+    return item is not healthy and not item.contradicted and abs(lead(item.evidence, healthy.evidence)) < DECISIVE
+
+
+def _clear_gains(blank: Diagnosis, gains: Sequence[Gain], tried: int) -> list[Gain]:
+    """Those that are worth it, and more than the luck of the best of ``tried``."""
+    return [gain for gain in gains if gain.gain >= BETTER_BY * blank.served and _stands_out(gain, tried)]
+
+
 def _stands_out(gain: Gain, tried: int) -> bool:
     """Whether a gain is more than the luck of the best of ``tried`` variants: Bonferroni, on the interval's width."""
     error = (gain.ci95[1] - gain.ci95[0]) / (2 * _NORMAL.inv_cdf(0.975))
     return gain.ci95[0] > 0 and gain.gain > _NORMAL.inv_cdf(1 - 0.025 / tried) * error
-
-
-def _as_served(
-    ranked: Sequence[Scored],
-    healthy: Scored,
-    gains: Sequence[Gain],
-    first_rate: float,
-    served: float,
-    stated: bool,
-) -> Diagnosis:
-    """The replay of what was served agrees with the server: is that what the head was made for?"""
-    tried = 1 if stated else len(ranked)
-    clear = [gain for gain in gains if gain.gain >= BETTER_BY * served and _stands_out(gain, tried)]
-    if clear:
-        leading = [gain for gain in clear if gain is clear[0] or gain.tied]
-        best = max(leading, key=lambda gain: gain.log_prior)
-        alike = [gain.label for gain in leading if gain is not best]
-        return Diagnosis(
-            verdict="fault",
-            why=f"the server runs the head as configured, and the head was made for something else: as {best.label} it "
-            f"accepts {best.gain:+.2f} tokens a round at the same anchors",
-            named=best.label,
-            certainty=math.nan,
-            served=served,
-            healthy=healthy,
-            ranked=tuple(ranked),
-            undecided=tuple(alike),
-            gains=tuple(clear),
-        )
-    weak = first_rate < WEAK_FIRST
-    return Diagnosis(
-        verdict="head" if weak else "healthy",
-        why="the server does what the replay predicts, and no variant of the table does better: "
-        + (f"the head itself is the limit ({first_rate:.0%} of its first tokens are taken)" if weak else "all is well"),
-        named=None,
-        certainty=healthy.probability,
-        served=served,
-        healthy=healthy,
-        ranked=tuple(ranked),
-        undecided=tuple(
-            item.name
-            for item in ranked
-            if item is not healthy and not item.contradicted and abs(lead(item.evidence, healthy.evidence)) < DECISIVE
-        ),
-        gains=tuple(gains),
-    )
 
 
 def to_json(diagnosis: Diagnosis) -> JsonObject:
@@ -304,6 +234,8 @@ def to_json(diagnosis: Diagnosis) -> JsonObject:
             "certainty": diagnosis.certainty,
             "served": diagnosis.served,
             "replayed": evidence.accept_length,
+            "replayed_at_served_anchors": diagnosis.replayed_at_served_anchors,
+            "replayed_own_walk": diagnosis.healthy.accept_length,
             "expected": diagnosis.expected,
             "fix": diagnosis.fix,
             "evidence": {"kind": evidence.kind, "rounds": evidence.rounds, "agreeing": evidence.agreeing},

@@ -13,8 +13,7 @@ from replay.analysis import wording
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats, percentile_interval
 from replay.analysis.gaps import Gap
 from replay.analysis.json_document import OUTCOMES, JsonObject, object_json
-from replay.analysis.ladder.levels import NOTHING_SERVED, Level, Levels, Reported
-from replay.analysis.ladder.levels import Reached as Reached
+from replay.analysis.ladder.levels import NOTHING_SERVED, Level, Levels, Reached, Reported
 from replay.analysis.ladder.shapley import shapley, subsets
 from replay.traces.rounds import Rounds
 

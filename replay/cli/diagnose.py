@@ -1,4 +1,4 @@
-"""The commands that look for what is wrong: diagnose by replaying, check by reading."""
+"""`replay diagnose`: what is wrong with a served head, found by replaying it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from replay.cli.terminal import print_json, print_rich, show_progress
 
 if TYPE_CHECKING:
     from replay.analysis.diagnosis.verdict import Diagnosis
-    from replay.diagnosis.diagnose import Trying
+    from replay.diagnosis.trials import Trying
 
 
 @click.command()

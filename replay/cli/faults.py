@@ -1,9 +1,14 @@
 """`replay faults`: the list that --fault takes."""
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from replay.cli.options import json_option
 from replay.cli.terminal import print_json
+
+if TYPE_CHECKING:
+    from replay.faults.change import FaultKind
 
 
 @click.command()
@@ -13,9 +18,23 @@ def faults(as_json: bool) -> None:
     from replay.faults.table import FAULTS
 
     if as_json:
-        told = ("name", "what", "values", "default")
-        print_json({"faults": [{name: getattr(kind, name) for name in told} for kind in FAULTS.values()]})
+        print_json({"faults": [_document(kind) for kind in FAULTS.values()]})
         return
     for kind in FAULTS.values():  # a paragraph each: in a table 80 columns would cut the names
         default = "" if kind.default is None else f"  [default: {kind.default}]"
         click.echo(f"{kind.name}={kind.values}{default}\n    {kind.what}")
+
+
+def _document(kind: "FaultKind") -> dict[str, Any]:
+    """``kv``: what ``--kv`` takes in place of the fault, by the value it stands for."""
+    from replay.faults.change import NO_REMEDY
+
+    return {
+        "name": kind.name,
+        "what": kind.what,
+        "values": kind.values,
+        "default": kind.default,
+        "reports": kind.reports,
+        "remedy": "" if kind.remedy == NO_REMEDY else kind.remedy,
+        "kv": {value or kind.values: name if value else f"{name}:{kind.values}" for name, value in kind.kv.items()},
+    }

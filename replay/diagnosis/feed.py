@@ -1,19 +1,26 @@
-"""The feed of a trace held against its taps, bit for bit: which tap of which row each slot holds, counted.
+"""The feed of a trace held against its taps, bit for bit, and hypotheses held against the feed.
 
-Of the top layer: it turns rows of a trace into what the analysis judges (analysis/slots.py), which sees no tensors.
+It turns rows of a trace into what the analysis judges (analysis/diagnosis/feed.py), which sees no tensors.
 Shapes: F rows of one request's feed, N needed rows of a tap, H features of a slot; a place is a tap and a shift.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from replay.analysis.diagnosis.feed import Feeding, Place, Slot
+from replay.analysis.diagnosis.feed import Fed, Feeding, Place, Slot, borne_out, contradiction
+from replay.diagnosis.case import Case
+from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis, rewired
+from replay.engines.wiring import Wiring
 from replay.errors import TraceCorruptError
+from replay.faults.table import FAULTS
+from replay.simulator.binding import bind
+from replay.simulator.variant import ResolvedVariant
 from replay.traces.tensors import tensor_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +32,48 @@ if TYPE_CHECKING:
 SHIFTS = (0, -1, 1)
 MOST_REQUESTS = 64  # whose feed is looked at
 Bits = npt.NDArray[np.uint32]
+
+
+# ---- hypotheses ----
+
+
+def held_against_feed(case: Case, hypothesis: Hypothesis) -> tuple[str, bool]:
+    """How what the draft was fed contradicts a hypothesis (empty: not), and whether it shows what that one says."""
+    feeding = case.judged_feeding
+    if feeding is None:
+        return "", False
+    fed = _fed(case, hypothesis.variant)
+    return contradiction(feeding, fed), borne_out(feeding, fed)
+
+
+def as_fed(case: Case, others: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """The wiring that was really fed, where none of the ``others`` stands for it."""
+    taps = None if case.judged_feeding is None else case.judged_feeding.wiring
+    if taps is None or len(taps) != len(case.served.wiring.taps):
+        return []
+    if any(replace(_fed(case, one.variant), offset=0, max_position=None) == Fed(taps) for one in others):
+        return []
+    alike = [one.log_prior for one in others if one.kind == WIRED_OTHERWISE]
+    return [rewired(case, Wiring(taps), max(alike, default=others[-1].log_prior))]
+
+
+def _fed(case: Case, variant: ResolvedVariant) -> Fed:
+    """What its draft is fed. Other faults than those of the feed are left out: some are costly to apply."""
+    faults = tuple(fault for fault in variant.faults if FAULTS[fault.kind].changes_feed)
+    subject = bind(replace(variant, faults=faults), case.checkpoint, case.trace)
+    behaviour = subject.behaviour
+    return Fed(
+        subject.wiring.taps,
+        shift=-(behaviour.pairing == "earlier-features"),
+        zeros=behaviour.zero_slots,
+        unrecorded=behaviour.unit_taps,
+        own_token=behaviour.pairing == "own-token",
+        offset=behaviour.offset,
+        max_position=behaviour.max_position,
+    )
+
+
+# ---- counting ----
 
 
 def read_feeding(trace: "Trace", most: int = MOST_REQUESTS) -> Feeding | None:
@@ -48,7 +97,7 @@ class _Tally:
     def __init__(self, trace: "Trace") -> None:
         self.trace = trace
         self.requests = self.rows = self.slots = self.next_token = self.own_token = 0
-        self.offsets: Counter[int] = Counter()
+        self.positions: Counter[tuple[int, int]] = Counter()
         self.compared: Counter[Place] = Counter()
         self.zeros: Counter[int] = Counter()
         self.broken: Counter[int] = Counter()
@@ -68,7 +117,7 @@ class _Tally:
         self.requests, self.rows, self.slots = self.requests + 1, self.rows + len(feed), slots
         self.next_token += int((token_F == tokens_T[row_F + 1]).sum())
         self.own_token += int((token_F == tokens_T[row_F]).sum())
-        self.offsets.update((feed.position_F.numpy().astype(np.int64) - row_F).tolist())
+        self.positions.update(zip(row_F.tolist(), feed.position_F.tolist(), strict=True))
         values_FSH = fed_FSH.view(np.float32)
         self.zeros.update(dict(enumerate((values_FSH == 0).all(2).sum(0).tolist())))
         self.broken.update(dict(enumerate((~np.isfinite(values_FSH)).any(2).sum(0).tolist())))
@@ -96,9 +145,14 @@ class _Tally:
 
     def feeding(self) -> Feeding:
         """What has been counted."""
-        offset, at_offset = max(self.offsets.items(), key=lambda item: (item[1], -abs(item[0])))
+        offsets: Counter[int] = Counter()
+        for (row, position), count in self.positions.items():
+            offsets[position - row] += count
+        offset, at_offset = max(offsets.items(), key=lambda item: (item[1], -abs(item[0])))
         slots = tuple(self._slot(slot) for slot in range(self.slots))
-        return Feeding(self.requests, self.rows, slots, self.next_token, self.own_token, offset, at_offset)
+        return Feeding(
+            self.requests, self.rows, slots, self.next_token, self.own_token, offset, at_offset, dict(self.positions)
+        )
 
     def _slot(self, slot: int) -> Slot:
         places = [(tap, shift) for shift in SHIFTS for tap in self.trace.taps]

@@ -1,16 +1,16 @@
-"""What a fault changes, and the words in which changes are written."""
+"""What a fault changes, and the words in which changes and kinds of faults are written."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import HeadConfig
 from replay.engines.behaviour import Behaviour
 from replay.engines.precision import Precision
 from replay.engines.wiring import Wiring
-from replay.errors import ReplayError, UsageError
+from replay.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -57,67 +57,55 @@ class Subject:
 Change = Callable[[Subject], Subject]
 
 
+NO_REMEDY = "-"
+
+
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One line of the table. ``values`` is the grammar as help shows it, ``default`` the value of a bare name (None:
-    one must be given)."""
+    """One entry of the table (table.py). An empty part was forgotten; tests/faults/test_parts.py says which.
+
+    Typed and listed: ``name`` and ``what`` it is; ``values``, their grammar as help shows it; ``default``, the value of
+    a bare name (None: one must be given); ``change``, from a value to what it does, which raises UsageError for one
+    that means nothing; ``kv``, its names in ``--kv``, each with the value it stands for (empty: typed behind a colon).
+
+    For a diagnosis: ``reports``, public threads whose primary cause is of this kind, which make its prior;
+    ``remedy``, what to change and where, in one sentence that may hold the braces of remedies.py, or ``NO_REMEDY``;
+    ``changes_weights``, whether the head needs weights of its own; ``changes_feed``, whether most committed rows are
+    fed other taps, tokens or positions.
+    """
 
     name: str
     what: str
     values: str
     default: str | None
     change: Callable[[str], Change]
+    reports: int = 0
+    remedy: str = ""
+    kv: Mapping[str, str] = field(default_factory=dict)
+    changes_weights: bool = False
+    changes_feed: bool = False
 
 
-def set_fields(before: Subject, after: Subject) -> set[str]:
-    """Names of what a change has set: fields of the behaviour, of the config and its RoPE, tensors, and the rest."""
-    old, new = _flat(before), _flat(after)
-    return set(after.said) | {name for name in new if name not in old or new[name] != old[name]}
+class FaultValueError(UsageError):
+    """A value that a kind does not take; ``possible`` says which it does."""
 
-
-def undone(names: Iterable[str], before: Subject, after: Subject, change: Change, healthy: Subject) -> set[str]:
-    """Those of ``names``, fields that another fault had set, of which a change leaves nothing.
-
-    It then gives there what it gives alone. Where it builds on what it finds it does not: taps are moved, formats and
-    skipped norms added, rows of tensors stacked in another order.
-    """
-    try:
-        alone = change(healthy)
-    except ReplayError:  # alone it cannot be, so it builds on the other
-        return set()
-    old, new, single = _flat(before), _flat(after), _flat(alone)
-    tensors, lone = after.checkpoint.tensors, alone.checkpoint.tensors
-    loaded = {name for name in names if name in tensors and bool((tensors[name] == lone[name]).all())}
-    return loaded | {name for name in names if name not in tensors and old[name] != new[name] == single[name]}
-
-
-def _flat(subject: Subject) -> dict[str, Any]:
-    """Every field that a change can set, by name; tensors by identity."""
-    behaviour = {item.name: getattr(subject.behaviour, item.name) for item in fields(subject.behaviour)}
-    rope = {f"rope.{item.name}": getattr(subject.config.rope, item.name) for item in fields(subject.config.rope)}
-    config = {item.name: getattr(subject.config, item.name) for item in fields(subject.config) if item.name != "rope"}
-    tensors = {name: id(tensor) for name, tensor in subject.checkpoint.tensors.items()}
-    own = {name: getattr(subject, name) for name in ("wiring", "precision", "own_embedding", "tree_kv")}
-    return {**tensors, **config, **rope, **behaviour, **own}
+    def __init__(self, kind: str, value: str, possible: str) -> None:
+        super().__init__(f"fault {kind}={value} was asked for, possible values are {possible}; type {kind}=VALUE")
+        self.possible = possible
 
 
 def choice(kind: str, value: str, changes: Mapping[str, Change]) -> Change:
     """The change that stands under ``value``. Raises UsageError."""
     if value not in changes:
-        raise refuse(kind, value, ", ".join(changes))
+        raise FaultValueError(kind, value, ", ".join(changes))
     return changes[value]
 
 
 def number_of(kind: str, value: str, possible: str, *, least: int | None = None) -> int:
     """``value`` as an integer of at least ``least``. Raises UsageError."""
     if re.fullmatch(r"[+-]?\d{1,9}", value, re.ASCII) is None or (least is not None and int(value) < least):
-        raise refuse(kind, value, possible)
+        raise FaultValueError(kind, value, possible)
     return int(value)
-
-
-def refuse(kind: str, value: str, possible: str) -> UsageError:
-    """The refusal of a value."""
-    return UsageError(f"fault {kind}={value} was asked for, possible values are {possible}; type {kind}=VALUE")
 
 
 def behave(**changes: object) -> Change:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from replay.engines.precision import parse_precision, with_kv
 from replay.engines.profiles import PRECISIONS
 from replay.errors import UsageError
-from replay.faults.change import Change, Subject, refuse
+from replay.faults.change import Change, FaultValueError, Subject
 
 
 def draft_weights(value: str) -> Change:
     """Weights, and where the scheme says so their inputs, in another format."""
     if value in PRECISIONS:
-        raise refuse("precision.draft-weights", value, "schemes such as fp8, int8, w8a8, w4a16:g128 and nvfp4")
+        raise FaultValueError("precision.draft-weights", value, "schemes such as fp8, int8, w8a8, w4a16:g128 and nvfp4")
     parse_precision(value)
     return lambda subject: replace(subject, precision=parse_precision(f"{subject.precision}+{value}"))
 
@@ -30,7 +30,7 @@ def draft_kv(value: str) -> Change:
 def dtype_cast(value: str) -> Change:
     """The whole head in another dtype than its own."""
     if value not in PRECISIONS:
-        raise refuse("precision.dtype-cast", value, ", ".join(PRECISIONS))
+        raise FaultValueError("precision.dtype-cast", value, ", ".join(PRECISIONS))
 
     def change(subject: Subject) -> Subject:
         if subject.precision.base == value:

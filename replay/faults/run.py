@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from replay.checkpoint.config import Rope
 from replay.errors import UsageError
-from replay.faults.change import Change, Subject, behave, choice, number_of, refuse
+from replay.faults.change import Change, FaultValueError, Subject, behave, choice, number_of
 
 # ---- positions and attention ----
 
@@ -19,7 +19,7 @@ def offset(value: str) -> Change:
         return behave(advance=0)
     scope, _, number = value.rpartition(":")
     if scope not in ("", "all", "stuck"):
-        raise refuse("position.offset", value, possible)
+        raise FaultValueError("position.offset", value, possible)
     by = number_of("position.offset", number, possible)
     if scope == "stuck":
         return behave(advance=0, drafted_offset=by)
@@ -35,7 +35,7 @@ def rope_params(value: str) -> Change:
         return lambda subject: subject.configured(
             rope=Rope(theta=subject.config.rope.theta, partial_factor=subject.config.rope.partial_factor)
         )
-    raise refuse("position.rope-params", value, "theta:NUMBER and scaling:none")
+    raise FaultValueError("position.rope-params", value, "theta:NUMBER and scaling:none")
 
 
 def rope_geometry(value: str) -> Change:
@@ -44,7 +44,7 @@ def rope_geometry(value: str) -> Change:
         return behave(interleaved=True)
     name, _, number = value.partition(":")
     if name != "partial" or re.fullmatch(r"(0?\.\d+|1(\.0*)?)", number, re.ASCII) is None or float(number) == 0:
-        raise refuse("position.rope-geometry", value, possible)
+        raise FaultValueError("position.rope-geometry", value, possible)
 
     def change(subject: Subject) -> Subject:
         changed = subject.configured(rope=replace(subject.config.rope, partial_factor=float(number)))
@@ -62,7 +62,7 @@ def max_len(value: str) -> Change:
     possible = "config, a number of positions, and either with :dummy"
     number, _, beyond = value.partition(":")
     if beyond not in ("", "dummy"):
-        raise refuse("position.max-len", value, possible)
+        raise FaultValueError("position.max-len", value, possible)
     limit = None if number == "config" else number_of("position.max-len", number, possible, least=1)
 
     def change(subject: Subject) -> Subject:
@@ -95,7 +95,7 @@ def prefix(value: str) -> Change:
     possible = "a number of prompt tokens, with :masked where they take no part instead of being zeros"
     number, _, fill = value.partition(":")
     if fill not in ("", "masked"):
-        raise refuse("kv.prefix-reuse", value, possible)
+        raise FaultValueError("kv.prefix-reuse", value, possible)
     prefix = number_of("kv.prefix-reuse", number, possible, least=1)
     return behave(blank_prefix=prefix, blank_fill=fill or "zero")
 
@@ -104,10 +104,10 @@ def skip_draft(value: str) -> Change:
     possible = "START:STOP, output tokens between which drafting was paused, with :masked where they take no part"
     parts = value.split(":")
     if len(parts) not in (2, 3) or parts[2:] not in ([], ["masked"]):
-        raise refuse("kv.skip-draft", value, possible)
+        raise FaultValueError("kv.skip-draft", value, possible)
     start, stop = (number_of("kv.skip-draft", part, possible, least=0) for part in parts[:2])
     if start >= stop:
-        raise refuse("kv.skip-draft", value, possible)
+        raise FaultValueError("kv.skip-draft", value, possible)
     return behave(blank_output=(start, stop), blank_fill="masked" if parts[2:] else "zero")
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from replay.errors import CheckpointError
-from replay.faults.change import Change, Subject, choice, number_of, refuse
+from replay.faults.change import Change, FaultValueError, Subject, choice, number_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def d2t(value: str) -> Change:
     name, _, number = value.partition(":")
     if value not in ("absolute", "identity") and name != "offset":
-        raise refuse("vocab.d2t", value, "absolute, identity and offset:N")
+        raise FaultValueError("vocab.d2t", value, "absolute, identity and offset:N")
     by = number_of("vocab.d2t", number, "absolute, identity and offset:N") if name == "offset" else 0
 
     def change(subject: Subject) -> Subject:

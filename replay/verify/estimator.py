@@ -98,7 +98,7 @@ class Estimator:
             recorded = target.of(rows_AN[known_AN], drafted_AN[known_AN])
             p.low[known_AN], p.high[known_AN] = recorded.low, recorded.high
             self._impossible += int((p.high[offers.taken_AN] == 0).sum())
-        if target is not None and self._rule.name == "typical":
+        if target is not None and self._rule.reads_entropy:
             rows_AK = np.minimum(visited_A[:, None] + 1 + np.arange(self.steps), target.rows - 1)
             whole = target.entropy()
             entropy = Bounds(whole.low[rows_AK], whole.high[rows_AK])

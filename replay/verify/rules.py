@@ -27,13 +27,13 @@ from replay.errors import UsageError
 
 Floats: TypeAlias = NDArray[np.float64]
 
-_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "greedy": (),
     "target-only": ("single", "acc"),
     "rejection": (),
     "typical": ("epsilon", "delta"),
 }
-_GRAMMAR = "greedy, target-only[:single=S,acc=A], rejection, typical[:epsilon=E,delta=D]"
+GRAMMAR = "greedy, target-only[:single=S,acc=A], rejection, typical[:epsilon=E,delta=D]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Rule:
         said = [
             f"{field.name}={getattr(self, field.name):g}"
             for field in fields(self)
-            if field.name in _PARAMETERS[self.name] and getattr(self, field.name) != field.default
+            if field.name in PARAMETERS[self.name] and getattr(self, field.name) != field.default
         ]
         return self.name + (f":{','.join(said)}" if said else "")
 
@@ -65,22 +65,27 @@ class Rule:
         """Whether trees have no such rule here: SGLang samples chains only, Medusa's choice among paths is another."""
         return self.name in ("rejection", "typical")
 
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether the target's whole distribution has a say, beside the probability of the drafted token."""
+        return self.name == "typical"
+
 
 def parse_rule(text: str) -> Rule:
     """``target-only:single=0.5,acc=0.9`` → Rule. Raises UsageError for a rule or threshold that cannot be."""
     name, colon, rest = text.partition(":")
     if colon and not rest:
         raise UsageError(
-            f"acceptance rule {text!r} ends in a colon, thresholds belong behind it; possible are {_GRAMMAR}"
+            f"acceptance rule {text!r} ends in a colon, thresholds belong behind it; possible are {GRAMMAR}"
         )
-    if name not in _PARAMETERS:
-        raise UsageError(f"acceptance rule {text!r} was asked for, possible are {_GRAMMAR}")
+    if name not in PARAMETERS:
+        raise UsageError(f"acceptance rule {text!r} was asked for, possible are {GRAMMAR}")
     values: dict[str, float] = {}
     for part in rest.split(",") if colon else []:
         key, _, number = part.partition("=")
-        if key not in _PARAMETERS[name] or key in values:
-            possible = f"{' and '.join(_PARAMETERS[name])}, each once" if _PARAMETERS[name] else "no thresholds"
-            raise UsageError(f"rule {name} takes {possible}, not {part!r}; possible rules are {_GRAMMAR}")
+        if key not in PARAMETERS[name] or key in values:
+            possible = f"{' and '.join(PARAMETERS[name])}, each once" if PARAMETERS[name] else "no thresholds"
+            raise UsageError(f"rule {name} takes {possible}, not {part!r}; possible rules are {GRAMMAR}")
         values[key] = _threshold(name, key, number)
     return Rule(name, **values)
 

@@ -10,7 +10,8 @@ from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 
 from replay.analysis.diagnosis.evidence import Evidence, RoundDraft, accepted_evidence, drafted_evidence, lead
 from replay.analysis.diagnosis.report import render_diagnosis
-from replay.analysis.diagnosis.verdict import DECISIVE, Gain, Scored, judge, rank, to_json
+from replay.analysis.diagnosis.scored import DECISIVE, Scored, rank
+from replay.analysis.diagnosis.verdict import Gain, judge, to_json
 from replay.capture.observed import Observed
 from replay.diagnosis.diagnose import diagnose, served_variant
 from replay.engines.wiring import Wiring
@@ -187,11 +188,8 @@ def test_a_feed_that_the_header_denies_names_the_slot(
 def test_the_page_says_whose_feed_it_is(tmp_path: Path) -> None:
     """Also where another server was observed, of whose draft it says nothing."""
     found = run(make_served(tmp_path, HEADS["one"], fed=WIRING.taps), observed=Observed(1.5, "given"))
-    console = Console(width=80, color_system=None, _environ={})
-    with console.capture() as capture:
-        console.print(render_diagnosis(found))
-    page = capture.get()
-    assert "What the trace's own server fed its draft, in 6 requests" in page and "slot 0: R[2], bit" in page
+    said = page(found)
+    assert "What the trace's own server fed its draft, in 6 requests" in said and "slot 0: R[2], bit" in said
 
 
 def test_a_wiring_that_no_hypothesis_stands_for_is_tried_as_it_was_fed(tmp_path: Path) -> None:
@@ -203,6 +201,52 @@ def test_a_wiring_that_no_hypothesis_stands_for_is_tried_as_it_was_fed(tmp_path:
     assert (found.verdict, found.named) == ("fault", "wiring.aux-layer-id=1,4,3")
     assert found.ranked[0].evidence.agreeing == found.ranked[0].evidence.rounds
     assert f"--wiring {WIRING}" in found.fix
+
+
+@pytest.mark.parametrize("fault", ["position.offset=all:3", "position.offset=all:3+kv.rollback=stale"])
+def test_positions_in_the_feed_are_judged(tmp_path: Path, fault: str) -> None:
+    """RoPE hardly knows of an offset that all rows share; the feed does, and nothing that is silent of it is left."""
+    found = run(make_served(tmp_path, HEADS["one"], fault, fed=WIRING.taps, fed_offset=3))
+    assert found.verdict == "fault" and set(found.named.split("+")) == set(fault.split("+"))
+    said = "position: that +3 of its row in 18 of 18 rows, and not that of its row"
+    assert found.healthy.contradicted == said
+    assert {item.name for item in found.ranked if item.borne_out} == {
+        item.name for item in found.ranked if "position.offset=all:3" in item.name and "wiring." not in item.name
+        and "shift." not in item.name
+    }  # fmt: skip
+    assert "position handling" in found.fix
+
+
+def test_an_offset_is_tried_where_the_feed_shows_one(tmp_path: Path) -> None:
+    """Not where positions are those of their rows, which contradict no offset of drafted rows alone."""
+    found = run(make_served(tmp_path, HEADS["one"], "position.offset=1", fed=WIRING.taps))
+    assert found.named == "position.offset=1" and found.ranked[0].borne_out
+    assert not [item.name for item in found.ranked if "all:" in item.name]
+
+
+# ---- which accept length is which ----
+
+
+def page(found: object) -> str:
+    console = Console(width=80, color_system=None, _environ={})
+    with console.capture() as capture:
+        console.print(render_diagnosis(found))
+    return " ".join(capture.get().split())
+
+
+def test_both_accept_lengths_of_a_healthy_replay_say_which_they_are(tmp_path: Path) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], "wiring.recycle-norm=other"))
+    anchored, walked = found.replayed_at_served_anchors, found.healthy.accept_length
+    assert f"gives {anchored:.3f} at the server's own anchors and {walked:.3f} on its own walk" in page(found)
+    document = to_json(found)
+    assert document["replayed"] == document["replayed_at_served_anchors"] == anchored != walked
+    assert document["replayed_own_walk"] == walked == document["expected"]
+
+
+def test_one_accept_length_is_shown_where_no_rounds_are_known(tmp_path: Path) -> None:
+    found = run(make_served(tmp_path, HEADS["one"]), observed=Observed(1.5, "given"))
+    assert "at the server's own anchors" not in page(found)
+    assert to_json(found)["replayed_at_served_anchors"] is None
 
 
 # ---- the verdict, from numbers ----

@@ -123,19 +123,43 @@ def test_every_slot_is_named(tmp_path: Path) -> None:
         ([("2", 1), ("3", 1)], {}, "R[3] of the row after, bit for bit in 12 of 12 rows", Fed(("2", "3"))),
         ([("2", 0), ("3", 0)], {"token": 0}, "x[i+1] in 0 of 12 rows, x[i] in 12", Fed(("2", "3"))),
         ([("2", 0), ("3", 0)], {}, "x[i+1] in 12 of 12 rows", Fed(("2", "3"), own_token=True)),
-        ([("2", 0), ("3", 0)], {"offset": 5}, "position: that +5 of its row in 12 of 12 rows", None),
+        ([("2", 0), ("3", 0)], {"offset": 5}, "position: that +5 of its row in 12 of 12 rows", Fed(("2", "3"))),
+        ([("2", 0), ("3", 0)], {}, "position: that of its row in 12 of 12 rows", Fed(("2", "3"), offset=1)),
     ],
 )
 def test_what_differs_is_said_and_rules_out(
-    tmp_path: Path, places: list[tuple[str, int]], how: dict[str, int], said: str, rules_out: Fed | None
+    tmp_path: Path, places: list[tuple[str, int]], how: dict[str, int], said: str, rules_out: Fed
 ) -> None:
     found = feeding(tmp_path, places, **how)
     assert said in "\n".join(lines(found))
-    if rules_out is not None:
-        assert contradiction(found, rules_out)
+    assert contradiction(found, rules_out) and not borne_out(found, rules_out)
     zeros = tuple(slot for slot, (tap, _) in enumerate(places) if tap == "zeros")
-    right = Fed(tuple(tap for tap, _ in places), places[0][1], zeros, own_token=how.get("token") == 0)
+    shift, offset = places[0][1], how.get("offset", 0)
+    right = Fed(tuple(tap for tap, _ in places), shift, zeros, own_token=how.get("token") == 0, offset=offset)
     assert borne_out(found, right)
+
+
+def test_positions_that_end_rule_out_those_that_go_on(tmp_path: Path) -> None:
+    """Rows 0, 3 and 6 of four requests at positions 0, 2 and 2, as where a server has three positions."""
+    requests = []
+    for seed in range(4):
+        one = fed(request(f"r{seed}", seed), [("2", 0), ("3", 0)], [0, 3, 6])
+        assert one.feed is not None
+        one.feed.position_F[:] = one.feed.row_F.clamp_max(2)
+        requests.append(one)
+    found = read_feeding(make_trace(tmp_path, requests))
+    assert found is not None and found.positions == {(0, 0): 4, (3, 2): 4, (6, 2): 4}
+    assert contradiction(found, Fed(("2", "3"))).endswith(", and not that of its row")
+    assert contradiction(found, Fed(("2", "3"), offset=1)).endswith(", and not that +1 of its row")
+    assert contradiction(found, Fed(("2", "3"), max_position=5)).endswith(", and not that of its row and 4 at most")
+    assert borne_out(found, Fed(("2", "3"), max_position=3))
+
+
+def test_single_rows_that_stand_elsewhere_decide_nothing() -> None:
+    slot = Slot(0, 8, 0, {("2", 0): 8}, {("2", 0): 8}, ("2", 0), 1.0)
+    stands = {(row, row if row > 1 else row + 7): 1 for row in range(8)}
+    found = Feeding(1, 8, (slot,), 8, 0, 0, 6, stands)
+    assert borne_out(found, Fed(("2",))) and contradiction(found, Fed(("2",), offset=7))
 
 
 def test_a_tap_that_was_not_recorded_is_not_identified(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from support.trace_maker import V, changed, make_four, make_header, make_request
 
 from replay.analysis.diagnosis.evidence import Evidence
 from replay.analysis.diagnosis.feed import Feeding, Slot
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, Scored, Stratum, to_json
+from replay.analysis.diagnosis.scored import Scored
+from replay.analysis.diagnosis.verdict import Diagnosis, Gain, Stratum, to_json
 from replay.analysis.json_document import document
 from replay.capture.plugin.server import Ready
 from replay.cli.app import cli

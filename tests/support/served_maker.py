@@ -46,12 +46,13 @@ def make_served(
     requests: int = 6,
     output: int = 16,
     fed: Sequence[str] = (),
+    fed_offset: int = 0,
     **engine: str,
 ) -> Trace:
     """A trace whose server drafted under ``fault``; outputs follow the healthy head's drafts half of the time.
 
     ``fed``: the taps that its draft was seen to be fed with the prompts, slot by slot, whatever the fault says;
-    ``zeros`` for none.
+    ``zeros`` for none. Their rows stood ``fed_offset`` positions further on.
     """
     header = make_header("float32")
     header = dataclasses.replace(
@@ -101,15 +102,15 @@ def make_served(
         ]
     table = pl.DataFrame(rows, schema=served_schema(), orient="row")
     if fed:
-        followed = [dataclasses.replace(request, feed=_feed(request, fed)) for request in followed]
+        followed = [dataclasses.replace(request, feed=_feed(request, fed, fed_offset)) for request in followed]
     return Trace.open(_write(folder / "served", header, followed, table))
 
 
-def _feed(request: CapturedRequest, fed: Sequence[str]) -> Feed:
+def _feed(request: CapturedRequest, fed: Sequence[str], offset: int) -> Feed:
     row_F = torch.tensor([1, 3, 5], dtype=torch.int32)
     token_F = torch.tensor([*request.prompt_ids, *request.output_ids], dtype=torch.int32)[row_F.long() + 1]
     slots = [request.taps[tap][row_F.long()] if tap != "zeros" else torch.zeros(3, WIDTH) for tap in fed]
-    return Feed(row_F, token_F, row_F, torch.cat(slots, dim=1))
+    return Feed(row_F, token_F, row_F + offset, torch.cat(slots, dim=1))
 
 
 def _request(name: str, seed: int, prompt: int, output: int) -> CapturedRequest:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.rule_cases import RULES, TREE_RULES
 from support.toy_target import Toy, greedy_draft_rounds, rejection_rounds, shares_by_coin
 
 from replay.verify.accept import count_accepted, served_walk
@@ -18,7 +19,6 @@ from replay.verify.expectation import (
 from replay.verify.rules import Rule, parse_rule
 
 SEEDS = range(6)
-RULES = ["target-only", "target-only:single=0.5,acc=0.7", "target-only:acc=0.4", "typical", "typical:epsilon=0.3"]
 
 
 def entropy(p: np.ndarray) -> float:
@@ -52,7 +52,7 @@ def test_one_round_of_a_chain_is_unbiased(spelled: str, seed: int) -> None:
 TREE = [(0, -1), (2, -1), (1, 0), (2, 0), (0, 1), (1, 1), (1, 2), (0, 4), (2, 4)]
 
 
-@pytest.mark.parametrize("spelled", ["target-only", "target-only:single=0.5,acc=0.7", "target-only:acc=0.4"])
+@pytest.mark.parametrize("spelled", TREE_RULES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_round_of_a_tree_is_unbiased(spelled: str, seed: int) -> None:
     rule, toy, steps, start = parse_rule(spelled), Toy(3, seed), 3, (1, 2)

@@ -1,0 +1,119 @@
+"""Values of each fault kind that are worth a replay, given a head and a trace. Every kind of the table has an entry."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from replay.diagnosis.case import Case
+from replay.faults.table import TREE_FAULT
+from replay.traces.reader import Trace
+
+LikelyValues = Callable[[Case], Iterable[str]]
+
+
+def always(*values: str) -> LikelyValues:
+    """The same values for every head and trace."""
+    return lambda case: values
+
+
+CANNOT_BE_GUESSED = always()
+
+
+def _layer_ids(case: Case) -> Iterator[str]:
+    yield from ("1", "-1", "default")
+    yield from (f"{slot}:{shift}" for slot in range(len(case.served.wiring.taps)) for shift in (1, -1))
+
+
+def _missing_slots(case: Case) -> Iterator[str]:
+    yield from (*map(str, range(len(case.served.wiring.taps))), "all")
+
+
+def _offsets(case: Case) -> Iterator[str]:
+    # Where the step is not added, SGLang's rows all stand where its first one does, vLLM's at the anchor row.
+    yield from ("1", "-1", "2", "stuck:1", "stuck")
+    feeding = case.judged_feeding
+    if feeding is not None and feeding.offset and 2 * feeding.at_offset > feeding.rows:
+        yield f"all:{feeding.offset}"  # RoPE hardly shows it, the feed does
+
+
+def _rope_params(case: Case) -> Iterator[str]:
+    rope = case.checkpoint.config.rope
+    yield from (f"theta:{theta}" for theta in (10000, 500000, 1000000) if theta != rope.theta)
+    if rope.type != "default":
+        yield "scaling:none"
+
+
+def _max_lengths(case: Case) -> Iterator[str]:
+    stated = case.checkpoint.config.max_position_embeddings
+    limits = sorted({limit for limit in (stated, 2048) if limit < _longest(case.trace)})
+    yield from (f"{limit}{beyond}" for limit in limits for beyond in ("", ":dummy"))
+
+
+def _windows(case: Case) -> Iterator[str]:
+    """Those that the server's ``--speculative-draft-window-size`` gives, the own row included, then the usual ones."""
+    stated = case.trace.header.engine.details.get("speculative_draft_window_size", "")
+    told = (int(stated) + 1,) if stated.isdigit() else ()
+    yield from (str(window) for window in (*told, 16, 32, 64, 128, 512, 2048) if window < _longest(case.trace))
+
+
+def _prefixes(case: Case) -> Iterator[str]:
+    prompts = sorted(record.prompt_tokens for record in case.trace.records) or [0]
+    sizes = [size for size in (4, 16, 64, 256, prompts[len(prompts) // 2] // 2) if 0 < size < prompts[-1]]
+    yield from (f"{size}{fill}" for size in sizes for fill in ("", ":masked"))
+
+
+def _chunks(case: Case) -> Iterator[str]:
+    """The server's own ``--chunked-prefill-size`` where the trace has it (-1: prompts are whole), else the usual ones.
+
+    Prompts that share a prefill share its chunk, so that under load a prompt's own chunks end elsewhere.
+    """
+    stated = case.trace.header.engine.details.get("chunked_prefill_size", "")
+    longest = max((record.prompt_tokens for record in case.trace.records), default=0)
+    sizes = (int(stated),) if stated.lstrip("-").isdigit() else (16, 64, 256, 2048, 8192)
+    yield from (str(size) for size in sizes if 0 < size < longest)
+
+
+def _tree_layouts(case: Case) -> Iterator[str]:
+    yield from (layout for layout in ("slot", "path") if case.served.topk > 1 and layout != case.served.kv)
+
+
+def _longest(trace: Trace) -> int:
+    """Tokens of the longest request."""
+    return max((record.tokens for record in trace.records), default=0)
+
+
+LIKELY_VALUES: Mapping[str, LikelyValues] = {
+    "wiring.aux-layer-id": _layer_ids,
+    "wiring.aux-missing": _missing_slots,
+    "wiring.aux-capture-stage": always("normed"),
+    "wiring.concat-order": always("qkv", "fc"),
+    "wiring.norm": always(
+        "residual", "skip:input_norm", "skip:fc_norm", "skip:hidden_norm", "skip:input_layernorm",
+        "skip:post_attention_layernorm", "skip:norm",
+    ),
+    "wiring.recycle-norm": always("other"),
+    "wiring.multi-layer": always("input_layernorm", "no-residual"),
+    "shift.alignment": always("token", "features"),
+    "position.offset": _offsets,
+    "position.rope-params": _rope_params,
+    "position.rope-geometry": always("interleaved", "partial:0.5", "partial:0.25"),
+    "position.max-len": _max_lengths,
+    "attn.window": _windows,
+    "vocab.d2t": always("absolute", "identity", "offset:1", "offset:-1"),
+    "weights.overwritten": always("lm_head", "embed:own", "embed:target"),
+    "weights.missing": always(
+        "lm_head", "fc", "norm", "layers.0.hidden_norm", "layers.0.input_layernorm",
+        "layers.0.post_attention_layernorm", "layers.0.self_attn.o_proj",
+    ),
+    "weights.layout": always("qkv-interleaved"),
+    "kv.rollback": always("stale", "accumulate", "hole", "full-hole"),
+    "kv.prefix-reuse": _prefixes,
+    "kv.slot-write": always("overwrite", "unseen"),
+    "kv.chunk-boundary": _chunks,
+    "kv.skip-draft": CANNOT_BE_GUESSED,  # a span that nobody knows of
+    "kv.handoff": always("empty", "hidden", "kv"),
+    "kv.none": always("alone"),
+    "state.hidden-row": always("drafted", "first", "previous", "hidden-only"),
+    "precision.draft-weights": always("fp8", "int8", "w8a8", "w4a16:g128", "w4a16:g128:sym7", "nvfp4"),
+    "precision.draft-kv": always("fp8_e4m3", "fp8_e5m2"),
+    "precision.dtype-cast": always("fp16", "bf16"),
+    TREE_FAULT: _tree_layouts,
+}  # fmt: skip

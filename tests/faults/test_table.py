@@ -1,0 +1,100 @@
+"""How faults are spelled: kinds, values, draft KV policies, and the list."""
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+from support.fault_cases import healthy_subject
+
+from replay.cli.app import cli
+from replay.errors import ReplayError, UsageError
+from replay.faults.table import FAULTS, Fault, apply_faults, parse_faults, parse_policy
+from replay.simulator.variant import Variant
+
+
+def test_a_name_without_value_takes_the_usual_one() -> None:
+    assert parse_faults("position.offset") == (Fault("position.offset", "1"),)
+    with pytest.raises(UsageError, match=r"kv\.prefix-reuse needs a value"):
+        parse_faults("kv.prefix-reuse")
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(
+    "value", ["", "x", "-", ":", "1:2:3:4", "nan", "9" * 40, "theta:-1", "partial:2", "0x10", "\u0661"]
+)
+def test_values_that_mean_nothing_are_refused(kind: str, value: str) -> None:
+    if value == "" or (kind == "weights.missing"):
+        with pytest.raises(ReplayError):
+            apply_faults(healthy_subject({}), parse_faults(f"{kind}={value}xyz"))
+        return
+    with pytest.raises(UsageError, match=r"possible|type "):
+        parse_faults(f"{kind}={value}")
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("wiring.aux-layer-id=6", r"R\[3\].*possible are R\[0\] to R\[8\]"),
+        ("wiring.aux-layer-id=3:1", "slots 0 to 2"),
+        ("wiring.aux-missing=3", "slots 0 to 2"),
+        ("wiring.multi-layer", "one layer"),
+        ("wiring.norm=skip:fc_norm", "no fc_norm to leave out"),
+        ("weights.missing=layers.7", "no tensor layers.7; it has"),
+        ("weights.overwritten=embed:own", "no embed_tokens"),
+        ("position.rope-geometry=partial:0.3", "even number"),
+    ],
+)
+def test_a_fault_that_does_not_fit_the_head_is_refused(case: str, said: str) -> None:
+    with pytest.raises(ReplayError, match=said):
+        apply_faults(healthy_subject({}), parse_faults(case))
+
+
+@pytest.mark.parametrize(
+    ("policy", "fault"),
+    [
+        ("stale", "kv.rollback=stale"),
+        ("hole:16", "kv.prefix-reuse=16"),
+        ("hole:16:masked", "kv.prefix-reuse=16:masked"),
+        ("chunk:8", "kv.chunk-boundary=8"),
+        ("window:4", "attn.window=4"),
+        ("full-hole", "kv.rollback=full-hole"),
+        ("row:first", "state.hidden-row=first"),
+        ("none", "kv.none=alone"),
+    ],
+)
+def test_a_kv_policy_is_a_fault(policy: str, fault: str) -> None:
+    assert str(parse_policy(policy)) == fault
+
+
+@pytest.mark.parametrize("policy", ["fresh", "hole", "stale:2", "hole:", "window:-1", ""])
+def test_a_kv_policy_that_is_none_is_refused(policy: str) -> None:
+    with pytest.raises(UsageError):
+        parse_policy(policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("hole:-1", "kv 'hole:-1' was asked for, possible values are a number of prompt tokens, with :masked"),
+        ("hole:x", "type hole:VALUE"),
+        (
+            "row:last",
+            "kv 'row:last' was asked for, possible values are drafted, first, previous, hidden-only; type row:",
+        ),
+        ("window:0", "kv 'window:0' was asked for, possible values are a number of rows; type window:VALUE"),
+    ],
+)
+def test_a_value_of_a_kv_policy_is_refused_as_it_was_typed(policy: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)) as raised:
+        Variant("h", kv=policy)
+    assert "fault" not in str(raised.value)
+
+
+def test_the_list_says_what_a_diagnosis_makes_of_a_kind() -> None:
+    done = CliRunner().invoke(cli, ["faults", "--json"])
+    kinds = {kind["name"]: kind for kind in json.loads(done.stdout)["faults"]}
+    assert list(kinds) == list(FAULTS)
+    assert kinds["kv.none"]["reports"] == FAULTS["kv.none"].reports > 0
+    assert kinds["kv.none"]["kv"] == {"alone": "none"} and kinds["attn.window"]["kv"] == {"N": "window:N"}
+    assert kinds["position.max-len"]["remedy"].startswith("raise max_position_embeddings")
