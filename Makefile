@@ -49,12 +49,12 @@ test-kernels: $(VENV)/with-dev
 		env $$limit $(BIN)/python -Im pytest --quiet $(EQUALITY) $(ARGS) || exit 1; \
 	done
 
-# Types are checked in an installed copy, because that is what ships; build/ goes first, because setuptools would
-# take deleted modules out of it into the copy.
+# Types are checked in an installed copy, because that is what ships; build/ and the list of
+# an earlier build go first, because setuptools would take modules from there into the copy.
 lint: $(VENV)/with-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build
+	rm -rf build *.egg-info
 	$(PIP) --no-deps --target build/typecheck .
 	@{ (cd replay && find . -name '*.py'); find ./analysis ./capture ./traces -name '*.py'; } | sort > build/tree
 	@cd build/typecheck/replay && find . -name '*.py' | sort | diff ../../tree - || (echo "what is installed is not what lies in the tree: see packages in pyproject.toml"; exit 1)

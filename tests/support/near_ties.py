@@ -3,14 +3,15 @@
 Two machines round the same head in two orders, so where two drafts are almost equally good they may choose otherwise.
 That is told from an error by measuring. The **margin** of a round that parts is by how much the replay preferred its
 own draft to the server's, in nats, at the first place where they part; up to there both saw the same. The **noise** is
-by how much the same numbers move at most, anywhere in the trace, when the replay itself rounds in another order. The
+by how much the same numbers move at most, anywhere in the trace, between two rounding orders of the replay itself. The
 margin compares two numbers, each of which the server and the replay have rounded in their own way: it is a near tie up
-to twice the noise.
+to twice the noise. A replay in one of these two orders is judged by the noise between others, or it could not fail.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ import torch
 import replay
 from replay.drafting.margins import margins_along
 from replay.drafting.product_sizes import served_spans
+from replay.drafting.rows import DraftInput
 from replay.drafting.tree_shape import ROOT, TreeSize
 from replay.drafting.trees import Candidates, grow_in_blocks, keep_best
+from replay.head.model import Head
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.inputs import draft_input
+from replay.simulator.variant import ResolvedVariant
 
 Anchor = tuple[str, int]  # request id, anchor
-Path = tuple[int, ...]  # drafted tokens from the known one on
+Branch = tuple[int, ...]  # drafted tokens from the known one on
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,37 +60,63 @@ class Judged:
         return said
 
 
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """One request as a head is to draft it: at the anchors of the server's rounds, which drafted these tokens."""
+
+    variant: ResolvedVariant
+    head: Head
+    item: DraftInput
+    anchors: list[Anchor]
+    drafted: list[list[int]]
+
+
+def _at_served_anchors(
+    trace: replay.Trace, head_folder: Path, variant: replay.Variant, *, served_products: bool
+) -> Iterator[ServedRequest]:
+    checkpoint = replay.load_head(head_folder)
+    resolved = resolve(variant, checkpoint, trace)
+    head = build_head(checkpoint, resolved, trace, served_products=served_products)
+    spans = served_spans(trace.served_rounds())
+    for index, record in enumerate(trace.records):
+        name = record.request_id
+        rounds = trace.served_rounds().filter(request_id=name).sort("round")
+        rows = trace.read(index, resolved.wiring.taps)
+        whole = draft_input(rows, resolved.wiring, spans=spans.get(name, ()))
+        item = replace(whole, only=torch.tensor(rounds["anchor"].to_list()))
+        anchors = [(name, anchor) for anchor in rounds["anchor"].to_list()]
+        yield ServedRequest(resolved, head, item, anchors, rounds["drafted"].to_list())
+
+
 # ---- trees ----
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What a replay grew at one anchor: the score (log) of each candidate path, the paths kept, those continued."""
+    """What a replay grew at one anchor: the score (log) of each candidate path, the paths kept, those continued.
 
-    scores: Mapping[Path, float]
-    kept: frozenset[Path]
-    continued: frozenset[Path]
+    ``drafted`` and ``parents`` are the tree as the trace has it, in order; parents count from the known token (0).
+    """
+
+    scores: Mapping[Branch, float]
+    kept: frozenset[Branch]
+    continued: frozenset[Branch]
+    drafted: list[int]
+    parents: list[int]
 
 
 def grow_trees(
-    trace: replay.Trace, head_folder: Any, variant: replay.Variant, *, served_products: bool = True
+    trace: replay.Trace, head_folder: Path, variant: replay.Variant, *, served_products: bool = True
 ) -> dict[Anchor, Grown]:
     """The replay's trees at the anchors of the server's own rounds."""
-    checkpoint = replay.load_head(head_folder)
-    resolved = resolve(variant, checkpoint, trace)
-    head = build_head(checkpoint, resolved, trace, served_products=served_products)
-    spans = served_spans(trace.served_rounds())
-    size = TreeSize(resolved.steps, resolved.num_draft_tokens)
     found: dict[Anchor, Grown] = {}
-    with torch.inference_mode():
-        for index, record in enumerate(trace.records):
-            anchors = trace.served_rounds().filter(request_id=record.request_id).sort("round")["anchor"].to_list()
-            rows = trace.read(index, resolved.wiring.taps)
-            whole = draft_input(rows, resolved.wiring, spans=spans.get(record.request_id, ()))
-            item = replace(whole, only=torch.tensor(anchors))
-            blocks = grow_in_blocks(head, [item], topk=resolved.topk, steps=resolved.steps, kv=resolved.kv)
+    for request in _at_served_anchors(trace, head_folder, variant, served_products=served_products):
+        shape = request.variant
+        size = TreeSize(shape.steps, shape.num_draft_tokens)
+        with torch.inference_mode():
+            blocks = grow_in_blocks(request.head, [request.item], topk=shape.topk, steps=shape.steps, kv=shape.kv)
             grown = [one for block in blocks for one in _grown(block, size)]
-            found |= {(record.request_id, anchor): one for anchor, one in zip(anchors, grown, strict=True)}
+        found |= dict(zip(request.anchors, grown, strict=True))
     return found
 
 
@@ -94,28 +124,30 @@ def _grown(block: Candidates, size: TreeSize) -> Iterator[Grown]:
     trees = keep_best(block, size)
     for number, tokens_C in enumerate(block.tokens_AC.tolist()):
         parents_G = block.parents_AG[number].tolist()
-        paths: list[Path] = []
+        paths: list[Branch] = []
         for place, token in enumerate(tokens_C):
             parent = parents_G[place // block.topk]
             paths.append((token,) if parent == ROOT else (*paths[parent], token))
         scores = {path: _log(score) for path, score in zip(paths, block.scores_AC[number].tolist(), strict=True)}
-        nodes = zip(trees.drafted_AN[number].tolist(), trees.parents_AN[number].tolist(), strict=True)
-        yield Grown(scores, paths_of(nodes), frozenset(paths[parent] for parent in parents_G if parent != ROOT))
+        drafted, parents = trees.drafted_AN[number].tolist(), trees.parents_AN[number].tolist()
+        kept = paths_of(zip(drafted, parents, strict=True))
+        continued = frozenset(paths[parent] for parent in parents_G if parent != ROOT)
+        yield Grown(scores, kept, continued, drafted, [parent + 1 for parent in parents])
 
 
-def paths_of(nodes: Any) -> frozenset[Path]:
+def paths_of(nodes: Any) -> frozenset[Branch]:
     """The paths of a tree's nodes, given as (token, index of its parent or a negative number) from the root outward.
 
     A node whose parent was left out has none.
     """
-    paths: list[Path | None] = []
+    paths: list[Branch | None] = []
     for token, parent in nodes:
         above = () if parent == ROOT else paths[parent] if parent >= 0 else None
         paths.append(None if above is None else (*above, token))
     return frozenset(path for path in paths if path is not None)
 
 
-def served_paths(row: Mapping[str, Any]) -> frozenset[Path]:
+def served_paths(row: Mapping[str, Any]) -> frozenset[Branch]:
     """The tree of a row of the server's rounds, whose parents count from the known token (0); -1 has none."""
     orphan = -2  # anything that is neither ROOT nor an index
     parents = [orphan if parent < 0 else parent - 1 for parent in row["parents"]]
@@ -123,10 +155,13 @@ def served_paths(row: Mapping[str, Any]) -> frozenset[Path]:
 
 
 def judge_trees(
-    what: str, trace: replay.Trace, mine: Mapping[Anchor, Grown], *others: Mapping[Anchor, Grown]
+    what: str,
+    trace: replay.Trace,
+    mine: Mapping[Anchor, Grown],
+    noise: Mapping[int, float],
+    *others: Mapping[Anchor, Grown],
 ) -> Judged:
-    """The server's trees against ``mine``; ``others`` are these in other rounding orders, the first for the noise."""
-    noise = tree_noise(mine, others[0])
+    """The server's trees against ``mine``; ``noise`` by depth, ``others`` are these in other rounding orders."""
     alike, parted = 0, []
     for row in trace.served_rounds().iter_rows(named=True):
         anchor = row["request_id"], row["anchor"]
@@ -151,7 +186,7 @@ def tree_noise(mine: Mapping[Anchor, Grown], other: Mapping[Anchor, Grown]) -> d
     return {depth: max(sizes) for depth, sizes in moved.items()}
 
 
-def tree_margin(served: frozenset[Path], mine: Grown, others: Sequence[Grown]) -> tuple[float, int]:
+def tree_margin(served: frozenset[Branch], mine: Grown, others: Sequence[Grown]) -> tuple[float, int]:
     """How far the first of the server's nodes that the replay left out was from being kept, in nats, and its depth.
 
     It was cut at the end, or its parent was not continued; where it was not among the likeliest after its parent, its
@@ -189,30 +224,22 @@ class Followed:
 
 
 def follow_chains(
-    trace: replay.Trace, head_folder: Any, variant: replay.Variant, *, served_products: bool = True
+    trace: replay.Trace, head_folder: Path, variant: replay.Variant, *, served_products: bool = True
 ) -> dict[Anchor, Followed]:
     """The replay fed what the server drafted, at the anchors of the server's own rounds."""
-    checkpoint = replay.load_head(head_folder)
-    resolved = resolve(variant, checkpoint, trace)
-    head = build_head(checkpoint, resolved, trace, served_products=served_products)
-    spans = served_spans(trace.served_rounds())
     found: dict[Anchor, Followed] = {}
-    with torch.inference_mode():
-        for index, record in enumerate(trace.records):
-            rounds = trace.served_rounds().filter(request_id=record.request_id).sort("round")
-            anchors, drafted_AK = rounds["anchor"].to_list(), torch.tensor(rounds["drafted"].to_list())
-            rows = trace.read(index, resolved.wiring.taps)
-            whole = draft_input(rows, resolved.wiring, spans=spans.get(record.request_id, ()))
-            (read,) = margins_along(head, [replace(whole, only=torch.tensor(anchors))], [drafted_AK])
-            columns = (drafted_AK, read.preferred_AK, read.margin_AK, read.logit_AK - read.logsumexp_AK)
-            for anchor, *parts in zip(anchors, *(column.tolist() for column in columns), strict=True):
-                found[record.request_id, anchor] = Followed(*map(tuple, parts))
+    for request in _at_served_anchors(trace, head_folder, variant, served_products=served_products):
+        drafted_AK = torch.tensor(request.drafted)
+        with torch.inference_mode():
+            (read,) = margins_along(request.head, [request.item], [drafted_AK])
+        columns = (drafted_AK, read.preferred_AK, read.margin_AK, read.logit_AK - read.logsumexp_AK)
+        for anchor, *parts in zip(request.anchors, *(column.tolist() for column in columns), strict=True):
+            found[anchor] = Followed(*map(tuple, parts))
     return found
 
 
-def judge_chains(what: str, mine: Mapping[Anchor, Followed], other: Mapping[Anchor, Followed]) -> Judged:
-    """The server's chains against ``mine``; ``other`` is the same in another rounding order, for the noise."""
-    noise = chain_noise(mine, other)
+def judge_chains(what: str, mine: Mapping[Anchor, Followed], noise: float) -> Judged:
+    """The server's chains against ``mine``."""
     parted = []
     for one in mine.values():
         step = first_difference(one)
