@@ -1,4 +1,4 @@
-"""The ladder of one head and one server: which replays it takes, run, and handed to analysis/ladder.py."""
+"""The ladder of one head and one server: which replays it takes, run, and handed to analysis/ladder/ladder.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
