@@ -236,7 +236,7 @@ def test_files_hold_rows_of_one_client_and_go_with_it(options: ServerOptions, se
     client_lock(folder, dead).touch()
     with SpoolReader(folder, (), VOCABULARY, living):
         for client in (dead, living, "replay-stray"):
-            server.answer({"rid": rid_of(requests, "0", 0), "input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+            server.answer({"rid": rid_of(client, "0", 0), "input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
         capture(options)
         left = row_file_names(folder)
         assert {json.loads(row_file_header(folder / name)["entries"])[0]["rid"] for name in left} == {f"{living}-0-0"}
