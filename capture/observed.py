@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.errors import CaptureError
-from replay.traces.fields import parse_json
+from replay.traces.fields import is_number, parse_json
 
 _DECODE = re.compile(
     r"Decode batch.*?#running-req: (?P<running>\d+).*?accept len: (?P<length>\d+(?:\.\d+)?), "
@@ -97,7 +97,7 @@ def observed_server_info(info: Mapping[str, Any]) -> Observed | None:
     lengths = [
         state["avg_spec_accept_length"]
         for state in (states if isinstance(states, list) else [])
-        if isinstance(state, dict) and isinstance(state.get("avg_spec_accept_length"), int | float)
+        if isinstance(state, dict) and is_number(state.get("avg_spec_accept_length"), 0, _MOST)
     ]
     if not lengths:
         return None
@@ -160,6 +160,8 @@ def read_observed(source: str) -> Observed:
         raise CaptureError(f"{source} cannot be read ({error.strerror}): give {possible}") from error
     found = _from_json(text) or observed_metrics(text) or observed_log(text)
     if found is None:
+        if text.lstrip().startswith("{"):
+            parse_json(text, str(path), CaptureError, constants=True)  # says what keeps it from being read
         raise CaptureError(f"{path} says nothing of an accept length: give {possible}")
     return found
 
@@ -167,10 +169,10 @@ def read_observed(source: str) -> Observed:
 def _from_json(text: str) -> Observed | None:
     """A /server_info document, one answer or several, or JSON lines of answers."""
     try:
-        values: list[Any] = [parse_json(text, "it", ValueError)]
+        values: list[Any] = [parse_json(text, "it", ValueError, constants=True)]
     except ValueError:
         try:
-            values = [parse_json(line, "it", ValueError) for line in text.splitlines() if line.strip()]
+            values = [parse_json(line, "it", ValueError, constants=True) for line in text.splitlines() if line.strip()]
         except ValueError:
             return None
     if len(values) == 1 and isinstance(values[0], list):

@@ -79,7 +79,7 @@ def read_prompts(path: Path) -> PromptFile:
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    value = parse_json(raw, where, _no_row)
+    value = parse_json(raw, where, _no_row, constants=True)  # pandas writes NaN for what is missing
     if not isinstance(value, dict):
         raise _no_row(f"{where} is {show(value)}")
     return value

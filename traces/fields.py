@@ -130,26 +130,37 @@ def is_number(value: object, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def read_json(path: Path, most: int, refusal: Refusal = TraceCorruptError, *, follow: bool = False) -> object:
+def read_json(
+    path: Path,
+    most: int,
+    refusal: Refusal = TraceCorruptError,
+    *,
+    follow: bool = False,
+    constants: bool = False,
+) -> object:
     """The JSON in a plain file of at most ``most`` bytes; a larger one, a pipe or a device is not read.
 
-    Links are refused unless ``follow``: hub caches are folders of links. Raises what ``refusal`` makes, as
-    ``parse_json`` does.
+    Links are refused unless ``follow``: hub caches are folders of links. ``constants`` as in ``parse_json``. Raises
+    what ``refusal`` makes, as ``parse_json`` does.
     """
     try:
         data = read_small(path.resolve() if follow else path, most)
     except TraceCorruptError as error:
         raise refusal(str(error)) from error
-    return parse_json(data, str(path), refusal)
+    return parse_json(data, str(path), refusal, constants=constants)
 
 
-def parse_json(text: str | bytes, source: str, refusal: Refusal = TraceCorruptError) -> object:
+def parse_json(
+    text: str | bytes, source: str, refusal: Refusal = TraceCorruptError, *, constants: bool = False
+) -> object:
     """JSON as RFC 8259 has it, in UTF-8 without a mark, no deeper than MOST_DEPTH: no NaN, no key twice.
 
+    ``constants``: NaN and Infinity are numbers that stand where Python writers put them, such as Transformers 4
+    (``"time_step_limit": [0.0, Infinity]``). Whoever reads such a field refuses it then.
     Raises what ``refusal`` makes of one sentence that begins with ``source``.
     """
     try:
-        return _parse(text)
+        return _parse(text, constants)
     except RecursionError as error:
         raise refusal(f"{source} is not valid JSON: {_TOO_DEEP}") from error
     except (json.JSONDecodeError, _UnfitError) as error:
@@ -162,9 +173,10 @@ class _UnfitError(ValueError):
     """What Python's reader takes, and RFC 8259 or we do not."""
 
 
-def _parse(text: str | bytes) -> object:
+def _parse(text: str | bytes, constants: bool) -> object:
     text = _decoded(text)
-    document = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant, parse_float=_finite)
+    strict: dict[str, Any] = {} if constants else {"parse_constant": _no_constant, "parse_float": _finite}
+    document = json.loads(text, object_pairs_hook=_distinct, **strict)
     _check_depth(document)
     if _SURROGATE.search(text):
         _check_text(document)

@@ -152,7 +152,7 @@ def write_rounds(rounds: Rounds, path: Path, *, force: bool = False) -> None:
         "drafts": rounds.drafts,
     }
     buffer = io.BytesIO()
-    rounds.table.write_parquet(buffer, metadata={METADATA_KEY: json.dumps(head, allow_nan=False)})
+    rounds.table.write_parquet(buffer, metadata={METADATA_KEY: _text(head)})
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -204,6 +204,11 @@ def read_rounds(path: Path) -> Rounds:
     )
     _check(rounds, path)
     return rounds
+
+
+def _text(head: dict[str, Any]) -> str:
+    """As JSON. A path that is no UTF-8 has a question mark for each odd byte: half characters are no text."""
+    return json.dumps(head, allow_nan=False, ensure_ascii=False).encode(errors="replace").decode()
 
 
 def _head(text: str, path: Path) -> Fields:

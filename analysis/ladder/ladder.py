@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from replay.analysis import wording
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats, percentile_interval
 from replay.analysis.gaps import Gap
-from replay.analysis.json_document import OUTCOMES, JsonObject, object_json
+from replay.analysis.json_document import JsonObject, object_json
 from replay.analysis.ladder.levels import NOTHING_SERVED, Level, Levels, Reached, Reported
 from replay.analysis.ladder.shapley import shapley, subsets
 from replay.traces.rounds import Rounds
@@ -73,9 +73,9 @@ class Rung:
     counts: Reached | None
 
     @property
-    def verdict(self) -> str:
-        """Of the change: ``better``, ``worse``, ``equal``, ``cannot tell``, or ``none`` where there is no change."""
-        return "none" if math.isnan(self.change) else Gap(self.name, self.change, self.change_ci95).verdict
+    def verdict(self) -> str | None:
+        """Of the change: ``better``, ``worse``, ``equal`` or ``cannot tell``; None where there is no change."""
+        return None if math.isnan(self.change) else Gap(self.name, self.change, self.change_ci95).verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +267,5 @@ def ladder_json(ladder: Ladder | None) -> JsonObject:
     """``ladder`` (the rungs), ``attribution`` and ``notes`` of ``replay diagnose --json``; empty without a ladder."""
     if ladder is None:
         return {"ladder": [], "attribution": None, "notes": []}
-    told = {rung.name: rung.verdict for rung in ladder.rungs if rung.verdict in OUTCOMES}
-    rungs = [{**object_json(rung), "verdict": told.get(rung.name)} for rung in ladder.rungs]
+    rungs = [{**object_json(rung), "verdict": rung.verdict} for rung in ladder.rungs]
     return object_json({"ladder": rungs, "attribution": ladder.attribution, "notes": ladder.notes})

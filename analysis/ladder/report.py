@@ -78,7 +78,7 @@ def _cells(level: float, top: float) -> int:
     return round(_BAR * (level - 1) / (top - 1)) if top > 1 else 0
 
 
-def _change(change: float, verdict: str) -> str:
+def _change(change: float, verdict: str | None) -> str:
     if math.isnan(change):
         return ""
     return "=" if verdict == "equal" else ("≈ " if verdict == "cannot tell" else "") + f"{change:+z.3f}"

@@ -82,6 +82,7 @@ def run_server(
             raise
         finally:
             os.close(tether)  # which kills what is left of it
+            server.kill()  # SGLang kills its own children when it ends, the keeper of the tether among them
             server.wait()
             os.close(lock)
     if code and options.wiring is not None:
@@ -139,7 +140,8 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", launch: Launch, url: st
     """What the server says once it answers; None where it ended before."""
     while server.poll() is None:
         manifests = _manifests(launch)
-        if all(one.state != "loading" for one in manifests):
+        # None while the plugin runs: a manifest is being replaced just now.
+        if all(one.state != "loading" for one in manifests) and (manifests or not _plugin_ran(launch)):
             ready = _ready(launch, url, manifests)
             if _answers(ready.url):
                 return ready
@@ -171,11 +173,11 @@ def _ready(launch: Launch, url: str, manifests: Sequence[Manifest]) -> Ready:
 
 def _is_taken(url: str) -> bool:
     """Whether something listens there before the server is started: what answers there later need not be ours."""
-    parts = urllib.parse.urlsplit(url)
     try:
+        parts = urllib.parse.urlsplit(url)
         socket.create_connection((parts.hostname or "", parts.port or 0), timeout=1).close()
         return True
-    except OSError:
+    except (OSError, ValueError):  # of a port or host that cannot be, the server itself says so
         return False
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from replay.checkpoint.config import ARCHITECTURES
 from replay.checkpoint.config_file import read_config
+from replay.checkpoint.files import BINARY
 from replay.errors import CheckpointError, UsageError
 from replay.traces.weights import INDEX, SINGLE
 
@@ -96,7 +97,12 @@ def kind_of(path: Path) -> str:
 
 
 def refuse_target(path: Path) -> None:
-    """Raises UsageError where the folder that was typed as a draft head is a target's."""
+    """Raises UsageError where the folder that was typed as a draft head is a target's.
+
+    What only a pytorch_model.bin could tell is left to whoever reads it: heads look like targets from outside.
+    """
+    if (path / BINARY).is_file():
+        return
     if (architecture := target_architecture(path)) is not None:
         raise UsageError(
             f"{path} is a target model ({architecture}) and no draft head; give --draft the folder of an EAGLE-3 head"

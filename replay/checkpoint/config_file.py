@@ -95,7 +95,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_object(path: Path, most: int) -> dict[str, Any]:
     """The JSON object in a checkpoint's file of at most ``most`` bytes. Raises CheckpointError."""
-    document = read_json(path, most, _refusal, follow=True)
+    document = read_json(path, most, _refusal, follow=True, constants=True)
     if not isinstance(document, dict):
         raise _refusal(f"{path} holds {show(document)}, a JSON object was expected")
     return document

@@ -95,7 +95,7 @@ def capture(
         raise click.UsageError("give one of --model and --server")
     result = run_capture(options)
     if as_json:
-        print_json(object_json(result))
+        print_json({**object_json(result), "taps": list(result.readable_taps) if result.has_trace else []})
     elif result.has_trace:
         click.echo(
             f"{result.path}: {result.requests} requests ({result.recorded} recorded now, {result.output_tokens} output "

@@ -21,13 +21,15 @@ def read_logits(
     normed_RE: Tensor,
     read: Callable[[Tensor, slice], tuple[Tensor, ...]],
     sizes: ProductSizes | None = None,
+    *,
+    widening: int = 1,
 ) -> tuple[Tensor, ...]:
     """What ``read`` makes of the draft logits [B, W] of a block of rows and the slice that names these, all joined.
 
     Nobody holds logits of all rows. ``sizes`` of the products in which each row's logits are computed, where these
-    matter. There must be a row.
+    matter. ``widening`` is how many times the memory of the logits ``read`` takes. There must be a row.
     """
-    rows = _rows_of_block(head)
+    rows = _rows_of_block(head, widening)
     blocks = [slice(start, start + rows) for start in range(0, len(normed_RE), rows)]
     parts = [
         read(head.logits(normed_RE[block], None if sizes is None else sizes.keep(block)), block) for block in blocks
@@ -35,9 +37,9 @@ def read_logits(
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def _rows_of_block(head: Head) -> int:
+def _rows_of_block(head: Head, widening: int) -> int:
     """A power of two: matrix units then round as they do for the few rows of a server."""
-    fitting = max(1, _BLOCK_LOGITS // head.config.draft_vocab_size)
+    fitting = max(1, _BLOCK_LOGITS // widening // head.config.draft_vocab_size)
     return 1 << (fitting.bit_length() - 1)
 
 

@@ -64,5 +64,6 @@ def _chances(head: Head, normed_AE: Tensor, index_A: Tensor, heat_A: Tensor) -> 
         return (probs_BW.gather(1, index_A[block, None].clamp(min=0))[:, 0],)
 
     # The last bits of a probability decide no draft: these products need no server's size.
-    (chance_A,) = read_logits(head, normed_AE, read)
+    # Three tensors in fp32 beside the logits: as probabilities, over the temperature, and widened.
+    (chance_A,) = read_logits(head, normed_AE, read, widening=4)
     return chance_A.double().masked_fill(index_A < 0, 0.0)

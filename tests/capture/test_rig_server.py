@@ -25,7 +25,7 @@ QUESTIONS = (
     "Name three animals that live in Africa.",
 )
 NEW_TOKENS = 24
-LIKELY = 8  # tokens of a position whose leads over each other are measured
+LIKELY = 4  # tokens of a position whose leads over each other are measured
 # topk, steps, verified rows
 DRAFTING = {"tree": (4, 3, 8)}  # chains: test_predict_server.py, test_sglang_plugin.py
 

@@ -3,9 +3,9 @@
 Two machines round the same head in two orders, so where two drafts are almost equally good they may choose otherwise.
 That is told from an error by measuring. The **margin** of a round that parts is by how much the replay preferred its
 own draft to the server's, in nats, at the first place where they part; up to there both saw the same. The **noise** is
-by how much the same numbers move at most, anywhere in the trace, when the replay itself rounds in another order. The
+by how much the same numbers move at most, anywhere in the trace, between two rounding orders of the replay itself. The
 margin compares two numbers, each of which the server and the replay have rounded in their own way: it is a near tie up
-to twice the noise.
+to twice the noise. A replay in one of these two orders is judged by the noise between others, or it could not fail.
 """
 
 import math
@@ -93,11 +93,16 @@ def _at_served_anchors(
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What a replay grew at one anchor: the score (log) of each candidate path, the paths kept, those continued."""
+    """What a replay grew at one anchor: the score (log) of each candidate path, the paths kept, those continued.
+
+    ``drafted`` and ``parents`` are the tree as the trace has it, in order; parents count from the known token (0).
+    """
 
     scores: Mapping[Branch, float]
     kept: frozenset[Branch]
     continued: frozenset[Branch]
+    drafted: list[int]
+    parents: list[int]
 
 
 def grow_trees(
@@ -124,8 +129,10 @@ def _grown(block: Candidates, size: TreeSize) -> Iterator[Grown]:
             parent = parents_G[place // block.topk]
             paths.append((token,) if parent == ROOT else (*paths[parent], token))
         scores = {path: _log(score) for path, score in zip(paths, block.scores_AC[number].tolist(), strict=True)}
-        nodes = zip(trees.drafted_AN[number].tolist(), trees.parents_AN[number].tolist(), strict=True)
-        yield Grown(scores, paths_of(nodes), frozenset(paths[parent] for parent in parents_G if parent != ROOT))
+        drafted, parents = trees.drafted_AN[number].tolist(), trees.parents_AN[number].tolist()
+        kept = paths_of(zip(drafted, parents, strict=True))
+        continued = frozenset(paths[parent] for parent in parents_G if parent != ROOT)
+        yield Grown(scores, kept, continued, drafted, [parent + 1 for parent in parents])
 
 
 def paths_of(nodes: Any) -> frozenset[Branch]:
@@ -148,10 +155,13 @@ def served_paths(row: Mapping[str, Any]) -> frozenset[Branch]:
 
 
 def judge_trees(
-    what: str, trace: replay.Trace, mine: Mapping[Anchor, Grown], *others: Mapping[Anchor, Grown]
+    what: str,
+    trace: replay.Trace,
+    mine: Mapping[Anchor, Grown],
+    noise: Mapping[int, float],
+    *others: Mapping[Anchor, Grown],
 ) -> Judged:
-    """The server's trees against ``mine``; ``others`` are these in other rounding orders, the first for the noise."""
-    noise = tree_noise(mine, others[0])
+    """The server's trees against ``mine``; ``noise`` by depth, ``others`` are these in other rounding orders."""
     alike, parted = 0, []
     for row in trace.served_rounds().iter_rows(named=True):
         anchor = row["request_id"], row["anchor"]
@@ -228,9 +238,8 @@ def follow_chains(
     return found
 
 
-def judge_chains(what: str, mine: Mapping[Anchor, Followed], other: Mapping[Anchor, Followed]) -> Judged:
-    """The server's chains against ``mine``; ``other`` is the same in another rounding order, for the noise."""
-    noise = chain_noise(mine, other)
+def judge_chains(what: str, mine: Mapping[Anchor, Followed], noise: float) -> Judged:
+    """The server's chains against ``mine``."""
     parted = []
     for one in mine.values():
         step = first_difference(one)

@@ -14,6 +14,7 @@ import torch
 from support.near_ties import (
     Anchor,
     Followed,
+    Judged,
     chain_noise,
     first_difference,
     follow_chains,
@@ -69,52 +70,56 @@ def follow(trace: replay.Trace, wiring: str, **changes: Any) -> dict[Anchor, Fol
     return follow_chains(trace, sample_head(), variant(wiring, **changes))
 
 
+ORDERS: dict[str, dict[str, str]] = {"served": {}, "fp32": {"precision": "fp32"}, "hf": {"numerics": "hf"}}
+
+
+def judge_orders(trace: replay.Trace, wiring: str) -> dict[str, Judged]:
+    """The replay in three rounding orders, each judged by the noise between two of which it is none."""
+    followed = {name: follow(trace, wiring, **order) for name, order in ORDERS.items()}
+    judged = {}
+    for name, mine in followed.items():
+        one, other = (rest for rest in followed if rest != name)
+        noise = chain_noise(followed[one], followed[other])
+        judged[name] = judge_chains(f"chains of {STEPS}, wiring {wiring}, order {name}", mine, noise)
+    return judged
+
+
 @pytest.mark.parametrize("wiring", [RIGHT, WRONG])
 def test_every_round_is_the_servers(captured: Capture, wiring: str, record_property: Any) -> None:
+    """In another rounding order fewer are, as where a server with other kernels is replayed here."""
     trace = captured(wiring)
-    judged = judge_chains(f"chains of {STEPS}, wiring {wiring}", follow(trace, wiring), fp32(trace, wiring))
-    report_judged(record_property, [judged])
-    assert judged.rounds == len(trace.served_rounds()) > PROMPTS * NEW_TOKENS / (STEPS + 1)
-    assert judged.unexplained == 0, judged
-
-
-@pytest.mark.parametrize("order", [{"precision": "fp32"}, {"numerics": "hf"}], ids=str)
-def test_rounds_in_another_order_part_at_near_ties(
-    captured: Capture, order: dict[str, str], record_property: Any
-) -> None:
-    """As where a server with other kernels is replayed here."""
-    trace = captured(RIGHT)
-    judged = judge_chains(f"chains of {STEPS}, replayed with {order}", follow(trace, RIGHT, **order), fp32(trace, RIGHT)
-                          if "numerics" in order else follow(trace, RIGHT))  # fmt: skip
-    report_judged(record_property, [judged])
-    assert judged.unexplained == 0, judged
-    assert judged.parted  # rounding does show, so that the test above says something
+    judged = judge_orders(trace, wiring)
+    report_judged(record_property, list(judged.values()))
+    assert [str(one) for one in judged.values() if one.unexplained] == []
+    assert judged["served"].rounds == len(trace.served_rounds()) > PROMPTS * NEW_TOKENS / (STEPS + 1)
+    assert judged["served"].alike > max(judged["fp32"].alike, judged["hf"].alike)
 
 
 def test_another_wiring_is_told_from_rounding(captured: Capture) -> None:
     """The rounds of a server fed otherwise part far beyond rounding."""
     trace = captured(WRONG)
-    judged = judge_chains("the right wiring on the wrong server", follow(trace, RIGHT), fp32(trace, RIGHT))
+    mine = follow(trace, RIGHT)
+    judged = judge_chains("the right wiring on the wrong server", mine, chain_noise(mine, fp32(trace, RIGHT)))
     assert judged.unexplained > judged.rounds / 2
 
 
 @pytest.mark.parametrize("wiring", [RIGHT, WRONG])
 def test_the_served_walk_is_the_servers(captured: Capture, wiring: str) -> None:
     """Round after round by itself, as `replay simulate` walks: the server's, up to a round that parts at a near tie."""
-    trace, followed = captured(wiring), follow(captured(wiring), wiring)
-    predicted, compared = predict(trace, wiring).table, 0
+    trace = captured(wiring)
+    followed, predicted = follow(trace, wiring), predict(trace, wiring).table
     for record in trace.records:
         mine, served = (
-            table.filter(pl.col("request_id") == record.request_id).sort("round").iter_rows(named=True)
+            table.filter(pl.col("request_id") == record.request_id).sort("round").rows(named=True)
             for table in (predicted, trace.served_rounds())
         )
-        for one, other in zip(mine, served, strict=False):
+        pairs = zip(mine, served, strict=False)
+        for number, (one, other) in enumerate(pairs, start=1):
             assert one["anchor"] == other["anchor"]
             if first_difference(followed[record.request_id, other["anchor"]]) is not None:
                 break
             assert (one["drafted"], one["accepted"]) == (other["drafted"], other["accepted"])
-            compared += 1
-    assert compared > PROMPTS
+            assert number < len(mine) or number == len(served), "the walk ends where the server's ends"
 
 
 @pytest.mark.parametrize("wiring", [RIGHT, WRONG])
@@ -123,20 +128,21 @@ def test_the_servers_own_order_of_rows(captured: Capture, wiring: str) -> None:
     trace, checkpoint = captured(wiring), replay.load_head(sample_head())
     resolved = resolve(variant(wiring), checkpoint, trace)
     head, followed = build_head(checkpoint, resolved, trace), follow(trace, wiring)
-    near = 2 * chain_noise(followed, fp32(trace, wiring))
+    near = 2 * chain_noise(fp32(trace, wiring), follow(trace, wiring, numerics="hf"))
     with torch.inference_mode():
         for index, record in enumerate(trace.records):
             rows = trace.read(index, resolved.wiring.taps)
             played = replay_in_order(head, draft_input(rows, resolved.wiring), STEPS, rows.tail_ids)
             served = trace.served_rounds().filter(pl.col("request_id") == record.request_id).sort("round")
-            for mine, theirs in zip(played, served.iter_rows(named=True), strict=False):
+            for number, (mine, theirs) in enumerate(zip(played, served.rows(named=True), strict=False), start=1):
                 assert mine.anchor == theirs["anchor"]
                 if list(mine.drafted) != theirs["drafted"]:
-                    pairs = enumerate(zip(mine.drafted, theirs["drafted"], strict=True))
-                    step = next(step for step, (one, other) in pairs if one != other)
+                    steps = enumerate(zip(mine.drafted, theirs["drafted"], strict=True))
+                    step = next(step for step, (one, other) in steps if one != other)
                     assert followed[record.request_id, mine.anchor].margins[step] <= near
                     break
                 assert mine.accepted == theirs["accepted"]
+                assert number < len(played) or number == len(served), "the walk ends where the server's ends"
 
 
 def test_what_the_server_reports_is_what_was_recorded(captured: Capture) -> None:
