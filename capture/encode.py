@@ -50,59 +50,59 @@ def encode_prompts(
     has no text the tokenizer or its template takes, an id outside the vocabulary, or a prompt or forced output that
     is too long.
     """
-    return [_encode(row, prompts.place(row), tokenizer, limits, raw, max_new_tokens) for row in prompts.rows]
+    return [_encode(row, prompts.where(row), tokenizer, limits, raw, max_new_tokens) for row in prompts.rows]
 
 
 def _encode(
     row: PromptRow,
-    place: str,
+    where: str,
     tokenizer: "PreTrainedTokenizerBase | None",
     limits: TargetLimits,
     raw: bool,
     max_new_tokens: int,
 ) -> EncodedRequest:
-    prompt_ids = _prompt_ids(row, place, tokenizer, raw)
-    forced_ids = _forced_ids(row, place, tokenizer)
+    prompt_ids = _prompt_ids(row, where, tokenizer, raw)
+    forced_ids = _forced_ids(row, where, tokenizer)
     for key, ids in (("prompt", prompt_ids), ("output", forced_ids or ())):
-        _check_ids(ids, key, place, limits.vocab_size)
+        _check_ids(ids, key, where, limits.vocab_size)
     room = max_new_tokens
     if limits.context is not None:
         room = min(room, limits.context - len(prompt_ids))
         if room < 1:
             raise PromptError(
-                f"{place}: the prompt has {len(prompt_ids)} tokens and the target's context is {limits.context}, "
+                f"{where}: the prompt has {len(prompt_ids)} tokens and the target's context is {limits.context}, "
                 "one of which the output needs: shorten the prompt or take the row out"
             )
         if forced_ids is not None and len(prompt_ids) + len(forced_ids) > limits.context:
             raise PromptError(
-                f"{place}: prompt and forced output have {len(prompt_ids)} + {len(forced_ids)} tokens and the target's "
+                f"{where}: prompt and forced output have {len(prompt_ids)} + {len(forced_ids)} tokens and the target's "
                 f"context is {limits.context}: shorten them or take the row out"
             )
     length = room if forced_ids is None else len(forced_ids)
     return EncodedRequest(row.request_id, row.category, prompt_ids, forced_ids, length)
 
 
-def _prompt_ids(row: PromptRow, place: str, tokenizer: "PreTrainedTokenizerBase | None", raw: bool) -> tuple[int, ...]:
+def _prompt_ids(row: PromptRow, where: str, tokenizer: "PreTrainedTokenizerBase | None", raw: bool) -> tuple[int, ...]:
     if row.input_ids is not None:
         return row.input_ids
     if tokenizer is None:
-        raise PromptError(f"{place} holds text and the target folder has no tokenizer: give input_ids instead")
+        raise PromptError(f"{where} holds text and the target folder has no tokenizer: give input_ids instead")
     templated = bool(tokenizer.chat_template)
     if row.messages is not None:
         if not templated:
-            raise PromptError(f"{place} holds messages and the target has no chat template: give a prompt instead")
-        return _apply_template(tokenizer, row.messages, place)
+            raise PromptError(f"{where} holds messages and the target has no chat template: give a prompt instead")
+        return _apply_template(tokenizer, row.messages, where)
     assert row.prompt is not None  # read_prompts saw to it
     if templated and not raw:
-        return _apply_template(tokenizer, ({"role": "user", "content": row.prompt},), place)
+        return _apply_template(tokenizer, ({"role": "user", "content": row.prompt},), where)
     ids = tuple(tokenizer(row.prompt)["input_ids"])
     if not ids:
-        raise PromptError(f"{place}: the target's tokenizer makes no token of this prompt: write some text")
+        raise PromptError(f"{where}: the target's tokenizer makes no token of this prompt: write some text")
     return ids
 
 
 def _apply_template(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, Any]], place: str
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, Any]], where: str
 ) -> tuple[int, ...]:
     from jinja2 import TemplateError
 
@@ -113,23 +113,23 @@ def _apply_template(
     except TemplateError as error:
         roles = json.dumps([message["role"] for message in messages])
         raise PromptError(
-            f"{place}: the target's chat template refuses the roles {roles} ({error}): mend them"
+            f"{where}: the target's chat template refuses the roles {roles} ({error}): mend them"
         ) from error
     return tuple(ids)
 
 
-def _forced_ids(row: PromptRow, place: str, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[int, ...] | None:
+def _forced_ids(row: PromptRow, where: str, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[int, ...] | None:
     if row.response is None:
         return row.output_ids
     if tokenizer is None:
-        raise PromptError(f"{place} holds a response and the target folder has no tokenizer: give output_ids instead")
+        raise PromptError(f"{where} holds a response and the target folder has no tokenizer: give output_ids instead")
     ids = tuple(tokenizer(row.response, add_special_tokens=False)["input_ids"])
     if not ids:
-        raise PromptError(f"{place}: the target's tokenizer makes no token of this response: write some text")
+        raise PromptError(f"{where}: the target's tokenizer makes no token of this response: write some text")
     return ids
 
 
-def _check_ids(ids: Sequence[int], key: str, place: str, vocab_size: int) -> None:
+def _check_ids(ids: Sequence[int], key: str, where: str, vocab_size: int) -> None:
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise PromptError(f"{place}: {key} token id {wrong} is outside the target's vocabulary, 0 to {vocab_size - 1}")
+        raise PromptError(f"{where}: {key} token id {wrong} is outside the target's vocabulary, 0 to {vocab_size - 1}")

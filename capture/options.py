@@ -1,4 +1,4 @@
-"""What both ways of capturing are asked for: numbers that can be, a free place, and the settings a trace keeps."""
+"""What both ways of capturing are asked for: possible numbers, a free output folder, and the settings a trace keeps."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -84,13 +84,13 @@ def check_options(options: CaptureOptions | ServerOptions, *more: Check) -> None
 def parse_distinct_taps(text: str, *, layers: int | None = None) -> tuple[str, ...]:
     """Canonical names of the taps to record, in the order of ``text``. Raises UsageError, also for one named twice."""
     names = parse_taps(text, layers=layers)
-    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:
         raise UsageError(f"--taps {text} names {twice} twice: name each tap once")
     return names
 
 
-def check_place(options: CaptureOptions | ServerOptions, *, beside: Collection[str] = ()) -> None:
+def check_output_folder(options: CaptureOptions | ServerOptions, *, beside: Collection[str] = ()) -> None:
     """Refuse a taken folder before anything is loaded or asked; the writer looks again. Raises OutputError.
 
     What is called as in ``beside`` may lie there.

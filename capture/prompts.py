@@ -45,7 +45,7 @@ class PromptFile:
     sha256: str  # of the file's bytes
     rows: tuple[PromptRow, ...]
 
-    def place(self, row: PromptRow) -> str:
+    def where(self, row: PromptRow) -> str:
         """Where a row stands, as messages name it: ``prompts.jsonl line 3``."""
         return f"{self.path} line {row.line}"
 
@@ -78,10 +78,10 @@ def read_prompts(path: Path) -> PromptFile:
     return PromptFile(path, hashlib.sha256(data).hexdigest(), tuple(rows))
 
 
-def _parse(raw: bytes, place: str) -> dict[str, Any]:
-    value = parse_json(raw, place, _no_row, constants=True)  # pandas writes NaN for what is missing
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    value = parse_json(raw, where, _no_row, constants=True)  # pandas writes NaN for what is missing
     if not isinstance(value, dict):
-        raise _no_row(f"{place} is {show(value)}")
+        raise _no_row(f"{where} is {show(value)}")
     return value
 
 
@@ -89,56 +89,56 @@ def _no_row(said: str) -> PromptError:
     return PromptError(f'{said}: a row is an object such as {{"prompt": "Hello"}}')
 
 
-def _row(value: dict[str, Any], line: int, number: int, place: str) -> PromptRow:
+def _row(value: dict[str, Any], line: int, number: int, where: str) -> PromptRow:
     kinds = [key for key in _KINDS if value.get(key) is not None]
     if len(kinds) != 1:
         seen = " and ".join(kinds) if kinds else f"none of them (its keys: {', '.join(value) or 'none'})"
-        raise PromptError(f"{place} has {seen}: a row has exactly one of prompt, messages, input_ids")
+        raise PromptError(f"{where} has {seen}: a row has exactly one of prompt, messages, input_ids")
     if value.get("response") is not None and value.get("output_ids") is not None:
-        raise PromptError(f"{place} has response and output_ids: keep one of them")
+        raise PromptError(f"{where} has response and output_ids: keep one of them")
     request_id = value.get("id")
     return PromptRow(
         line=line,
-        request_id=str(number) if request_id is None else _text(request_id, "id", place),
-        category=_optional_text(value, "category", place),
-        prompt=_optional_text(value, "prompt", place),
-        messages=None if value.get("messages") is None else _messages(value["messages"], place),
-        input_ids=_optional_ids(value, "input_ids", place),
-        response=_optional_text(value, "response", place),
-        output_ids=_optional_ids(value, "output_ids", place),
+        request_id=str(number) if request_id is None else _text(request_id, "id", where),
+        category=_optional_text(value, "category", where),
+        prompt=_optional_text(value, "prompt", where),
+        messages=None if value.get("messages") is None else _messages(value["messages"], where),
+        input_ids=_optional_ids(value, "input_ids", where),
+        response=_optional_text(value, "response", where),
+        output_ids=_optional_ids(value, "output_ids", where),
     )
 
 
-def _optional_text(value: dict[str, Any], key: str, place: str) -> str | None:
-    return None if value.get(key) is None else _text(value[key], key, place)
+def _optional_text(value: dict[str, Any], key: str, where: str) -> str | None:
+    return None if value.get(key) is None else _text(value[key], key, where)
 
 
-def _optional_ids(value: dict[str, Any], key: str, place: str) -> tuple[int, ...] | None:
+def _optional_ids(value: dict[str, Any], key: str, where: str) -> tuple[int, ...] | None:
     ids = value.get(key)
     if ids is None:
         return None
     if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-        raise PromptError(f"{place}: {key} must be a list of one or more integers, such as [1, 42]")
+        raise PromptError(f"{where}: {key} must be a list of one or more integers, such as [1, 42]")
     return tuple(ids)
 
 
-def _text(value: Any, key: str, place: str) -> str:
+def _text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str):
-        raise PromptError(f"{place}: {key} is {show(value)}, it must be a string (in double quotes)")
+        raise PromptError(f"{where}: {key} is {show(value)}, it must be a string (in double quotes)")
     if not value.strip():
-        raise PromptError(f"{place}: {key} is empty: write some text or take the row out")
+        raise PromptError(f"{where}: {key} is empty: write some text or take the row out")
     return value
 
 
-def _messages(value: Any, place: str) -> tuple[dict[str, Any], ...]:
+def _messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     shape = 'must be a list of one or more {"role": "user", "content": "..."} objects'
     if not isinstance(value, list) or not value:
-        raise PromptError(f"{place}: messages {shape}")
+        raise PromptError(f"{where}: messages {shape}")
     for message in value:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise PromptError(f"{place}: messages {shape}")
-        _text(message["role"], "a message's role", place)
+            raise PromptError(f"{where}: messages {shape}")
+        _text(message["role"], "a message's role", where)
         # A system turn may be empty on purpose: it keeps a template from writing its own.
         if message["content"] != "" or len(value) == 1:
-            _text(message["content"], "a message's content", place)
+            _text(message["content"], "a message's content", where)
     return tuple(value)

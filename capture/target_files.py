@@ -1,4 +1,4 @@
-"""Which checkpoint a trace was made with, told without reading all of it."""
+"""A target's files: found or fetched, its config and tokenizer opened, its fingerprint taken; no weights are loaded."""
 
 import hashlib
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from replay.traces.fields import Fields, read_json
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-
+_INSTALL = "pip install 'eagle-replay[local]'"
 _MOST_JSON = 1 << 24  # bytes of a generation_config.json
 _SAMPLE = 1 << 16  # bytes of weights read from the middle and the end of each file: two fine-tunes differ there
 
@@ -37,9 +37,6 @@ def fingerprint_target(folder: Path) -> str:
                 file.seek(start)
                 digest.update(file.read(_SAMPLE))
     return digest.hexdigest()
-
-
-_INSTALL = "pip install 'eagle-replay[local]'"
 
 
 def resolve_target(model: str) -> Path:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FORMAT = "replay-rounds"
 VERSION = 1
 METADATA_KEY = "replay"
+HEALTHY_NAME = "healthy"  # of the hypothesis that nothing is wrong
+EXPECTED_COLUMNS = 6  # of ``Expected.sums``
 _MOST = 1 << 40  # of any count
 
 JsonObject = dict[str, Any]
@@ -45,9 +47,6 @@ class Expected:
     exact: bool
     note: str
     sums: tuple[tuple[float, ...], ...]
-
-
-EXPECTED_COLUMNS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +335,3 @@ def _known(column: "pl.Series", names: set[str], what: str, path: Path) -> None:
 
 def _corrupt(path: Path, what: str) -> TraceCorruptError:
     return TraceCorruptError(f"{path} cannot be trusted, {what}: simulate again with -o")
-
-
-HEALTHY_NAME = "healthy"  # of the hypothesis that nothing is wrong

@@ -103,7 +103,7 @@ class Comparison:
 
 
 def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:
-    """Every variant B of ``joined`` against its A (see ``join``), by paired bootstrap over requests."""
+    """Every variant B of ``joined`` against its A (see ``pair_rounds``), by paired bootstrap over requests."""
     counts = per_request(joined.rounds)
     against = counts.pop(joined.a.name)
     gaps = paired_gaps(counts, against, seed=seed, resamples=resamples)

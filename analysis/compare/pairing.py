@@ -33,7 +33,7 @@ class PairedRounds:
     files: int = 1
 
 
-def join(
+def pair_rounds(
     first: Rounds,
     second: Rounds | None = None,
     *,
@@ -64,7 +64,7 @@ def join(
     if second is not None:
         _check_requests(first, second)
         _check_tokens(first, a, second, others[0])
-    letters = ["B"] if len(others) == 1 else [f"B{place}" for place in range(1, len(others) + 1)]
+    letters = ["B"] if len(others) == 1 else [f"B{number}" for number in range(1, len(others) + 1)]
     renamed = [replace(a, name="A"), *(replace(b, name=name) for b, name in zip(others, letters, strict=True))]
     chosen = [_part(first, a.name, "A", common)]
     chosen += [_part(source, b.name, new.name, common) for b, new in zip(others, renamed[1:], strict=True)]
@@ -162,25 +162,25 @@ def _check_tokens(first: Rounds, a: VariantInfo, second: Rounds, b: VariantInfo)
 
     if a.topk > 1 or b.topk > 1:
         return
-    told = _emitted(first, a.name).join(_emitted(second, b.name), on=["request_id", "place"], suffix="_b")
+    told = _emitted(first, a.name).join(_emitted(second, b.name), on=["request_id", "position"], suffix="_b")
     wrong = told.filter(pl.col("token") != pl.col("token_b")).head(1)
-    for request_id, place, one, other in wrong.iter_rows():
+    for request_id, position, one, other in wrong.iter_rows():
         raise TraceError(
-            f"the rounds are of two traces: the target emitted token {one} at position {place} of request "
+            f"the rounds are of two traces: the target emitted token {one} at position {position} of request "
             f"{request_id!r} in the first and {other} in the second; simulate both on one trace"
         )
 
 
 def _emitted(rounds: Rounds, variant: str) -> "pl.DataFrame":
-    """Tokens [request_id, place, token] that the accepted drafts tell: the i-th of anchor S is token S + i."""
+    """Tokens [request_id, position, token] that the accepted drafts tell: the i-th of anchor S is token S + i."""
     import polars as pl
 
     taken = rounds.table.filter((pl.col("variant") == variant) & (pl.col("accepted") > 0)).select(
         "request_id",
-        (pl.col("anchor") + pl.int_ranges(1, pl.col("accepted") + 1)).alias("place"),
+        (pl.col("anchor") + pl.int_ranges(1, pl.col("accepted") + 1)).alias("position"),
         pl.col("drafted").list.head(pl.col("accepted")).alias("token"),
     )
-    return taken.explode("place", "token").unique(["request_id", "place"], maintain_order=True)
+    return taken.explode("position", "token").unique(["request_id", "position"], maintain_order=True)
 
 
 def _part(rounds: Rounds, name: str, new: str, requests: set[str]) -> "pl.DataFrame":

@@ -20,7 +20,7 @@ WALK_GAP = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Results:
     """Everything a doubt may look at. ``best`` is None where no variant has rounds."""
 
     rounds: Rounds
@@ -30,20 +30,20 @@ class Case:
     observed_gaps: Mapping[str, Gap]
 
 
-def doubts(case: Case) -> tuple[str, ...]:
+def doubts(results: Results) -> tuple[str, ...]:
     """The sentences that apply, the gravest first."""
-    return tuple(sentence for check in _CHECKS for sentence in check(case))
+    return tuple(sentence for check in _CHECKS for sentence in check(results))
 
 
-def _observed_disagrees(case: Case) -> Iterator[str]:
-    if case.nearest is None or case.nearest.observed is None:
+def _observed_disagrees(results: Results) -> Iterator[str]:
+    if results.nearest is None or results.nearest.observed is None:
         return
-    gap = case.observed_gaps.get(case.nearest.name)
+    gap = results.observed_gaps.get(results.nearest.name)
     if gap is None or gap.verdict not in ("better", "worse"):
         return
     more = "more" if gap.difference > 0 else "fewer"
     low, high = sorted(map(abs, gap.ci95))
-    which = "The replay" if len(case.summaries) == 1 else "Even the nearest variant"
+    which = "The replay" if len(results.summaries) == 1 else "Even the nearest variant"
     yield (
         f"{which} accepts {decimal(abs(gap.difference))} tokens a round {more} than the server did on the same "
         f"requests (95 % interval {interval((low, high), 3)}): the server does something that no variant here does, "
@@ -51,8 +51,8 @@ def _observed_disagrees(case: Case) -> Iterator[str]:
     )
 
 
-def _observed_partly(case: Case) -> Iterator[str]:
-    for summary in case.summaries[:1]:
+def _observed_partly(results: Results) -> Iterator[str]:
+    for summary in results.summaries[:1]:
         if summary.observed is not None and summary.observed.requests < summary.played_requests:
             yield (
                 f"The server reported its rounds for {count(summary.observed.requests)} of "
@@ -60,10 +60,10 @@ def _observed_partly(case: Case) -> Iterator[str]:
             )
 
 
-def _few_requests(case: Case) -> Iterator[str]:
-    if case.best is None:
+def _few_requests(results: Results) -> Iterator[str]:
+    if results.best is None:
         return
-    played = case.best.played_requests
+    played = results.best.played_requests
     if played == 1:
         yield "One request has rounds, which gives no interval: capture more requests."
     elif played < FEW_REQUESTS:
@@ -73,55 +73,55 @@ def _few_requests(case: Case) -> Iterator[str]:
         )
 
 
-def _wide_interval(case: Case) -> Iterator[str]:
-    if case.best is None or math.isnan(case.best.accept_length_ci95[0]):
+def _wide_interval(results: Results) -> Iterator[str]:
+    if results.best is None or math.isnan(results.best.accept_length_ci95[0]):
         return
-    low, high = case.best.accept_length_ci95
+    low, high = results.best.accept_length_ci95
     half = (high - low) / 2
-    if half > WIDE_INTERVAL * case.best.accept_length:
+    if half > WIDE_INTERVAL * results.best.accept_length:
         yield (
             f"The interval of the accept length is wide, ± {decimal(half, 2)} or "
-            f"{percent(half / case.best.accept_length, 0)} of it: more requests make it narrower."
+            f"{percent(half / results.best.accept_length, 0)} of it: more requests make it narrower."
         )
 
 
-def _cut_rounds(case: Case) -> Iterator[str]:
-    rows = [row for row in case.summaries if row.rounds and row.cut_rounds / row.rounds > MANY_CUT]
+def _cut_rounds(results: Results) -> Iterator[str]:
+    rows = [row for row in results.summaries if row.rounds and row.cut_rounds / row.rounds > MANY_CUT]
     if rows:
         row = max(rows, key=lambda row: row.cut_rounds / row.rounds)
         yield (
             f"{count(row.cut_rounds)} of {counted(row.rounds, 'round')} ({percent(row.cut_rounds / row.rounds, 0)}"
-            f"{_worst(rows, case)}) were cut by the end of the output, and what they would have accepted beyond it "
+            f"{_worst(rows, results)}) were cut by the end of the output, and what they would have accepted beyond it "
             "does not count: longer outputs make this smaller."
         )
 
 
-def _ties(case: Case) -> Iterator[str]:
-    rows = [row for row in case.summaries if row.drafted and row.ties / row.drafted > MANY_TIES]
+def _ties(results: Results) -> Iterator[str]:
+    rows = [row for row in results.summaries if row.drafted and row.ties / row.drafted > MANY_TIES]
     if rows:
         row = max(rows, key=lambda row: row.ties / row.drafted)
         yield (
             f"{count(row.ties)} of {counted(row.drafted, 'drafted token')} ({percent(row.ties / row.drafted)}"
-            f"{_worst(rows, case)}) were chosen between equal logits, where another kernel may choose otherwise."
+            f"{_worst(rows, results)}) were chosen between equal logits, where another kernel may choose otherwise."
         )
 
 
-def _worst(rows: Sequence[VariantSummary], case: Case) -> str:
+def _worst(rows: Sequence[VariantSummary], results: Results) -> str:
     """Says that the worst variant is meant, where there are several."""
-    if len(case.summaries) == 1:
+    if len(results.summaries) == 1:
         return ""
     return ", in one variant" if len(rows) == 1 else f", in the worst of {len(rows)} such variants"
 
 
-def _not_generated(case: Case) -> Iterator[str]:
-    total = len(case.rounds.requests)
-    forced = sum(request.source == "forced" for request in case.rounds.requests)
+def _not_generated(results: Results) -> Iterator[str]:
+    total = len(results.rounds.requests)
+    forced = sum(request.source == "forced" for request in results.rounds.requests)
     if forced:
         yield (
             f"{count(forced)} of {counted(total, 'request')} follow text that was given, not generated by the "
             "target (teacher-forced): a server accepts more or less on text of its own."
         )
-    sampled = [request.temperature for request in case.rounds.requests if request.temperature > 0]
+    sampled = [request.temperature for request in results.rounds.requests if request.temperature > 0]
     if sampled:
         low, high = min(sampled), max(sampled)
         warmth = f"{low:g}" if low == high else f"{low:g} to {high:g}"
@@ -131,12 +131,12 @@ def _not_generated(case: Case) -> Iterator[str]:
         )
 
 
-def _expectations(case: Case) -> Iterator[str]:
-    yield from expectation_doubts(case.summaries)
+def _expectations(results: Results) -> Iterator[str]:
+    yield from expectation_doubts(results.summaries)
 
 
-def _walk_gap(case: Case) -> Iterator[str]:
-    best = case.best
+def _walk_gap(results: Results) -> Iterator[str]:
+    best = results.best
     if best is None or not best.anchors:
         return
     share = best.all_anchors_accept_length / best.accept_length - 1
@@ -149,21 +149,22 @@ def _walk_gap(case: Case) -> Iterator[str]:
         )
 
 
-def _longer_drafts(case: Case) -> Iterator[str]:
-    if "steps" in varying(case.summaries):
+def _longer_drafts(results: Results) -> Iterator[str]:
+    if "steps" in varying(results.summaries):
         yield (
             "The variants differ in steps, and a longer draft accepts more and costs more: the time of a round decides."
         )
 
 
-def _requests_without_rounds(case: Case) -> Iterator[str]:
-    if case.best is None:
+def _requests_without_rounds(results: Results) -> Iterator[str]:
+    if results.best is None:
         yield "Nothing was measured: capture with a larger --max-new-tokens, or other prompts."
         return
-    if without := case.best.requests - case.best.played_requests:
+    if without := results.best.requests - results.best.played_requests:
         have = "has" if without == 1 else "have"
-        yield f"{count(without)} of {counted(case.best.requests, 'request')} {have} no round (an output of one token)."
-    played = {row.played_requests for row in case.summaries}
+        total = counted(results.best.requests, "request")
+        yield f"{count(without)} of {total} {have} no round (an output of one token)."
+    played = {row.played_requests for row in results.summaries}
     if len(played) > 1:
         yield (
             f"The variants have rounds on {min(played)} to {max(played)} requests: gaps are taken on the requests that "
@@ -171,13 +172,13 @@ def _requests_without_rounds(case: Case) -> Iterator[str]:
         )
 
 
-def _missing(case: Case) -> Iterator[str]:
-    missing = case.rounds.trace.get("missing")
+def _missing(results: Results) -> Iterator[str]:
+    missing = results.rounds.trace.get("missing")
     if isinstance(missing, list) and missing:
         yield f"The trace does not hold everything: {listed([str(what).rstrip('.') for what in missing])}."
 
 
-_CHECKS: tuple[Callable[[Case], Iterator[str]], ...] = (
+_CHECKS: tuple[Callable[[Results], Iterator[str]], ...] = (
     _observed_disagrees,
     _few_requests,
     _wide_interval,

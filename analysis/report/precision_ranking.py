@@ -40,7 +40,7 @@ class Ranking:
     notes: tuple[str, ...]
 
 
-def rank(
+def rank_tensors(
     rounds: Rounds,
     summaries: Sequence[VariantSummary],
     tensors: Sequence[str],

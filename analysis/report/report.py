@@ -13,7 +13,7 @@ from rich.text import Text
 from replay.analysis import wording
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.gaps import Gap, gaps, observed_gaps
-from replay.analysis.report.doubts import Case, doubts
+from replay.analysis.report.doubts import Results, doubts
 from replay.analysis.report.expected import expected_sentence
 from replay.analysis.report.provenance import provenance
 from replay.analysis.report.tree_kv import layout_sentences
@@ -73,7 +73,7 @@ def assess(
         observed_gaps=seen,
         layouts=layout_sentences(rounds, summaries, seed=seed, resamples=resamples),
         facts=wording.varying(summaries),
-        doubts=doubts(Case(rounds, summaries, best, nearest, seen)),
+        doubts=doubts(Results(rounds, summaries, best, nearest, seen)),
         provenance=tuple(provenance(rounds, summaries, seed=seed, resamples=resamples)),
     )
 

@@ -1,7 +1,8 @@
 """The tables of a report: one row for each variant, or one for each draft position of a single variant."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from rich.text import Text
@@ -10,8 +11,36 @@ from replay.analysis import wording
 from replay.analysis.counts import position_rates, reached_positions
 from replay.analysis.gaps import Gap
 from replay.analysis.report.expected import expected_cell
-from replay.analysis.summary import VariantSummary
+from replay.analysis.summary import ServerCounts, VariantSummary
 from replay.analysis.tables import Column, Fitted, column
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of the table: one for each variant, then the server's own where it reported one."""
+
+    summaries: Sequence[VariantSummary]
+    best: VariantSummary | None
+    seen: ServerCounts | None
+
+    @property
+    def many(self) -> bool:
+        return len(self.summaries) > 1
+
+    @property
+    def histogram(self) -> Sequence[int]:
+        """The server's rounds by accepted tokens; empty where it reported none."""
+        return self.seen.histogram if self.seen else ()
+
+    def column(self, heading: str, cells: Sequence[str], reported: str = "", *, left: bool = False) -> Column:
+        """``cells`` of the variants, ``reported`` of the server."""
+        texts = [
+            Text(cell, style="bold" if self.many and summary is self.best else "")
+            for cell, summary in zip(cells, self.summaries, strict=True)
+        ]
+        if self.seen is not None:
+            texts.append(Text(reported, style="cyan"))
+        return Column(heading, tuple(texts), "left" if left else "right")
 
 
 def variant_table(
@@ -21,62 +50,72 @@ def variant_table(
     best: VariantSummary | None,
 ) -> Fitted:
     """One row for each variant in the given order, the best in bold, and the server's own row where it reported one."""
-    many = len(summaries) > 1
     seen = next((summary.observed for summary in summaries if summary.observed is not None), None)
-
-    def column_of(heading: str, cells: Sequence[str], reported: str, justify: str = "right") -> Column:
-        texts = [
-            Text(cell, style="bold" if many and summary is best else "")
-            for cell, summary in zip(cells, summaries, strict=True)
-        ]
-        if seen is not None:
-            texts.append(Text(reported, style="cyan"))
-        return Column(heading, tuple(texts), "left" if justify == "left" else "right")
-
-    names = [
-        column_of(_heading(name), [_name(row, name) for row in summaries], "server" * (index == 0), _side(name))
-        for index, name in enumerate(facts)
-    ]
-    if not many and seen is not None:
-        names = [column_of("", ["replay"], "server", "left")]
-    histogram = seen.histogram if seen else ()
-    accepted = sum(number * count for number, count in enumerate(histogram))
-    main = [
-        column_of(
-            "accept\nlength",
-            [wording.decimal(row.accept_length) for row in summaries],
-            wording.decimal(seen.accept_length if seen else math.nan),
-        ),
-        column_of("95 %\ninterval", [wording.interval(row.accept_length_ci95) for row in summaries], ""),
-        column_of("accept\nrate", [wording.percent(row.accept_rate) for row in summaries], ""),
-        column_of(
-            "accepted /\ndrafted",
-            [f"{wording.count(row.accepted)} / {wording.count(row.drafted)}" for row in summaries],
-            f"{wording.count(accepted)} / {wording.NOTHING}" if histogram else "",
-        ),
-        column_of(
-            "rounds", [wording.count(row.rounds) for row in summaries], wording.count(seen.rounds if seen else 0)
-        ),
-    ]
-    if many and any(row.expected is not None for row in summaries):
-        main.insert(2, column_of("expected\nlength", [expected_cell(row) for row in summaries], ""))
-    if many:
-        main.insert(2, column_of("lost", [_lost(row, gaps, best) for row in summaries], ""))
-    steps = max(row.steps for row in summaries)
-    shape = [
-        column_of(
-            f"accepted\n0 to {steps}",
-            [wording.bars(row.histogram) for row in summaries],
-            wording.bars(histogram),
-            "left",
-        )
-    ]
-    if many:
-        rates = _aligned([*(row.position_conditional for row in summaries), position_rates(histogram or (0,))[1]])
-        heading = "% accepted at position 1, 2, ...\nof the rounds that got there"
-        shape.append(column_of(heading, rates[:-1], rates[-1], "left"))
+    rows = _Rows(summaries, best, seen)
     labels = [wording.label(row, facts) or "replay" for row in summaries] + ["server"] * (seen is not None)
-    return Fitted(tuple(names), (tuple(main), tuple(shape)), tuple(labels))
+    return Fitted(_names(rows, facts), (_numbers(rows, gaps), _shape(rows)), tuple(labels))
+
+
+def _names(rows: _Rows, facts: Sequence[str]) -> tuple[Column, ...]:
+    """What tells the rows apart."""
+    if not rows.many and rows.seen is not None:
+        return (rows.column("", ["replay"], "server", left=True),)
+    return tuple(
+        rows.column(
+            _heading(fact),
+            [_name(row, fact) for row in rows.summaries],
+            "server" * (index == 0),
+            left=_side(fact) == "left",
+        )
+        for index, fact in enumerate(facts)
+    )
+
+
+def _numbers(rows: _Rows, gaps: Mapping[str, Gap]) -> tuple[Column, ...]:
+    return (*_lengths(rows), *_gaps(rows, gaps), *_tokens(rows))
+
+
+def _lengths(rows: _Rows) -> Iterator[Column]:
+    """The accept length and its interval."""
+    reported = wording.decimal(rows.seen.accept_length if rows.seen else math.nan)
+    yield rows.column("accept\nlength", [wording.decimal(row.accept_length) for row in rows.summaries], reported)
+    yield rows.column("95 %\ninterval", [wording.interval(row.accept_length_ci95) for row in rows.summaries])
+
+
+def _gaps(rows: _Rows, gaps: Mapping[str, Gap]) -> Iterator[Column]:
+    """What each of several variants lost to the best, and what its rule takes on average."""
+    if not rows.many:
+        return
+    yield rows.column("lost", [_lost(row, gaps, rows.best) for row in rows.summaries])
+    if any(row.expected is not None for row in rows.summaries):
+        yield rows.column("expected\nlength", [expected_cell(row) for row in rows.summaries])
+
+
+def _tokens(rows: _Rows) -> Iterator[Column]:
+    """Rates and what they were divided from."""
+    summaries, seen = rows.summaries, rows.seen
+    yield rows.column("accept\nrate", [wording.percent(row.accept_rate) for row in summaries])
+    accepted = sum(number * count for number, count in enumerate(rows.histogram))
+    yield rows.column(
+        "accepted /\ndrafted",
+        [f"{wording.count(row.accepted)} / {wording.count(row.drafted)}" for row in summaries],
+        f"{wording.count(accepted)} / {wording.NOTHING}" if rows.histogram else "",
+    )
+    yield rows.column(
+        "rounds", [wording.count(row.rounds) for row in summaries], wording.count(seen.rounds if seen else 0)
+    )
+
+
+def _shape(rows: _Rows) -> tuple[Column, ...]:
+    """How many tokens the rounds accepted, and the rates by position where there are several variants."""
+    steps = max(row.steps for row in rows.summaries)
+    bars = [wording.bars(row.histogram) for row in rows.summaries]
+    histogram = rows.column(f"accepted\n0 to {steps}", bars, wording.bars(rows.histogram), left=True)
+    if not rows.many:
+        return (histogram,)
+    rates = _aligned([*(row.position_conditional for row in rows.summaries), position_rates(rows.histogram or (0,))[1]])
+    heading = "% accepted at position 1, 2, ...\nof the rounds that got there"
+    return histogram, rows.column(heading, rates[:-1], rates[-1], left=True)
 
 
 def position_table(summary: VariantSummary) -> Fitted:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import replay
 from replay.capture.client.api import ServerApi, open_api
-from replay.capture.client.facts import ServerFacts, check_same_server, read_facts
+from replay.capture.client.facts import ServerFacts, ask_facts, check_same_server
 from replay.capture.client.join import JoinedRequest
 from replay.capture.client.requests import PROBE_TOKENS, ServerClient
 from replay.capture.client.spool_reader import SpoolReader
 from replay.capture.encode import EncodedRequest, TargetLimits, encode_prompts
 from replay.capture.events import CaptureResult, Event, Loading, Noted
-from replay.capture.options import ServerOptions, check_options, check_place, settings_of
+from replay.capture.options import ServerOptions, check_options, check_output_folder, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.spool import RID_PREFIX, SPOOL
 from replay.errors import OutputError, PromptError, TraceError, UsageError
@@ -44,9 +44,9 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
         ("--retries", options.retries, options.retries >= 0, "0 or more"),
     )
     prompts = read_prompts(options.prompts)
-    check_place(options, beside=(SPOOL,))
+    check_output_folder(options, beside=(SPOOL,))
     api = open_api(options.server, options.api_key, timeout=options.timeout, retries=options.retries)
-    facts = read_facts(api, options.recording)
+    facts = ask_facts(api, options.recording)
     if not facts.recording and (options.out / HEADER).exists():
         raise OutputError(
             f"{options.out} holds a trace, and {api.url} does not record: start it by replay serve, or type another -o"
@@ -65,7 +65,7 @@ def encode(prompts: PromptFile, facts: ServerFacts, options: ServerOptions) -> l
     forced = next((row for row in prompts.rows if row.response is not None or row.output_ids is not None), None)
     if forced is not None:
         raise PromptError(
-            f"{prompts.place(forced)} gives the output, and a server only generates: take it out, or capture it with "
+            f"{prompts.where(forced)} gives the output, and a server only generates: take it out, or capture it with "
             "--model"
         )
     tokenizer, vocab_size = None, facts.vocab_size

@@ -77,7 +77,7 @@ class ServerFacts:
         return EngineInfo("sglang", first.sglang, details)
 
 
-def read_facts(api: ServerApi, recording: Path | None) -> ServerFacts:
+def ask_facts(api: ServerApi, recording: Path | None) -> ServerFacts:
     """Ask a server what it is. ``recording``: where its recording folder is seen here, if elsewhere than there.
 
     Raises CaptureError: no answer, not ready, no SGLang, a recording that is refused, has failed, lacks a rank, or

@@ -1,6 +1,6 @@
 """One request's recorded rows and the server's answer, joined into a CapturedRequest. Pure functions.
 
-Shapes: L prompt tokens, n output tokens, T = L + n; rows 0..T-2; k kept logits; H width.
+Shapes: L prompt tokens, n output tokens, T = L + n; R = T - 1 rows 0..T-2; k kept logits; H width.
 
 A server may compute a row more than once (retraction, an overlapped verify of a request that has just ended) and may
 run beyond the end of the output. So the last recording of a position counts, and what a later forward has overwritten
@@ -8,11 +8,11 @@ counts no more. But ``final`` of an output row stays the one whose logits chose 
 computes that row again, in another batch, without logits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.spool import FEED, Entry, RowFile
+from replay.capture.spool import FEED, LOGITS, Entry, RowFile
 from replay.errors import CaptureError
 from replay.traces.captured import ServerCounters
 from replay.traces.feed import Feed
@@ -33,6 +33,24 @@ class Recorded:
     @property
     def entry(self) -> Entry:
         return self.file.entries[self.index]
+
+    @property
+    def first_with_logits(self) -> int:
+        """Position of its first row with logits: they are its last ones."""
+        return self.entry.start + self.entry.rows - self.entry.logits
+
+    def read(self, name: str, low: int, high: int) -> "torch.Tensor":
+        """Tensor ``name`` of the positions low..high-1."""
+        begin = self.file.first_row[self.index] - self.entry.start
+        return map_rows(self.file.layout, name, begin + low, begin + high)
+
+    def read_logits(self, name: str, low: int, high: int) -> "torch.Tensor":
+        """As ``read``, of a tensor that has the rows with logits alone."""
+        begin = self.file.first_logit[self.index] - self.first_with_logits
+        return map_rows(self.file.layout, name, begin + low, begin + high)
+
+
+Stretch = tuple[Recorded, int, int]  # the positions low..high-1 of a recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,59 +174,23 @@ def join(
     Raises CaptureError, naming the request, where a position has no row or a row consumed another token than the one at
     its position; TraceCorruptError where a file is not what it was.
     """
-    import torch
-
-    tokens = torch.tensor([*prompt_ids, *output_ids], dtype=torch.int32)
-    rows, outputs = len(tokens) - 1, len(output_ids)
+    tokens = [*prompt_ids, *output_ids]
+    rows, first_output = len(tokens) - 1, len(prompt_ids) - 1
     missing = first_missing(recorded, rows)
     if missing is not None:
         raise CaptureError(f"{name}: the server recorded no row for position {missing} of {rows}")
-    consumed = torch.full((rows,), -1, dtype=torch.int32)
-    gathered: dict[str, torch.Tensor] = {}
-    logits: dict[str, torch.Tensor] = {}
-    have_logits = torch.zeros(outputs, dtype=torch.bool)
-    first_output = len(prompt_ids) - 1
-    for one in recorded:
-        entry, layout = one.entry, one.file.layout
-        count = min(entry.rows, rows - entry.start)
-        if count <= 0:
-            continue
-        begin, here = one.file.first_row[one.index], slice(entry.start, entry.start + count)
-        consumed[here] = map_rows(layout, "input_ids", begin, begin + count)
-        first = entry.start + entry.rows - entry.logits  # position of its first row with logits
-        for tap in taps:
-            part = map_rows(layout, f"tap.{tap}", begin, begin + count)
-            if tap not in gathered:
-                gathered[tap] = torch.empty((rows, *part.shape[1:]), dtype=part.dtype)
-            if tap != FINAL:
-                gathered[tap][here] = part
-                continue
-            for low, high in ((entry.start, min(first, first_output)), (first, entry.start + count)):
-                if low < high:
-                    gathered[tap][low:high] = part[low - entry.start : high - entry.start]
-        low, high = max(first, first_output), min(entry.start + entry.rows, rows)
-        if low < high:
-            place = one.file.first_logit[one.index] + low - first
-            there = slice(low - first_output, high - first_output)
-            have_logits[there] = True
-            for key in ("topk_ids", "topk_logprobs", "logsumexp"):
-                part = map_rows(layout, key, place, place + high - low)
-                if key not in logits:
-                    logits[key] = torch.empty((outputs, *part.shape[1:]), dtype=part.dtype)
-                logits[key][there] = part
-    wrong = (consumed != tokens[:-1]).nonzero()
-    if len(wrong):
-        at = int(wrong[0, 0])
-        raise CaptureError(
-            f"{name}: the row of position {at} consumed token {int(consumed[at])}, the request has "
-            f"{int(tokens[at])} there"
-        )
-    if not bool(have_logits.all()):
-        at = int((~have_logits).nonzero()[0, 0])
-        raise CaptureError(f"{name}: the server recorded no logits for output token {at} of {outputs}")
+    stretches = list(_stretches(recorded, rows))
+    with_logits = list(_stretches_with_logits(recorded, first_output, rows))
+    consumed_R = _gather("input_ids", stretches, rows)
+    gathered = {tap: _gather(f"tap.{tap}", stretches, rows) for tap in taps if tap != FINAL}
+    if FINAL in taps:
+        gathered[FINAL] = _gather(f"tap.{FINAL}", _stretches_of_final(stretches, first_output), rows)
+    logits = {key: _gather_logits(key, with_logits, first_output, len(output_ids)) for key in LOGITS}
+    _check_consumed(name, consumed_R.tolist(), tokens)
+    _check_logits(name, with_logits, first_output, len(output_ids))
     entries = [one.entry for one in recorded if one.entry.kind != "feed"]
     return JoinedRequest(
-        gathered,
+        {tap: gathered[tap] for tap in taps},
         logits["topk_ids"],
         logits["topk_logprobs"],
         logits["logsumexp"],
@@ -216,6 +198,65 @@ def join(
         tail_of(entries, len(tokens)),
         feed_of(recorded, rows),
     )
+
+
+def _stretches(recorded: Sequence[Recorded], rows: int) -> Iterator[Stretch]:
+    """What each recording holds of the positions 0..rows-1."""
+    for one in recorded:
+        low, high = one.entry.start, min(one.entry.start + one.entry.rows, rows)
+        if low < high:
+            yield one, low, high
+
+
+def _stretches_with_logits(recorded: Sequence[Recorded], first_output: int, rows: int) -> Iterator[Stretch]:
+    """What each recording holds of the output rows with their logits."""
+    for one, _, high in _stretches(recorded, rows):
+        low = max(one.first_with_logits, first_output)
+        if low < high:
+            yield one, low, high
+
+
+def _stretches_of_final(stretches: Sequence[Stretch], first_output: int) -> Iterator[Stretch]:
+    """Of ``stretches``, the prompt's rows and those with logits: an output row without them is a prefill's."""
+    for one, start, end in stretches:
+        first = one.first_with_logits
+        for low, high in ((start, min(first, first_output)), (first, end)):
+            if low < high:
+                yield one, low, high
+
+
+def _gather(name: str, stretches: Iterable[Stretch], rows: int) -> "torch.Tensor":
+    """Tensor ``name`` [rows, ...] from its ``stretches``, of which the last counts; [0] where there is none."""
+    return _assemble(((low, one.read(name, low, high)) for one, low, high in stretches), rows)
+
+
+def _gather_logits(name: str, stretches: Iterable[Stretch], first_output: int, outputs: int) -> "torch.Tensor":
+    """As ``_gather``, of the rows with logits: [outputs, ...]."""
+    return _assemble(((low - first_output, one.read_logits(name, low, high)) for one, low, high in stretches), outputs)
+
+
+def _assemble(parts: "Iterable[tuple[int, torch.Tensor]]", rows: int) -> "torch.Tensor":
+    import torch
+
+    whole = torch.empty(0)
+    for low, part in parts:
+        if len(whole) != rows:
+            whole = torch.empty((rows, *part.shape[1:]), dtype=part.dtype)
+        whole[low : low + len(part)] = part
+    return whole
+
+
+def _check_consumed(name: str, consumed: Sequence[int], tokens: Sequence[int]) -> None:
+    for at, (seen, token) in enumerate(zip(consumed, tokens[:-1], strict=True)):
+        if seen != token:
+            raise CaptureError(f"{name}: the row of position {at} consumed token {seen}, the request has {token} there")
+
+
+def _check_logits(name: str, stretches: Iterable[Stretch], first_output: int, outputs: int) -> None:
+    held = {row - first_output for _, low, high in stretches for row in range(low, high)}
+    for at in range(outputs):
+        if at not in held:
+            raise CaptureError(f"{name}: the server recorded no logits for output token {at} of {outputs}")
 
 
 def feed_of(recorded: Sequence[Recorded], rows: int) -> Feed | None:

@@ -122,7 +122,7 @@ def _row(one: Answered, asked: dict[str, Any]) -> dict[str, Any]:
         "input_ids": list(request.prompt_ids),
         "output_ids": list(answer.output_ids),
         "finish_reason": answer.finish_reason,
-        "logprobs": [one[0] for one in logprobs] if isinstance(logprobs, list) else None,
+        "logprobs": [token[0] for token in logprobs] if isinstance(logprobs, list) else None,
         "server": asdict(answer.counters),
         "asked": asked,
     }

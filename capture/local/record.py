@@ -10,7 +10,7 @@ import replay
 from replay.capture.encode import EncodedRequest, encode_prompts
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Loading, Noted, Planned
 from replay.capture.local.sampling import Sampling
-from replay.capture.options import CaptureOptions, check_options, check_place, settings_of
+from replay.capture.options import CaptureOptions, check_options, check_output_folder, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.target_files import fingerprint_target
 from replay.errors import CaptureError
@@ -35,7 +35,7 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     """
     check_options(options, ("--topk", options.topk, options.topk >= 1, "1 or more"))
     prompts = read_prompts(options.prompts)
-    check_place(options)
+    check_output_folder(options)
     from replay.capture.local.target import check_target, load_target
     from replay.capture.target_files import open_target
     from replay.traces.writer import TraceWriter

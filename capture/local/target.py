@@ -99,7 +99,7 @@ def load_target(files: TargetFiles, *, dtype: str, device: str) -> LocalTarget:
 
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
-    place = _device(device)
+    torch_device = _device(device)
     try:
         with _quiet_loading():
             model: Any = AutoModelForCausalLM.from_pretrained(
@@ -107,8 +107,8 @@ def load_target(files: TargetFiles, *, dtype: str, device: str) -> LocalTarget:
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise transformers_refusal(files.folder, error) from error
-    model.to(place).eval()
-    return _dissect(model, files, place)
+    model.to(torch_device).eval()
+    return _dissect(model, files, torch_device)
 
 
 def _device(name: str) -> "torch.device":
@@ -117,12 +117,12 @@ def _device(name: str) -> "torch.device":
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(name)
-        torch.empty(0, device=place)
+        device = torch.device(name)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"--device {name} cannot be used ({reason}): type auto, cpu or cuda:0") from error
-    return place
+    return device
 
 
 @contextmanager

@@ -1,8 +1,4 @@
-"""What a server is asked to record, and how the tensors of a forward become rows of the spool. Knows no engine.
-
-Shapes: B requests, N nodes of a verify each (1 known token and N - 1 drafted), D = steps + 1 the longest path, K taps
-of width H, V vocabulary, k kept logits.
-"""
+"""What `replay serve` asks the plugin to record, and which servers can be asked. Knows no engine."""
 
 import json
 from collections.abc import Sequence
@@ -11,6 +7,8 @@ from dataclasses import asdict, dataclass
 from replay.traces.fields import Fields, parse_json
 
 RECORD_VARIABLE = "REPLAY_RECORD"
+VERSIONS = ("0.5.23",)  # of SGLang that the plugin knows
+SIMULATED = "SGLANG_SIMULATE_ACC_LEN"  # of SGLang: a server that has it makes its accept lengths up
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +38,3 @@ class Recording:
             topk=root.integer("topk", 1, 4096),
             arguments=root.texts("arguments"),
         )
-
-
-VERSIONS = ("0.5.23",)  # of SGLang that the plugin knows
-
-
-SIMULATED = "SGLANG_SIMULATE_ACC_LEN"

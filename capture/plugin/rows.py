@@ -1,7 +1,8 @@
 """How the tensors of a forward become rows of the spool. Knows no engine.
 
 Shapes: B requests, N nodes of a verify each (1 known token and N - 1 drafted), D = steps + 1 the longest path, K taps
-of width H, V vocabulary, k kept logits."""
+of width H, V vocabulary, k kept logits.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

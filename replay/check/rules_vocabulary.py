@@ -13,75 +13,111 @@ _LEAST_COVERAGE, _BAD_COVERAGE = 0.9, 0.5  # of a trace's emitted tokens
 
 def vocabulary_map(facts: Facts) -> Iterator[Finding]:
     """d2t: there, of the right kind, in range, rising, and an offset. At most one finding."""
-    draft, target = facts.draft, facts.target
-    tensor, values = draft.tensors.get("d2t"), draft.weights.d2t
-    vocabulary, size = draft.config.count("vocab_size") or 0, draft.config.count("draft_vocab_size")
-
-    def found(what: str, seen: object, expected: object, fix: str = _REBUILD, field: str = "d2t") -> Finding:
-        file = draft.weights.file if field == "d2t" else draft.config.where
-        return Finding(_FAULT, ERROR, what, file, field, str(seen), str(expected), fix)
-
-    if tensor is None:
-        if size is not None and size < vocabulary:
-            yield found(f"the head drafts over {size} of {vocabulary} tokens and has no map from them, so "
-                        "draft ids are "
-                        "taken for target ids", "absent", f"[{size}] integers")  # fmt: skip
+    if "d2t" not in facts.draft.tensors:
+        yield from _absent(facts)
         return
+    unusable = list(_unusable(facts))
+    yield from unusable or _targets(facts, facts.draft.weights.d2t or ())
+
+
+def _found(facts: Facts, what: str, seen: object, expected: object, fix: str = _REBUILD) -> Finding:
+    return Finding(_FAULT, ERROR, what, facts.draft.weights.file, "d2t", str(seen), str(expected), fix)
+
+
+def _sizes(facts: Facts) -> tuple[int, int | None]:
+    """Tokens of the head's whole vocabulary and of its drafts (None: not said)."""
+    config = facts.draft.config
+    return config.count("vocab_size") or 0, config.count("draft_vocab_size")
+
+
+def _absent(facts: Facts) -> Iterator[Finding]:
+    vocabulary, size = _sizes(facts)
+    if size is not None and size < vocabulary:
+        yield _found(facts, f"the head drafts over {size} of {vocabulary} tokens and has no map from them, so draft "
+                     "ids are taken for target ids", "absent", f"[{size}] integers")  # fmt: skip
+
+
+def _unusable(facts: Facts) -> Iterator[Finding]:
+    """A map that is of the wrong type, or as long as no vocabulary of the head. At most one finding."""
+    draft, (_, size) = facts.draft, _sizes(facts)
+    tensor, values = draft.tensors["d2t"], draft.weights.d2t
     if values is None:
-        yield found(f"d2t is {tensor.dtype} of shape {list(tensor.shape)}", f"{tensor.dtype} {list(tensor.shape)}",
-                    "a vector of int64")  # fmt: skip
-        return
-    if tensor.dtype in ("BOOL", "U8", "I8", "I16"):
-        yield found(f"d2t is {tensor.dtype}, which cannot hold offsets into {target.vocab_size} tokens", tensor.dtype,
-                    "I64")  # fmt: skip
-        return
-    if size is None:
-        yield found("the head has a map but draft_vocab_size is null, so its lm_head is the target's, over other "
-                    "tokens", "null", len(values), f'write "draft_vocab_size": {len(values)}',
-                    "draft_vocab_size")  # fmt: skip
-        return
-    if len(values) != size:
-        yield found(f"d2t maps {len(values)} draft ids, the head has {size}", len(values), size)
-        return
+        yield _found(facts, f"d2t is {tensor.dtype} of shape {list(tensor.shape)}",
+                     f"{tensor.dtype} {list(tensor.shape)}", "a vector of int64")  # fmt: skip
+    elif tensor.dtype in ("BOOL", "U8", "I8", "I16"):
+        yield _found(facts, f"d2t is {tensor.dtype}, which cannot hold offsets into {facts.target.vocab_size} tokens",
+                     tensor.dtype, "I64")  # fmt: skip
+    elif size is None:
+        yield Finding(_FAULT, ERROR, "the head has a map but draft_vocab_size is null, so its lm_head is the "
+                      "target's, over other tokens", draft.config.where, "draft_vocab_size", "null",
+                      str(len(values)), f'write "draft_vocab_size": {len(values)}')  # fmt: skip
+    elif len(values) != size:
+        yield _found(facts, f"d2t maps {len(values)} draft ids, the head has {size}", len(values), size)
+
+
+def _targets(facts: Facts, values: Sequence[int]) -> Iterator[Finding]:
+    """The target ids that a readable map leads to. At most one finding."""
     ids = [row + offset for row, offset in enumerate(values)]
-    rising = all(low < high for low, high in pairwise(ids))
-    t2d = draft.weights.t2d
-    in_range = bool(ids) and min(ids) >= 0 and max(ids) < target.vocab_size
-    if not any(values) and size < vocabulary:
-        if t2d is None or sum(map(bool, t2d[:size])) != size:
-            yield found(f"d2t is zero throughout: it maps the {size} draft ids to the first {size} target ids",
-                        "all zero", "offsets")  # fmt: skip
-    elif _absolute(values, target.vocab_size) and (
-        not in_range or not rising or (t2d is not None and _marks(t2d, values) and not _marks(t2d, ids))
-    ):
-        yield found("d2t holds target ids and not offsets: engines add the draft id to them", f"{values[0]} to "
-                    f"{values[-1]}, rising", "offsets: target id - draft id",
-                    "subtract the draft ids: d2t - arange(len(d2t))")  # fmt: skip
-    elif not in_range:
-        row = next(row for row, index in enumerate(ids) if not 0 <= index < target.vocab_size)
-        yield found(f"d2t maps draft id {row} to target id {ids[row]}, outside of the {target.vocab_size} "
-                    "tokens of the "
-                    "target", ids[row], f"0 to {target.vocab_size - 1}")  # fmt: skip
-    elif not rising:
-        row = next(row for row, (low, high) in enumerate(pairwise(ids)) if low >= high)
-        twice = len(ids) - len(set(ids))
-        yield found(f"d2t does not rise: draft ids {row} and {row + 1} map to {ids[row]} and {ids[row + 1]}"
-                    + (f"; {twice} target ids are mapped to twice" if twice else ""),
-                    f"{ids[row]}, {ids[row + 1]}", "strictly rising target ids")  # fmt: skip
+    vocabulary, _ = _sizes(facts)
+    if not any(values) and len(values) < vocabulary:
+        yield from _zero(facts, len(values))
+    elif _holds_target_ids(facts, values, ids):
+        yield _found(facts, "d2t holds target ids and not offsets: engines add the draft id to them",
+                     f"{values[0]} to {values[-1]}, rising", "offsets: target id - draft id",
+                     "subtract the draft ids: d2t - arange(len(d2t))")  # fmt: skip
+    elif not _in_range(ids, facts.target.vocab_size):
+        yield from _outside(facts, ids)
+    elif not _rises(ids):
+        yield _falling(facts, ids)
     else:
         yield from _against_mask(facts, ids)
 
 
-def _absolute(values: Sequence[int], vocabulary: int) -> bool:
-    """Whether a map's numbers, taken as target ids, would be a map."""
-    return values[0] >= 0 and values[-1] < vocabulary and all(low < high for low, high in pairwise(values))
+def _zero(facts: Facts, size: int) -> Iterator[Finding]:
+    """Zeros map draft ids to themselves; t2d may say that this is meant."""
+    t2d = facts.draft.weights.t2d
+    if t2d is None or sum(map(bool, t2d[:size])) != size:
+        yield _found(facts, f"d2t is zero throughout: it maps the {size} draft ids to the first {size} target ids",
+                     "all zero", "offsets")  # fmt: skip
+
+
+def _holds_target_ids(facts: Facts, values: Sequence[int], ids: Sequence[int]) -> bool:
+    """Whether ``values`` would be a map as they are, and is a worse one, or one that t2d denies, as offsets."""
+    size, t2d = facts.target.vocab_size, facts.draft.weights.t2d
+    if not _in_range(values, size) or not _rises(values):
+        return False
+    denied = t2d is not None and _marks(t2d, values) and not _marks(t2d, ids)
+    return denied or not _in_range(ids, size) or not _rises(ids)
+
+
+def _outside(facts: Facts, ids: Sequence[int]) -> Iterator[Finding]:
+    size = facts.target.vocab_size
+    row = next(row for row, index in enumerate(ids) if not 0 <= index < size)
+    yield _found(facts, f"d2t maps draft id {row} to target id {ids[row]}, outside of the {size} tokens of the target",
+                 ids[row], f"0 to {size - 1}")  # fmt: skip
+
+
+def _falling(facts: Facts, ids: Sequence[int]) -> Finding:
+    row = next(row for row, (low, high) in enumerate(pairwise(ids)) if low >= high)
+    twice = len(ids) - len(set(ids))
+    return _found(facts, f"d2t does not rise: draft ids {row} and {row + 1} map to {ids[row]} and {ids[row + 1]}"
+                  + (f"; {twice} target ids are mapped to twice" if twice else ""),
+                  f"{ids[row]}, {ids[row + 1]}", "strictly rising target ids")  # fmt: skip
+
+
+def _in_range(ids: Sequence[int], vocabulary: int) -> bool:
+    return bool(ids) and min(ids) >= 0 and max(ids) < vocabulary
+
+
+def _rises(ids: Sequence[int]) -> bool:
+    return all(low < high for low, high in pairwise(ids))
 
 
 def _marks(mask: Sequence[int], ids: Sequence[int]) -> bool:
     return max(ids) < len(mask) and all(mask[index] for index in ids)
 
 
-def _against_mask(facts: Facts, ids: list[int]) -> Iterator[Finding]:
+def _against_mask(facts: Facts, ids: Sequence[int]) -> Iterator[Finding]:
     """t2d, the training side's mask of the same tokens; engines do not use it."""
     draft = facts.draft
     tensor, mask = draft.tensors.get("t2d"), draft.weights.t2d

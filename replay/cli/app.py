@@ -1,6 +1,7 @@
 """The ``replay`` command: its commands together, and how each of their errors ends.
 
-They lie in ``cli_*.py`` and parse, call and print: no numbers are made there, and heavy imports wait inside them.
+Each command has a file of this folder, which parses, calls and prints. It makes no numbers, and heavy imports wait
+inside its functions.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""`replay check`: the lint."""
+"""`replay check`: a head, its target and a server's arguments against the known faults."""
 
 from pathlib import Path
 

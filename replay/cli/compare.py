@@ -20,13 +20,13 @@ def compare(rounds_a: Path, rounds_b: Path | None, variant_a: str | None, varian
     Of one rounds file every variant is held against the first, of two those of the second against that of the first.
     """
     from replay.analysis.compare.compare import compare_variants
-    from replay.analysis.compare.pairing import join
+    from replay.analysis.compare.pairing import pair_rounds
     from replay.analysis.compare.report import render_comparison
     from replay.traces.rounds import read_rounds
 
     second = None if rounds_b is None else read_rounds(rounds_b)
     called = (str(rounds_a), str(rounds_b))
-    joined = join(read_rounds(rounds_a), second, variant_a=variant_a, variant_b=variant_b, called=called)
+    joined = pair_rounds(read_rounds(rounds_a), second, variant_a=variant_a, variant_b=variant_b, called=called)
     comparison = compare_variants(joined)
     if as_json:
         print_json(comparison.to_json())

@@ -1,4 +1,4 @@
-"""The demo: capture, simulate and report on a small real target."""
+"""`replay demo`: capture, simulate and report on a small real target."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +16,10 @@ from replay.traces.sample_files import sample_prompts
 
 if TYPE_CHECKING:
     from replay.capture.options import CaptureOptions
+
+# What the head was trained on; what a server feeds for config ids [2, 15, 27] under the +1 convention; the engines'
+# default taps; the right taps in another order; one tap off by one on either side.
+WIRINGS = ("embed,3,16", "3,16,28", "2,15,27", "3,embed,16", "embed,2,16", "embed,3,15")
 
 
 @click.command()
@@ -55,11 +59,6 @@ def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
         f"\nNext, on the same trace:\n  replay simulate {output / 'trace'} --draft {sample_head()} "
         f"--steps 1 --steps 3 --steps 7\n  replay report {output / 'rounds.parquet'} --peers"
     )
-
-
-# What the head was trained on; what a server feeds for config ids [2, 15, 27] under the +1 convention; the engines'
-# default taps; the right taps in another order; one tap off by one on either side.
-WIRINGS = ("embed,3,16", "3,16,28", "2,15,27", "3,embed,16", "embed,2,16", "embed,3,15")
 
 
 def demo_options(

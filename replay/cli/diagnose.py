@@ -52,8 +52,7 @@ def diagnose(
     from replay.analysis.diagnosis.report import render_diagnosis
     from replay.analysis.diagnosis.verdict import to_json
     from replay.capture.observed import read_observed
-    from replay.diagnosis.diagnose import diagnose as run
-    from replay.diagnosis.diagnose import served_variant
+    from replay.diagnosis.diagnose import diagnose_server, served_variant
     from replay.traces.reader import Trace
 
     opened = Trace.open(trace)
@@ -65,7 +64,7 @@ def diagnose(
         wiring=parse_wiring_option(served_wiring, layers),
     )  # fmt: skip
     found = _diagnose(
-        lambda on_event: run(
+        lambda on_event: diagnose_server(
             opened,
             checkpoint,
             served,

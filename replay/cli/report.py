@@ -1,4 +1,4 @@
-"""The commands that read what lies on disk: report, compare and inspect."""
+"""`replay report`: a rounds file again, on the terminal, as JSON or as a web page."""
 
 from pathlib import Path
 

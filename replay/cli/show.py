@@ -33,11 +33,11 @@ def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None
 
 def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
     """The ranking of ``tensors``, quantised one by one as `one_by_one` gave the variants, or its JSON."""
-    from replay.analysis.report.precision_ranking import rank, render_ranking
+    from replay.analysis.report.precision_ranking import rank_tensors, render_ranking
     from replay.analysis.summary import summarise, to_json
 
     summaries = summarise(rounds)
-    ranking = rank(rounds, summaries, tensors)
+    ranking = rank_tensors(rounds, summaries, tensors)
     if as_json:
         print_json({**to_json(rounds, summaries), "ranking": [*ranking.rows, ranking.together]})
     else:

@@ -1,4 +1,4 @@
-"""The commands that replay what they are told to: simulate, and the list of faults that it takes."""
+"""`replay simulate`: heads on a trace, under every asked variant."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Tell = Callable[[Trying], None]
 
 
-def diagnose(
+def diagnose_server(
     trace: Trace,
     checkpoint: Checkpoint,
     served: Variant,
@@ -59,7 +59,7 @@ def diagnose(
 def open_case(
     trace: Trace, checkpoint: Checkpoint, served: Variant, trained: Wiring | None, observed: "Observed | None"
 ) -> Case:
-    """All that is known before anything is replayed. Raises as ``diagnose``."""
+    """All that is known before anything is replayed. Raises as ``diagnose_server``."""
     resolved = resolve(served, checkpoint, trace)
     other = None if trained == resolved.wiring else trained
     return Case(trace, checkpoint, resolved, other, observe(trace, resolved.steps, observed), read_feeding(trace))

@@ -9,6 +9,7 @@ import torch
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.drafting.product_sizes import served_spans
+from replay.drafting.rows import Span
 from replay.errors import UsageError
 from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
@@ -66,46 +67,57 @@ def simulate(
     >>> rounds.variants[0].steps
     3
     """
-    if not variants:
-        raise UsageError("no variant was given; give at least one draft head with --draft")
-    unknown = sorted({variant.draft for variant in variants} - set(checkpoints))
-    if unknown:
-        raise UsageError(f"no head is called {', '.join(unknown)}; there are {', '.join(checkpoints) or 'none'}")
+    _check_heads(variants, checkpoints)
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     names = name_variants(resolved)
     groups = group_variants(resolved, checkpoints, trace, device, served_products=served_products)
-    if follow is not None and any(group.sampled for group in groups):
-        raise UsageError("rounds of a sampled draft are drawn, and follow no other run's; type --verify target-only")
+    _check_follow(follow, groups)
     stems = [list(alike) for _, alike in groupby(groups, key=lambda group: group.stem)]
     tallies = [Tally(estimator=_estimator(variant, checkpoints[variant.draft], trace)) for variant in resolved]
     table = RoundsTable(names)
     total = len(trace.requests)
     led = None if follow is None else followed_rounds(follow)
-    exact = any(group.head.execution.product_rows is not None for group in groups)
-    spans = served_spans(trace.served_rounds()) if exact else {}
+    spans = _spans(trace, groups)
     with torch.inference_mode():
         done = 0
         for pack in read_packs(trace, _taps(groups)):
-            played = [
-                rows
-                for rows in pack
-                if (led is None or rows.request_id in led) and (only is None or rows.request_id in only)
-            ]
+            played = [rows for rows in pack if _is_asked(rows.request_id, led, only)]
             leads = [FollowedRounds() if led is None else led[rows.request_id] for rows in played]
             for stem in stems if played else []:
                 replay_stem(stem, played, leads, trace, spans, tallies, table)
             done += len(pack)
             on_event(ReplayProgress(done, total))
+    played_variants = zip(names, resolved, tallies, strict=True)
     return Rounds(
         table=table.frame(),
-        variants=tuple(
-            variant_info(name, variant, tally, trace)
-            for name, variant, tally in zip(names, resolved, tallies, strict=True)
-        ),
+        variants=tuple(variant_info(name, variant, tally, trace) for name, variant, tally in played_variants),
         requests=tuple(request_info(row) for row in trace.requests.iter_rows(named=True)),
         trace={**describe_trace(trace), "wirings": describe_wirings(resolved, trace)},
         drafts={name: describe_head(name, checkpoint, resolved, groups) for name, checkpoint in checkpoints.items()},
     )
+
+
+def _check_heads(variants: Sequence[Variant | ResolvedVariant], checkpoints: Mapping[str, Checkpoint]) -> None:
+    if not variants:
+        raise UsageError("no variant was given; give at least one draft head with --draft")
+    unknown = sorted({variant.draft for variant in variants} - set(checkpoints))
+    if unknown:
+        raise UsageError(f"no head is called {', '.join(unknown)}; there are {', '.join(checkpoints) or 'none'}")
+
+
+def _check_follow(follow: "pl.DataFrame | None", groups: Sequence[Group]) -> None:
+    if follow is not None and any(group.sampled for group in groups):
+        raise UsageError("rounds of a sampled draft are drawn, and follow no other run's; type --verify target-only")
+
+
+def _spans(trace: Trace, groups: Sequence[Group]) -> Mapping[str, Sequence[Span]]:
+    """By request, which rows a server ran together; nothing where products run as large as they fit."""
+    exact = any(group.head.execution.product_rows is not None for group in groups)
+    return served_spans(trace.served_rounds()) if exact else {}
+
+
+def _is_asked(request_id: str, led: Mapping[str, FollowedRounds] | None, only: Collection[str] | None) -> bool:
+    return (led is None or request_id in led) and (only is None or request_id in only)
 
 
 def _estimator(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Estimator | None:

@@ -18,8 +18,14 @@ from replay.errors import TraceError
 from replay.traces.reader import Trace
 from replay.traces.rounds import EXPECTED_COLUMNS, Expected
 from replay.traces.taps import FINAL
-from replay.verify.expectation import draw_accepted, effective_samples, expect_taken, expected_walk, follow_path
-from replay.verify.expectation import keep_probabilities as keep
+from replay.verify.expectation import (
+    draw_accepted,
+    effective_samples,
+    expect_taken,
+    expected_walk,
+    follow_path,
+    keep_probabilities,
+)
 from replay.verify.rules import MAX_STEPS, Floats, Rule
 from replay.verify.target_probability import Bounds, Outside, TargetProbability, TargetSampling
 
@@ -29,7 +35,7 @@ Ints = NDArray[np.int64]
 _BLOCK_PAIRS = 4096
 
 
-def open_target(trace: Trace, index: int) -> TargetProbability | None:
+def target_probability(trace: Trace, index: int) -> TargetProbability | None:
     """The target's probabilities in request ``index``; None at temperature 0, where its choice has all of it."""
     record = trace.records[index]
     if record.temperature == 0:
@@ -86,7 +92,7 @@ class Estimator:
 
         ``visited_A`` counts anchors from the first one; parents and the path's tokens as in ``follow_path``.
         """
-        target = open_target(self._trace, self._index[request_id])
+        target = target_probability(self._trace, self._index[request_id])
         offers = follow_path(drafted_AN, parents_AN, chosen_AK)
         rows_AN = visited_A[:, None] + offers.depth_AN
         # The target's choice has probability 1 where it is all that is known: at temperature 0, and past the output.
@@ -111,7 +117,7 @@ class Estimator:
     def add_path(self, request_id: str, q_AK: Floats, path_AK: Ints) -> Ints:
         """One request whose drafts are sampled; accepted tokens [A] at every anchor in one seeded draw of the coins."""
         steps = q_AK.shape[1]
-        target = open_target(self._trace, self._index[request_id])
+        target = target_probability(self._trace, self._index[request_id])
         assert target is not None
         rows_AK = np.arange(1, len(q_AK) + 1)[:, None] + np.arange(steps)
         known_AK = path_AK >= 0
@@ -119,7 +125,7 @@ class Estimator:
         recorded = target.of(rows_AK[known_AK], path_AK[known_AK])
         p_AK.low[known_AK], p_AK.high[known_AK] = recorded.low, recorded.high
         self._impossible += int((p_AK.high[:, 0] == 0).sum())
-        kept = [keep(q_AK, chance_AK) for chance_AK in _three(p_AK)]
+        kept = [keep_probabilities(q_AK, chance_AK) for chance_AK in _three(p_AK)]
         self._sums[request_id] = tuple(value for kept_AK in kept for value in expected_walk(kept_AK))
         return draw_accepted(kept[0], coins(request_id, q_AK.shape))
 

@@ -34,6 +34,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "typical": ("epsilon", "delta"),
 }
 GRAMMAR = "greedy, target-only[:single=S,acc=A], rejection, typical[:epsilon=E,delta=D]"
+MAX_STEPS = 64  # of a draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,3 @@ def share_ratios(rule: Rule, p_AN: Floats, shares_AN: Floats) -> Floats:
     ratios_AN: Floats = np.where(open_AN, limit, 0.0)
     np.divide(shares_AN, p_AN, out=ratios_AN, where=p_AN > 0)
     return ratios_AN
-
-
-MAX_STEPS = 64

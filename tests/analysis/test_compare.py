@@ -14,7 +14,7 @@ from rich.console import Console
 from support.rounds_maker import make_rounds, make_variant
 
 from replay.analysis.compare.compare import Comparison, Pair, compare_variants, holm
-from replay.analysis.compare.pairing import PairedRounds, join
+from replay.analysis.compare.pairing import PairedRounds, pair_rounds
 from replay.analysis.compare.report import answer, doubts, render_comparison
 from replay.analysis.json_document import document
 from replay.cli.app import cli
@@ -51,7 +51,7 @@ B = {
 
 
 def paired(a: Rounds, b: Rounds, **options: Any) -> Pair:
-    [pair] = compare_variants(join(a, b), **options).pairs
+    [pair] = compare_variants(pair_rounds(a, b), **options).pairs
     return pair
 
 
@@ -165,7 +165,7 @@ def _several(differing: int) -> Comparison:
     mixed = [[1, 2, 0], [0, 1, 2], [2, 2, 0], [1, 1, 1], [0, 0, 1], [3, 0, 1]]
     for number in range(differing):
         played[make_variant(f"other {number}", kv=str(number))] = mixed
-    return compare_variants(join(make_rounds(played, trace=TRACE)))
+    return compare_variants(pair_rounds(make_rounds(played, trace=TRACE)))
 
 
 def test_many_comparisons_ask_for_more() -> None:
@@ -177,7 +177,7 @@ def test_many_comparisons_ask_for_more() -> None:
 
 
 def test_requests_of_one_file_only_are_left_out_and_named() -> None:
-    comparison = compare_variants(join(one("a", A), one("b", {"r1": B["r1"], "r7": B["r2"]})))
+    comparison = compare_variants(pair_rounds(one("a", A), one("b", {"r1": B["r1"], "r7": B["r2"]})))
     assert (comparison.requests, comparison.only_a, comparison.only_b) == (1, ("r2",), ("r7",))
     assert comparison.pairs[0].a.rounds == 3 and comparison.pairs[0].b.rounds == 2
     assert any("the first rounds only (r2)" in doubt for doubt in doubts(comparison))
@@ -219,7 +219,7 @@ def _refusals() -> dict[str, tuple[type[ReplayError], str, Rounds, Rounds | None
 def test_what_cannot_be_compared_is_refused(case: str) -> None:
     kind, said, first, second, names = _refusals()[case]
     with pytest.raises(kind, match=said):
-        join(first, second, **names)
+        pair_rounds(first, second, **names)
 
 
 def test_the_command_names_the_file_that_it_asks_about(tmp_path: Path) -> None:
@@ -244,7 +244,9 @@ def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
         for item, path in zip(rounds, paths, strict=True):
             write_rounds(item, path, force=True)
         done = CliRunner().invoke(cli, ["compare", *map(str, paths), "--json"])
-        assert done.exit_code == 0 and json.loads(done.stdout) == document(compare_variants(join(*rounds)).to_json())
+        assert done.exit_code == 0 and json.loads(done.stdout) == document(
+            compare_variants(pair_rounds(*rounds)).to_json()
+        )
         assert CliRunner().invoke(cli, ["compare", *map(str, paths)]).exit_code == 0
     same = CliRunner().invoke(cli, ["compare", str(paths[0]), str(paths[0])])
     assert same.exit_code == 0 and same.stdout.startswith("B (a) accepts the same as A (a)")
@@ -253,14 +255,14 @@ def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
 def test_a_report_says_which_is_which() -> None:
     """The letters of the table are those of the provenance, and two files say which of them it was."""
     a, b = one("x", A), one("x", B)
-    [pair] = compare_variants(joined := join(a, b)).pairs
+    [pair] = compare_variants(joined := pair_rounds(a, b)).pairs
     assert (pair.a.variant, pair.b.variant) == ("x", "x")  # their own names, as in the files
     assert {name: joined.shown[name] for name in ("A", "B")} == {"A": "x", "B": "x"}
     text = shown(joined)
     assert "B (x) cannot be told from A (x)" in text
     assert "A x · first file" in text and "B x · second file" in text
     three = {make_variant(name, kv=name): [[1], [place]] for place, name in enumerate("uvw")}
-    text = shown(join(make_rounds(three, trace=TRACE)))
+    text = shown(pair_rounds(make_rounds(three, trace=TRACE)))
     for named in ("A u", "B1 v", "B2 w"):
         assert text.count(f" {named} ") == 3  # in two tables and the provenance
     assert " file " not in text
@@ -273,7 +275,7 @@ def test_one_name_for_two_variants_is_told_apart() -> None:
         make_variant("x", faults=("kv.rollback=stale", "position.offset=1")): [[1], [2]],
         make_variant("y", kv="slot"): [[1], [2]],
     }
-    [first, second] = compare_variants(join(sound, make_rounds(played, trace=TRACE))).pairs
+    [first, second] = compare_variants(pair_rounds(sound, make_rounds(played, trace=TRACE))).pairs
     assert first.a.variant == "x no fault" and first.b.variant == "x kv.rollback=stale+position.offset=1"
     assert second.b.variant == "y"
 
@@ -289,7 +291,7 @@ def shown(joined: PairedRounds) -> str:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_report_fits_the_terminal(width: int) -> None:
     rng = random.Random(5)
-    joined = join(one("a", _walks(rng, 5, 0.6)), one("b", _walks(rng, 5, 0.5)))
+    joined = pair_rounds(one("a", _walks(rng, 5, 0.6)), one("b", _walks(rng, 5, 0.5)))
     console = Console(width=width, color_system=None, record=True, quiet=False, file=None, _environ={})
     with console.capture() as capture:
         console.print(render_comparison(compare_variants(joined), joined))

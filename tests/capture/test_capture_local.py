@@ -437,12 +437,12 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_bad_row_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from replay.capture.local import target as local_target
+    from replay.capture.local import target
 
     def load_target(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(local_target, "load_target", load_target)
+    monkeypatch.setattr(target, "load_target", load_target)
     with pytest.raises(PromptError, match="line 2: prompt token id 50 is outside"):
         capture(tiny_options(tmp_path, [{"input_ids": [1]}, {"input_ids": [50]}]))
 

@@ -25,8 +25,7 @@ from support.fake_server import (
     two,
 )
 
-from replay.capture.client import requests as client
-from replay.capture.client import watch
+from replay.capture.client import requests, watch
 from replay.capture.client.api import open_api
 from replay.capture.client.capture import capture_server
 from replay.capture.client.spool_reader import SpoolReader, rid_of
@@ -120,7 +119,7 @@ def test_a_feed_that_never_comes_is_missing_and_ends_nothing(
     options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """It is waited for so long, and not at all where the server says that it records none."""
-    monkeypatch.setattr(client, "_FEED_SECONDS", 60.0 if why else 0.2)
+    monkeypatch.setattr(requests, "_FEED_SECONDS", 60.0 if why else 0.2)
     monkeypatch.setattr(server, "_write_feed", lambda *_: None)
     server.manifest(no_feed=why)
     _, events = capture(options)
@@ -143,7 +142,7 @@ def test_a_feed_that_ends_midway_is_waited_for_no_more(options: ServerOptions, s
     server.answer = end_feed  # type: ignore[method-assign]
     began = time.monotonic()
     capture(replace(options, concurrency=1))
-    assert time.monotonic() - began < client._FEED_SECONDS
+    assert time.monotonic() - began < requests._FEED_SECONDS
     trace = Trace.open(options.out)
     assert (len(trace), trace.fed_rows) == (4, 1)
     assert "3 requests of which it was not recorded what the draft was fed (moved)" in trace.header.missing
@@ -269,7 +268,7 @@ def test_lasting_trouble_ends_it_and_keeps_what_is_whole(options: ServerOptions,
 def test_request_without_rows_is_asked_again(
     options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_ROWS_SECONDS", 0.3)
+    monkeypatch.setattr(requests, "_ROWS_SECONDS", 0.3)
     answer = server.answer
 
     def rowless_once(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -285,7 +284,7 @@ def test_request_without_rows_is_asked_again(
 
 
 def test_torn_file_is_not_believed(options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_ROWS_SECONDS", 0.3)
+    monkeypatch.setattr(requests, "_ROWS_SECONDS", 0.3)
     assert server.folder is not None
     folder = launch_folder(server.folder, LAUNCH)
     (folder / "rows-8-00000001.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")

@@ -10,7 +10,7 @@ from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 from replay.analysis.diagnosis.report import render_diagnosis
 from replay.analysis.diagnosis.verdict import to_json
 from replay.capture.observed import Observed
-from replay.diagnosis.diagnose import diagnose, served_variant
+from replay.diagnosis.diagnose import diagnose_server, served_variant
 from replay.engines.wiring import Wiring
 from replay.errors import TraceError, UsageError
 from replay.simulator.variant import Variant
@@ -20,7 +20,7 @@ HEADS = {"one": make_checkpoint(0), "another": make_checkpoint(7, rope_theta=500
 
 
 def run(trace: Trace, head: str = "one", **options: object) -> object:
-    return diagnose(trace, HEADS[head], served_variant(trace, "h"), **{"ladder": False, **options})  # type: ignore[arg-type]
+    return diagnose_server(trace, HEADS[head], served_variant(trace, "h"), **{"ladder": False, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -12,7 +12,7 @@ from replay.simulator.binding import build_head, resolve
 from replay.simulator.inputs import draft_input
 from replay.simulator.variant import Variant
 from replay.traces.sample_files import sample_head
-from replay.verify.estimator import open_target
+from replay.verify.estimator import target_probability
 from replay.verify.expectation import expected_walk, keep_probabilities
 
 STEPS = 3
@@ -73,7 +73,7 @@ def test_a_sampled_draft_is_kept_with_the_samplers_own_p_and_q(rejection: Sample
     for number, rounds in enumerate(rejection.rounds.values()):
         item = draft_input(rejection.trace.read(number, WIRING.taps), WIRING)
         (q_AK,) = force_every_anchor(head, [item], [0.9], STEPS)
-        path_AK, target = path_tokens(item, STEPS).numpy(), open_target(rejection.trace, number)
+        path_AK, target = path_tokens(item, STEPS).numpy(), target_probability(rejection.trace, number)
         assert target is not None
         for one in rounds:
             anchor = one.anchor - item.prompt_tokens
@@ -112,7 +112,7 @@ def test_rounds_of_a_sampled_draft_are_one_draw_of_the_expectation(rejection: Sa
     for number, row in enumerate(variant.expected.sums):
         item = draft_input(rejection.trace.read(number, WIRING.taps), WIRING)
         (q_AK,) = force_every_anchor(head, [item], [0.9], STEPS)
-        target, path_AK = open_target(rejection.trace, number), path_tokens(item, STEPS).numpy()
+        target, path_AK = target_probability(rejection.trace, number), path_tokens(item, STEPS).numpy()
         assert target is not None
         known = path_AK >= 0
         p = np.ones(q_AK.shape)

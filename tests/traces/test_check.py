@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.trace_maker import K, V, changed, make_header, make_request, make_requests, make_weights, write_trace
 
-from replay.traces import check_lm_head as lm_head_check
+from replay.traces import check_lm_head
 from replay.traces.check import TraceFinding, check_trace
 from replay.traces.header import TapInfo
 from replay.traces.lm_head import recompute, ulp
@@ -54,7 +54,7 @@ def test_batches_do_not_change_the_findings(tmp_path: Path, monkeypatch: pytest.
     requests[4] = changed(requests[4], logsumexp=requests[4].logsumexp + 3)
     folder = write_trace(tmp_path / "t", [requests])
     at_once = list(check_trace(Trace.open(folder)))
-    monkeypatch.setattr(lm_head_check, "BATCH_ROWS", 2)
+    monkeypatch.setattr(check_lm_head, "BATCH_ROWS", 2)
     assert list(check_trace(Trace.open(folder))) == at_once
 
 

@@ -7,9 +7,7 @@ from importlib.resources import files as resources
 import pytest
 from support.trace_maker import make_header
 
-from replay.traces import feed, files, records
-from replay.traces import header as schema
-from replay.traces import server_rounds as served
+from replay.traces import feed, files, header, records, server_rounds
 from replay.traces.captured import CapturedRequest
 
 SPEC = resources("replay.traces").joinpath("SPEC.md").read_text()
@@ -32,14 +30,14 @@ def names(kind: type) -> set[str]:
 def test_header_fields() -> None:
     root, rest = section(3).split("`target`:\n")
     target, capture = rest.split("`capture`:\n")
-    assert set(first_column(root)) == {"format"} | names(schema.TraceHeader)
-    assert set(first_column(target)) == names(schema.TargetInfo)
-    assert set(first_column(capture)) == names(schema.CaptureSettings)
-    for name in names(schema.EngineInfo) | names(schema.TapInfo) | names(schema.WeightsInfo):
+    assert set(first_column(root)) == {"format"} | names(header.TraceHeader)
+    assert set(first_column(target)) == names(header.TargetInfo)
+    assert set(first_column(capture)) == names(header.CaptureSettings)
+    for name in names(header.EngineInfo) | names(header.TapInfo) | names(header.WeightsInfo):
         assert f"`{name}`" in root or f'"{name}"' in root
 
 
-@pytest.mark.parametrize(("number", "expected"), [(4, records.table_schema()), (6, served.served_schema())])
+@pytest.mark.parametrize(("number", "expected"), [(4, records.table_schema()), (6, server_rounds.served_schema())])
 def test_columns_and_their_types(number: int, expected: dict[str, object]) -> None:
     told = {}
     for cell, kind in re.findall(r"(?m)^\| (`[^|]*) \| ([^|]*) \|", section(number)):
@@ -61,11 +59,11 @@ def test_tensors_and_metadata() -> None:
 def test_files_and_numbers() -> None:
     for name in (files.HEADER, files.REQUESTS, files.ROUNDS, files.WEIGHTS, files.LOCK, files.TEMPORARY):
         assert name in SPEC
-    for word in (*records.FINISH_REASONS, *records.SOURCES, *schema.TAP_DTYPES, *schema.STATES, *schema.EMBED_WAYS):
+    for word in (*records.FINISH_REASONS, *records.SOURCES, *header.TAP_DTYPES, *header.STATES, *header.EMBED_WAYS):
         assert word in SPEC
-    for number in (schema.MAX_LAYERS, schema.MAX_WIDTH, schema.MAX_VOCAB, schema.MAX_TOPK, records.MAX_ID):
+    for number in (header.MAX_LAYERS, header.MAX_WIDTH, header.MAX_VOCAB, header.MAX_TOPK, records.MAX_ID):
         assert str(number) in SPEC
-    assert f"version {schema.VERSION}" in SPEC.splitlines()[0]
+    assert f"version {header.VERSION}" in SPEC.splitlines()[0]
 
 
 def test_a_capture_gives_all_that_a_request_is() -> None:

@@ -223,15 +223,30 @@ def _run(test: doctest.DocTest) -> None:
 
 # ---- the rooms ----
 
+ROOMS = ("replay", "traces", "capture", "analysis", "tests", "scripts")
 
-@pytest.mark.parametrize("document", ["docs/structure.md", "CONTRIBUTING.md"])
-def test_every_path_in_the_text_exists(document: str) -> None:
+
+def _every_document() -> list[Path]:
+    """Every page of the repository; what is built or installed beside it is none."""
+    rooms = [path for folder in (*ROOMS, "docs") for path in (ROOT / folder).rglob("*.md")]
+    return sorted([*ROOT.glob("*.md"), *rooms])
+
+
+def _paths(document: Path) -> list[str]:
     """Paths stand in backticks; those of a room begin with its folder."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    tops = "replay|traces|capture|analysis|tests|scripts|docs"
-    paths = re.findall(rf"`((?:{tops})/[\w./-]*)`", text)
-    assert paths
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    return re.findall(rf"`((?:{'|'.join(ROOMS)}|docs)/[\w./-]*)`", document.read_text(encoding="utf-8"))
+
+
+WITH_PATHS = [document for document in _every_document() if _paths(document)]
+
+
+def test_the_pages_of_rooms_name_paths() -> None:
+    assert {ROOT / "docs" / "structure.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/rig/README.md"} <= set(WITH_PATHS)
+
+
+@pytest.mark.parametrize("document", WITH_PATHS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_every_path_in_the_text_exists(document: Path) -> None:
+    assert [path for path in _paths(document) if not (ROOT / path).exists()] == []
 
 
 def test_the_page_of_rooms_has_every_room() -> None:
