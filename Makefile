@@ -3,7 +3,7 @@
 # make test-kernels   the tests of equality with a real server, under kernels that sum in other orders (see KERNELS)
 # make lint    ruff, and mypy on an installed copy
 # make bench   speed and memory of a replay on this machine
-# make clean   remove what these made (the cached target stays: see REPLAY_CACHE in README.md)
+# make clean   remove environment and builds (the demo's folder and the cached target stay)
 #
 # Each makes the virtual environment it needs on first use, and finds it there the next time. To choose:
 #   PYTHON=python3.12      the interpreter that makes the environment (3.11 or newer)

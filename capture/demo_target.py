@@ -143,7 +143,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         if importlib.util.find_spec(library) is None:
             raise CheckpointError(
                 f"turning {gguf.name} into a checkpoint needs {library}, which is not installed; "
-                "type 'pip install \"eagle-replay[demo]\"'"
+                "type \"pip install '.[demo]'\" in a checkout of replay"
             )
     import torch
     from safetensors import SafetensorError

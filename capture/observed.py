@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay.errors import CaptureError
+from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.fields import is_number, parse_json
+from replay.traces.files import read_small
 
 _DECODE = re.compile(
     r"Decode batch.*?#running-req: (?P<running>\d+).*?accept len: (?P<length>\d+(?:\.\d+)?), "
@@ -153,9 +154,9 @@ def read_observed(source: str) -> Observed:
         raise CaptureError(f"nothing was given: give {possible}")
     path = Path(source)
     try:
-        if path.stat().st_size > _MOST:
-            raise CaptureError(f"{path} has {path.stat().st_size} bytes, at most {_MOST} are read: give a part of it")
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_small(path.resolve(), _MOST).decode(errors="replace")
+    except TraceCorruptError as error:
+        raise CaptureError(f"{error}; give a part of it, or {possible}") from error
     except OSError as error:
         raise CaptureError(f"{source} cannot be read ({error.strerror}): give {possible}") from error
     found = _from_json(text) or observed_metrics(text) or observed_log(text)

@@ -12,7 +12,7 @@ from replay.traces.fields import Fields, read_json
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-_INSTALL = "pip install 'eagle-replay[local]'"
+_INSTALL = "type pip install '.[local]' in a checkout of replay"
 _MOST_JSON = 1 << 24  # bytes of a generation_config.json
 _SAMPLE = 1 << 16  # bytes of weights read from the middle and the end of each file: two fine-tunes differ there
 

@@ -71,6 +71,7 @@ class TraceWriter:
             if path.exists() and not path.is_dir():
                 raise OutputError(f"{path} is a file, a trace is a folder: choose another name")
             path.mkdir(parents=True, exist_ok=True)
+            _refuse_foreign(path, _names_in(path), way)  # before a lock is left in a folder that is none of ours
             writer = cls(path, replace(_unfinished(header), weights=None), files.lock_folder(path))
         try:
             with _says_what_is_kept(path):
@@ -81,9 +82,8 @@ class TraceWriter:
         return writer
 
     def _take_over(self, way: str) -> None:
-        names = set(os.listdir(self.path)) - {files.LOCK, files.SPOOL, files.HEADER + files.TEMPORARY}
-        if names and way == "new":
-            raise OutputError(f"{self.path} is not empty: type --resume to go on with its trace, --force to replace it")
+        names = _names_in(self.path)
+        _refuse_foreign(self.path, names, way)
         if names and way == "force":
             self._clear(names)
         if names and way == "resume":
@@ -92,14 +92,10 @@ class TraceWriter:
             self._write_header(self.header)
 
     def _clear(self, names: set[str]) -> None:
-        if not _is_trace(self.path):
-            raise OutputError(f"{self.path} is not empty and is no trace, so --force spares it: choose another folder")
         for name in sorted(filter(files.is_ours, names), key=lambda name: name == files.HEADER):
             (self.path / name).unlink()  # the header last: until then the folder is known as a trace
 
     def _load(self, names: set[str]) -> None:
-        if files.HEADER not in names:
-            raise OutputError(f"{self.path} is not empty and holds no {files.HEADER}: choose another folder")
         begun = read_header(self.path)
         _check_agreement(begun, self.header, self.path)
         self.header = begun
@@ -276,6 +272,23 @@ def _says_what_is_kept(path: Path, kept: int | None = None) -> Iterator[None]:
         raise OutputError(
             f"cannot write to {path}: {error.strerror or error}; {finished} are kept: mend this and type --resume"
         ) from error
+
+
+def _names_in(folder: Path) -> set[str]:
+    """What lies there and belongs to a trace, or to somebody else."""
+    return set(os.listdir(folder)) - {files.LOCK, files.SPOOL, files.HEADER + files.TEMPORARY}
+
+
+def _refuse_foreign(folder: Path, names: set[str], way: str) -> None:
+    """Raises OutputError where what lies in ``folder`` may be neither replaced nor gone on with."""
+    if not names:
+        return
+    if way == "new":
+        raise OutputError(f"{folder} is not empty: type --resume to go on with its trace, --force to replace it")
+    if way == "force" and not _is_trace(folder):
+        raise OutputError(f"{folder} is not empty and is no trace, so --force spares it: choose another folder")
+    if way == "resume" and files.HEADER not in names:
+        raise OutputError(f"{folder} is not empty and holds no {files.HEADER}: choose another folder")
 
 
 def _is_trace(folder: Path) -> bool:

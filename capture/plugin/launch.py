@@ -146,7 +146,9 @@ def _check_version() -> None:
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError as error:
-        raise CaptureError("sglang is not installed here: pip install 'eagle-replay[sglang]'") from error
+        raise CaptureError(
+            "sglang is not installed here: type pip install '.[sglang]' in a checkout of replay"
+        ) from error
     if version not in VERSIONS:
         raise CaptureError(
             f"SGLang {version} is installed, recording works with {', '.join(VERSIONS)}: pip install "
