@@ -71,7 +71,8 @@ class TraceWriter:
             if path.exists() and not path.is_dir():
                 raise OutputError(f"{path} is a file, a trace is a folder: choose another name")
             path.mkdir(parents=True, exist_ok=True)
-            _refuse_foreign(path, _names_in(path), way)  # before a lock is left in a folder that is none of ours
+            if not (path / files.LOCK).exists():  # so that none is left in a folder that is none of ours
+                _refuse_foreign(path, _names_in(path), way)
             writer = cls(path, replace(_unfinished(header), weights=None), files.lock_folder(path))
         try:
             with _says_what_is_kept(path):

@@ -112,7 +112,7 @@ def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, t
 def test_a_reader_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
-        CheckpointError, match=r"needs gguf, which is not installed; type 'pip install \"eagle-replay\[demo"
+        CheckpointError, match=r"needs gguf, which is not installed; type \"pip install '\.\[demo\]'\" in a checkout"
     ):
         smollm2(tmp_path)
     assert _visible(tmp_path) == []
