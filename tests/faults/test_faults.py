@@ -248,7 +248,7 @@ def test_a_first_pass_of_what_it_reads_serves_every_fault(case: str) -> None:
     (own, own_states), (shared, shared_states) = made
     said = "the first pass reads a field of it: take that out of _LATER of replay/engines/behaviour.py"
     assert shared == own, said
-    assert all(map(torch.allclose, shared_states, own_states)), said
+    assert all(torch.allclose(*pair) for pair in zip(shared_states, own_states, strict=True)), said
 
 
 @pytest.mark.parametrize("kv", ["slot", "path"])
@@ -267,7 +267,7 @@ def test_trees_play_a_fault_wholly_or_refuse_it(case: str, kv: str) -> None:
     chains = draft_every_anchor(in_chain, items, steps, first=first)
     said = "trees do not play a field of it: put that into _DRAFTED of replay/engines/behaviour.py"
     assert [item.drafted_AN.tolist() for item in trees] == [item.drafted_AK.tolist() for item in chains], said
-    assert all(map(torch.allclose, tree_states, chain_states)), said
+    assert all(torch.allclose(*pair) for pair in zip(tree_states, chain_states, strict=True)), said
 
 
 @pytest.mark.parametrize("case", ["none", "kv.rollback=stale", "state.hidden-row=first", "attn.window=5"])
