@@ -121,7 +121,7 @@ def taken_shares(rule: Rule, p_AN: Floats, entropy_A: Floats) -> Floats:
 def share_ratios(rule: Rule, p_AN: Floats, shares_AN: Floats) -> Floats:
     """shares / p [A, N]: how much likelier a token is to be taken than to be sampled.
 
-    At p = 0, the lower bound of a token of which nothing is recorded, the limit: 0 behind siblings that take every coin.
+    At p = 0, the lower bound of a token of which nothing is recorded, the limit: 0 behind siblings that take all coins.
     """
     if rule.lossless:
         return np.ones_like(p_AN)
