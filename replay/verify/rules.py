@@ -120,11 +120,15 @@ def taken_shares(rule: Rule, p_AN: Floats, entropy_A: Floats) -> Floats:
 
 
 def share_ratios(rule: Rule, p_AN: Floats, shares_AN: Floats) -> Floats:
-    """shares / p [A, N], at p = 0 its limit: how much likelier a token is to be taken than to be sampled."""
+    """shares / p [A, N]: how much likelier a token is to be taken than to be sampled.
+
+    At p = 0, the lower bound of a token of which nothing is recorded, the limit: 0 behind siblings that take all coins.
+    """
     if rule.lossless:
         return np.ones_like(p_AN)
     limit = 0.0 if rule.name == "typical" else 1 / rule.acc
-    open_AN = np.cumsum(p_AN, axis=1) < rule.acc
+    taken_AN = np.logical_or.accumulate(p_AN >= rule.single, axis=1)
+    open_AN = (np.cumsum(p_AN, axis=1) < rule.acc) & ~taken_AN
     ratios_AN: Floats = np.where(open_AN, limit, 0.0)
     np.divide(shares_AN, p_AN, out=ratios_AN, where=p_AN > 0)
     return ratios_AN

@@ -15,6 +15,8 @@ from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.first_pass import first_pass
 from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
+from replay.drafting.tree_shape import TreeSize
+from replay.drafting.trees import draft_every_tree
 from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.profiles import ENGINES
 from replay.faults.change import Subject
@@ -209,6 +211,63 @@ def test_a_first_pass_serves_variants_that_differ_later() -> None:
         shared = draft_every_anchor(variation, items, STEPS, first=first)
         alone = draft_every_anchor(bound(replace(healthy, behaviour=later)), items, STEPS)
         assert [drafts.drafted_AK.tolist() for drafts in shared] == [drafts.drafted_AK.tolist() for drafts in alone]
+
+
+def _spied(head: Head) -> tuple[Head, list[torch.Tensor]]:
+    """The head once more, and the list into which its copy puts what its forwards give."""
+    seen: list[torch.Tensor] = []
+    copied = head.variation(head.behaviour, head.config)
+
+    def spy(*arguments: Any, **named: Any) -> Any:
+        output = head.forward(*arguments, **named)
+        seen.extend((output.normed_RE, output.feedback_RE))
+        return output
+
+    copied.forward = spy  # type: ignore[method-assign]
+    return copied, seen
+
+
+@pytest.mark.parametrize("case", [*CASES, *INVISIBLE])
+def test_a_first_pass_of_what_it_reads_serves_every_fault(case: str) -> None:
+    """A sweep shares a first pass among variants of one ``of_first_pass()``: none of their other fields is read there.
+
+    A field that is and stands in ``_LATER`` of replay/engines/behaviour.py gives other states than a pass of one's own.
+    """
+    healthy = healthy_subject({**CASES, **INVISIBLE}[case])
+    changed = apply_faults(healthy, parse_faults(case))
+    head, items = bound(changed), inputs(changed, healthy)
+    if head.behaviour.follows_walk:
+        return  # drafts are made round by round, without a first pass
+    made = []
+    for behaviour in (head.behaviour, head.behaviour.of_first_pass()):
+        first = first_pass(head.variation(behaviour, head.config), items)
+        spied, seen = _spied(head)
+        drafts = draft_every_anchor(spied, items, STEPS, first=first)
+        ids = [item.drafted_AK.tolist() for item in drafts]
+        made.append((ids, [first.output.normed_RE, first.output.feedback_RE, *seen]))
+    (own, own_states), (shared, shared_states) = made
+    said = "the first pass reads a field of it: take that out of _LATER of replay/engines/behaviour.py"
+    assert shared == own, said
+    assert all(torch.allclose(*pair) for pair in zip(shared_states, own_states, strict=True)), said
+
+
+@pytest.mark.parametrize("kv", ["slot", "path"])
+@pytest.mark.parametrize("case", [*CASES, *INVISIBLE])
+def test_trees_play_a_fault_wholly_or_refuse_it(case: str, kv: str) -> None:
+    """A tree of one column is the chain, under a fault too; where it is not, ``chains_only`` has trees refuse it."""
+    healthy = healthy_subject({**CASES, **INVISIBLE}[case])
+    changed = apply_faults(healthy, parse_faults(case))
+    head, items = bound(changed), inputs(changed, healthy)
+    if head.behaviour.chains_only:
+        return  # refused: tests/simulator/test_tree_variants.py
+    steps = 3  # states of the fourth, a norm left out, are no fp32 any more, in which a tree's probabilities are
+    first = first_pass(head, items)
+    (in_tree, tree_states), (in_chain, chain_states) = _spied(head), _spied(head)
+    (trees,) = draft_every_tree(in_tree, items, topk=1, sizes=[TreeSize(steps, steps + 1)], kv=kv, first=first)
+    chains = draft_every_anchor(in_chain, items, steps, first=first)
+    said = "trees do not play a field of it: put that into _DRAFTED of replay/engines/behaviour.py"
+    assert [item.drafted_AN.tolist() for item in trees] == [item.drafted_AK.tolist() for item in chains], said
+    assert all(torch.allclose(*pair) for pair in zip(tree_states, chain_states, strict=True)), said
 
 
 @pytest.mark.parametrize("case", ["none", "kv.rollback=stale", "state.hidden-row=first", "attn.window=5"])

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from click.testing import CliRunner
-from support.fault_cases import healthy_subject
+from support.fault_cases import ANY_NUMBER, FROM_ZERO, healthy_subject
 
 from replay.cli.app import cli
 from replay.errors import ReplayError, UsageError
@@ -30,6 +30,35 @@ def test_values_that_mean_nothing_are_refused(kind: str, value: str) -> None:
         return
     with pytest.raises(UsageError, match=r"possible|type "):
         parse_faults(f"{kind}={value}")
+
+
+# Words of grammars that stand for no number: a value to type in their stead, "" where no number is in the value.
+NO_NUMBERS = {"TENSOR": "", "NORM": "", "SCHEME": "", "FORMAT": "fp8_e4m3"}
+
+
+def with_number(kind: str, number: int) -> list[str]:
+    """Every form of a kind's values that holds a number, by the grammar of the list; of several the last is meant."""
+    forms = []
+    for form in FAULTS[kind].values.split("|"):
+        for spelled in dict.fromkeys((re.sub(r"\[.*\]", "", form), form.replace("[", "").replace("]", ""))):
+            words = [word for word in re.findall("[A-Z]+", spelled) if word not in NO_NUMBERS]
+            typed = {**NO_NUMBERS, **dict.fromkeys(words, "0"), **dict.fromkeys(words[-1:], str(number))}
+            if words:
+                forms.append(re.sub("[A-Z]+", lambda word, typed=typed: typed[word[0]], spelled))  # type: ignore[misc]
+    return forms
+
+
+@pytest.mark.parametrize("number", [0, -1])
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if with_number(kind, 0)])
+def test_numbers_that_mean_nothing_are_refused(kind: str, number: int) -> None:
+    taken = kind in ANY_NUMBER or (kind in FROM_ZERO and number == 0)
+    for value in with_number(kind, number):
+        if taken:
+            assert [str(fault) for fault in parse_faults(f"{kind}={value}")] == [f"{kind}={value}"]
+        else:
+            with pytest.raises(UsageError, match=r"possible|type "):
+                parse_faults(f"{kind}={value}")
+                pytest.fail(f"refuse {kind}={value}, or name the kind in ANY_NUMBER or FROM_ZERO of fault_cases.py")
 
 
 @pytest.mark.parametrize(

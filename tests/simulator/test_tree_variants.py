@@ -102,6 +102,13 @@ def test_more_columns_than_tokens_to_draft_are_refused(trace: Trace, checkpoint:
         simulate(trace, {"h": checkpoint}, [Variant("h", topk=49, num_draft_tokens=8)])
 
 
+@pytest.mark.parametrize("fault", ["position.offset=1", "attn.window=2", "kv.rollback=stale"])
+def test_a_fault_of_chains_is_refused_in_trees(fault: str, trace: Trace, checkpoint: Checkpoint) -> None:
+    tree = Variant("h", topk=2, steps=2, num_draft_tokens=4, faults=replay.parse_faults(fault))
+    with pytest.raises(UsageError, match=f"fault {fault} is played on chains, topk 2 drafts trees; type --topk 1"):
+        simulate(trace, {"h": checkpoint}, [tree])
+
+
 def test_a_fault_of_trees_says_nothing_of_chains(trace: Trace, checkpoint: Checkpoint) -> None:
     faults = replay.parse_faults("tree.parent-kv=path")
     with pytest.raises(UsageError, match=r"tree.parent-kv is played in trees, topk 1 drafts chains; type --topk N"):

@@ -197,8 +197,10 @@ def documents(command: str, folder: Path) -> list[Document]:
                 return demo_documents(folder, patch)
             case "faults":
                 return [run("faults")]
-            case _:
+            case _ if command in _MAKERS:
                 return _MAKERS[command](folder)
+            case _:
+                raise AssertionError(f"no documents of {command}: write a function that makes some, put it in _MAKERS")
 
 
 _MAKERS: Mapping[str, Callable[[Path], list[Document]]] = {

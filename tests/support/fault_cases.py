@@ -91,6 +91,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Not of chains: tests/simulator/test_tree_variants.py holds both layouts against the tree's own twin.
 TREES_ONLY = {"tree.parent-kv"}
+# Kinds whose numbers may be any, and those whose numbers start at 0. All other numbers are at least 1, or above 0.
+ANY_NUMBER = {"wiring.aux-layer-id", "position.offset", "vocab.d2t"}
+FROM_ZERO = {"wiring.aux-missing"}
 # RoPE only knows distances, so the same offset on every row is not to be seen.
 INVISIBLE = {"position.offset=all:3": {}}
 

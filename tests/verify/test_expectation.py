@@ -25,11 +25,19 @@ def entropy(p: np.ndarray) -> float:
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
 
-def chance_to_take(rule: Rule, p: np.ndarray, token: int) -> float:
-    """Of a chain's token, from the definitions of the rules."""
-    if rule.name == "typical":
-        return float(p[token] > min(rule.epsilon, rule.delta * np.exp(-entropy(p))))
-    return shares_by_coin(p, [token], rule.single, rule.acc)[0]
+def chances_to_take(rule: Rule, p: np.ndarray, tokens: list[int]) -> list[float]:
+    """Of each of some siblings, tried in order, the chance that it is the one taken: the definitions of the rules.
+
+    A rule that trees do not take is asked for one token only, that of a chain.
+    """
+    match rule.name:
+        case "typical":
+            (token,) = tokens
+            return [float(p[token] > min(rule.epsilon, rule.delta * np.exp(-entropy(p))))]
+        case "target-only":
+            return shares_by_coin(p, tokens, rule.single, rule.acc)
+        case name:
+            raise AssertionError(f"write the definition of {name} here, from its source")
 
 
 @pytest.mark.parametrize("spelled", RULES)
@@ -38,7 +46,7 @@ def test_one_round_of_a_chain_is_unbiased(spelled: str, seed: int) -> None:
     """The mean over all texts is the product of the rule's own chances along the drafted chain."""
     rule, toy, steps, start = parse_rule(spelled), Toy(3, seed), 3, (0, 1)
     drafted = toy.chain(start, steps)
-    exact = np.cumprod([chance_to_take(rule, toy.p(start + drafted[:i]), drafted[i]) for i in range(steps)])
+    exact = np.cumprod([chances_to_take(rule, toy.p(start + drafted[:i]), [drafted[i]])[0] for i in range(steps)])
     mean = np.zeros(steps)
     for path, chance in toy.paths(start, steps):
         offers = follow_path(np.array([drafted]), chain_parents(1, steps), np.array([path]))
@@ -60,7 +68,7 @@ def test_one_round_of_a_tree_is_unbiased(spelled: str, seed: int) -> None:
 
     def reach(node: int, text: tuple[int, ...], depth: int, chance: float, exact: np.ndarray) -> None:
         children = [place for place, (_, parent) in enumerate(TREE) if parent == node]
-        shares = shares_by_coin(toy.p(text), [TREE[place][0] for place in children], rule.single, rule.acc)
+        shares = chances_to_take(rule, toy.p(text), [TREE[place][0] for place in children]) if children else []
         for place, share in zip(children, shares, strict=True):
             exact[depth] += chance * share
             reach(place, (*text, TREE[place][0]), depth + 1, chance * share, exact)
@@ -75,7 +83,8 @@ def test_one_round_of_a_tree_is_unbiased(spelled: str, seed: int) -> None:
                  for depth, token in zip(offers.depth_AN[0], tokens[0], strict=True)]
             ]
         )  # fmt: skip
-        mean += chance * expect_taken(rule, offers, p, np.zeros((1, steps))).joint_AK[0]
+        entropies = np.array([[entropy(toy.p(start + path[:i])) for i in range(steps)]])
+        mean += chance * expect_taken(rule, offers, p, entropies).joint_AK[0]
     np.testing.assert_allclose(mean, exact, rtol=0, atol=1e-13)
 
 

@@ -74,11 +74,18 @@ def test_a_rule_has_shares_of_its_own(name: str) -> None:
 
 @shared_rule
 def test_a_rule_has_the_limit_of_its_ratio(name: str) -> None:
-    """Shares / p where p is next to nothing, and at nothing."""
-    for rule in (parse_rule(spelled) for spelled in RULES if parse_rule(spelled).name == name):
-        tiny, nothing = np.array([[1e-9]]), np.array([[0.0]])
-        ratios = [share_ratios(rule, p, taken_shares(rule, p, np.array([0.5]))) for p in (tiny, nothing)]
-        np.testing.assert_allclose(*ratios, atol=1e-6)
+    """Shares / p where p is next to nothing, and at nothing: of the first sibling, and in trees of a later one.
+
+    The ratio weights what follows the text's own token, whose p may be 0 where only a lower bound of it is known; it
+    may be any of the siblings.
+    """
+    spelled = [spelled for spelled in RULES if parse_rule(spelled).name == name]
+    for rule in (*map(parse_rule, spelled), Rule(name)):
+        before = [[], *([] if rule.chains_only else [[0.1], [0.3], [0.45], [0.6], [0.8], [0.2, 0.15], [0.65, 0.1]])]
+        for earlier in before:
+            tiny, nothing = (np.array([[*earlier, p]]) for p in (1e-9, 0.0))
+            ratios = [share_ratios(rule, p, taken_shares(rule, p, np.array([0.5])))[:, -1] for p in (tiny, nothing)]
+            np.testing.assert_allclose(*ratios, rtol=1e-6, atol=1e-6, err_msg=f"{rule} behind siblings of {earlier}")
 
 
 @shared_rule
