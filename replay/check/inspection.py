@@ -76,7 +76,7 @@ def kind_of(path: Path) -> str:
     if not path.is_dir():
         seen = f"{path} is a file" if path.exists() else f"{path} does not exist"
         raise UsageError(f"{seen}; give the folder of a trace or of a draft head")
-    if not (path / "config.json").is_file():
+    if not (path / "config.json").exists():  # of one that is no plain file a strict reading says so
         if any((path / name).is_file() for name in (SINGLE, INDEX)):
             raise UsageError(f"{path} holds weights, but no config.json; copy that of the head beside them")
         raise UsageError(

@@ -5,7 +5,8 @@ That is told from an error by measuring. The **margin** of a round that parts is
 own draft to the server's, in nats, at the first place where they part; up to there both saw the same. The **noise** is
 by how much the same numbers move at most, anywhere in the trace, between two rounding orders of the replay itself. The
 margin compares two numbers, each of which the server and the replay have rounded in their own way: it is a near tie up
-to twice the noise. A replay in one of these two orders is judged by the noise between others, or it could not fail.
+to twice the noise. The replay in the server's order is judged by what fp32 changes in it. One in another order is
+judged by the noise between two of which it is none, or it could not fail.
 """
 
 import math
@@ -71,12 +72,10 @@ class ServedRequest:
     drafted: list[list[int]]
 
 
-def _at_served_anchors(
-    trace: replay.Trace, head_folder: Path, variant: replay.Variant, *, served_products: bool
-) -> Iterator[ServedRequest]:
+def _at_served_anchors(trace: replay.Trace, head_folder: Path, variant: replay.Variant) -> Iterator[ServedRequest]:
     checkpoint = replay.load_head(head_folder)
     resolved = resolve(variant, checkpoint, trace)
-    head = build_head(checkpoint, resolved, trace, served_products=served_products)
+    head = build_head(checkpoint, resolved, trace)
     spans = served_spans(trace.served_rounds())
     for index, record in enumerate(trace.records):
         name = record.request_id
@@ -105,12 +104,10 @@ class Grown:
     parents: list[int]
 
 
-def grow_trees(
-    trace: replay.Trace, head_folder: Path, variant: replay.Variant, *, served_products: bool = True
-) -> dict[Anchor, Grown]:
+def grow_trees(trace: replay.Trace, head_folder: Path, variant: replay.Variant) -> dict[Anchor, Grown]:
     """The replay's trees at the anchors of the server's own rounds."""
     found: dict[Anchor, Grown] = {}
-    for request in _at_served_anchors(trace, head_folder, variant, served_products=served_products):
+    for request in _at_served_anchors(trace, head_folder, variant):
         shape = request.variant
         size = TreeSize(shape.steps, shape.num_draft_tokens)
         with torch.inference_mode():
@@ -223,12 +220,10 @@ class Followed:
     log_probs: tuple[float, ...]
 
 
-def follow_chains(
-    trace: replay.Trace, head_folder: Path, variant: replay.Variant, *, served_products: bool = True
-) -> dict[Anchor, Followed]:
+def follow_chains(trace: replay.Trace, head_folder: Path, variant: replay.Variant) -> dict[Anchor, Followed]:
     """The replay fed what the server drafted, at the anchors of the server's own rounds."""
     found: dict[Anchor, Followed] = {}
-    for request in _at_served_anchors(trace, head_folder, variant, served_products=served_products):
+    for request in _at_served_anchors(trace, head_folder, variant):
         drafted_AK = torch.tensor(request.drafted)
         with torch.inference_mode():
             (read,) = margins_along(request.head, [request.item], [drafted_AK])

@@ -74,12 +74,11 @@ ORDERS: dict[str, dict[str, str]] = {"served": {}, "fp32": {"precision": "fp32"}
 
 
 def judge_orders(trace: replay.Trace, wiring: str) -> dict[str, Judged]:
-    """The replay in three rounding orders, each judged by the noise between two of which it is none."""
+    """The replay in three rounding orders, those that are not the server's by noise that is not their own."""
     followed = {name: follow(trace, wiring, **order) for name, order in ORDERS.items()}
     judged = {}
     for name, mine in followed.items():
-        one, other = (rest for rest in followed if rest != name)
-        noise = chain_noise(followed[one], followed[other])
+        noise = chain_noise(followed["served"], followed["hf" if name == "fp32" else "fp32"])
         judged[name] = judge_chains(f"chains of {STEPS}, wiring {wiring}, order {name}", mine, noise)
     return judged
 
@@ -128,7 +127,7 @@ def test_the_servers_own_order_of_rows(captured: Capture, wiring: str) -> None:
     trace, checkpoint = captured(wiring), replay.load_head(sample_head())
     resolved = resolve(variant(wiring), checkpoint, trace)
     head, followed = build_head(checkpoint, resolved, trace), follow(trace, wiring)
-    near = 2 * chain_noise(fp32(trace, wiring), follow(trace, wiring, numerics="hf"))
+    near = 2 * chain_noise(followed, fp32(trace, wiring))
     with torch.inference_mode():
         for index, record in enumerate(trace.records):
             rows = trace.read(index, resolved.wiring.taps)

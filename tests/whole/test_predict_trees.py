@@ -43,9 +43,9 @@ def grown(trace: replay.Trace) -> dict[str, dict[Anchor, Grown]]:
 
 
 def judge(trace: replay.Trace, grown: dict[str, dict[Anchor, Grown]], order: str) -> Judged:
-    """Trees in one order, by the noise between two of which it is none."""
+    """Trees in one order; one that is not the server's by noise that is not its own."""
     rest = [name for name in ("hf", "fp32", "served") if name != order]
-    noise = tree_noise(grown["served"], grown[rest[0]]) if order != "served" else tree_noise(grown["fp32"], grown["hf"])
+    noise = tree_noise(grown["served"], grown["hf" if order == "fp32" else "fp32"])
     return judge_trees(f"trees of 32, order {order}", trace, grown[order], noise, *(grown[name] for name in rest))
 
 
