@@ -1,22 +1,23 @@
-"""How well a replayed hypothesis explains what a server did: three kinds of evidence, each with a likelihood.
+"""How well a replayed hypothesis explains what a server did: three kinds of evidence, each with two likelihoods.
 
-- ``drafted``: the server's drafted tokens, round for round, against those that the hypothesis drafts at the same
-  anchors. A round agrees until the first differing token. Of a true hypothesis a few rounds differ (near ties fall
-  otherwise in another rounding order), of a wrong one most.
+- ``drafted``: every token that the server drafted, against a replay of the hypothesis that is fed the server's drafts
+  (analysis/followed.py). A token has the probability that a softmax of the draft logits gives it at a temperature that
+  stands for rounding: the noise scale that was measured, or a multiple of it.
 - ``histogram``: per request, the server's counts of accepted tokens against the hypothesis' own walk over the same
   text; a round is discordant where the two histograms cannot be matched.
 - ``length``: one accept length, measured on other text: a normal error made of the spread between requests.
 
-Likelihoods are composite: rounds are taken as independent given the hypothesis, and one differing round is never worth
-more than the odds of ``NOISE``, whatever the noise was elsewhere. Two hypotheses that draft nearly the same part in
-near ties only, which fall either way in a server's rounding: ``lead`` of one over another counts these rounds no
-higher than against an even split.
+The first likelihood is that of the hypothesis and rounding, and nothing else. The second one is that of the hypothesis
+and something unknown besides, whose size is fitted: a larger noise scale, more outliers. It tells how near a hypothesis
+is to the truth where it is not the whole of it, and it is what a hypothesis has to beat before it is named.
+
+Tokens of one request are not independent: one cause moves many. ``lead`` therefore counts them as fewer, by the design
+effect of clusters (Kish, Survey Sampling, 1965, chapter 5).
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,15 +25,22 @@ import numpy.typing as npt
 
 from replay.analysis.bootstrap import percentile_interval, resampled_sums
 from replay.analysis.counts import ROUNDS, Counts, lengths, stacked_sums
+from replay.analysis.followed import LEAST_SCALE, Floats, Followed, Ints, Noise, judge_rounds
 
 if TYPE_CHECKING:
     import polars as pl
 
 
 DRAFTED, HISTOGRAM, LENGTH = "drafted", "histogram", "length"  # the kinds above
-NOISE = 0.05  # a round of a true hypothesis differs this often
-# What a round is worth to a hypothesis that cannot say what is drafted: less than one that says it and is right.
-_UNSAID = 0.5
+# Of 5,284 rounds of real servers that were healthy or wrongly wired, 2 parted from their replay beyond any near tie for
+# a reason that nobody knows; a round had five tokens.
+OUTLIER_ROUNDS = 2 / 5284
+OUTLIER_TOKENS = OUTLIER_ROUNDS / 5
+# Multiples of the measured noise scale: on the server's own kernels hardly anything flips, on other ones more may than
+# what two orders on one machine show. Equally likely beforehand.
+ROUNDING = (0.25, 1.0, 2.0)
+# Shares of outlying tokens that something unknown may cause, equally likely beforehand.
+_SHARES = (OUTLIER_TOKENS, 0.003, 0.01, 0.03, 0.1, 0.3, 0.9)
 _LENGTH_ERROR = 0.02  # relative: what a log or gauge of another workload is off beside sampling
 _SMOOTH = 1.0  # rounds of every count that a predicted histogram is given beside its own
 
@@ -45,135 +53,238 @@ class RoundDraft:
     accepted: int
 
 
+RoundKey = tuple[str, int]  # request id and anchor
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Something unknown on top of a hypothesis: noise of so many nats on its draft logits (``scale``, the temperature of
+    a softmax), and a ``share`` of tokens that have nothing to do with it."""
+
+    scale: float
+    share: float
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """``rounds`` compared, ``agreeing`` of them the same; ``log_likelihood`` in nats; ``kind`` as above.
+    """``rounds`` compared: ``alike``, ``near_tie`` or ``unexplained``; ``kind`` as above.
 
-    ``accept_length`` is the hypothesis' own at what was compared, ``served`` the server's.
+    ``log_likelihood`` of the hypothesis and rounding, ``disturbed`` of the hypothesis and the ``disturbance`` that fits
+    best, both in nats. ``most`` rounds may be unexplained before it does not fit. ``accept_length`` is the hypothesis'
+    own at what was compared (nan: not replayed), ``served`` the server's.
     """
 
     kind: str
     rounds: int
-    agreeing: int
+    alike: int
+    near_tie: int
+    unexplained: int
     log_likelihood: float
+    disturbed: float
+    most: int
     accept_length: float
     served: float
-    # Of each compared round, for ``drafted``: whether it agrees, and its part of the likelihood.
-    agrees_R: "npt.NDArray[np.bool_] | None" = field(default=None, compare=False, repr=False)
-    nats_R: "npt.NDArray[np.float64] | None" = field(default=None, compare=False, repr=False)
+    disturbance: Disturbance | None = None
+    # Of each compared token, for ``drafted``: its part of the two likelihoods, and the request that it belongs to.
+    nats_N: Floats | None = field(default=None, compare=False, repr=False)
+    disturbed_N: Floats | None = field(default=None, compare=False, repr=False)
+    request_N: Ints | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def agreeing(self) -> int:
+        """Rounds that are alike or near ties."""
+        return self.alike + self.near_tie
+
+    @property
+    def fits(self) -> bool:
+        """Whether what it leaves is rounding, and outliers as few as a healthy server has."""
+        return self.unexplained <= self.most
 
     @property
     def misfit(self) -> float:
-        """Share of rounds that differ; for a length, how many standard errors it is off, over 20."""
-        return 1 - self.agreeing / self.rounds if self.rounds else math.nan
+        """Share of rounds that it leaves unexplained."""
+        return self.unexplained / self.rounds if self.rounds else math.nan
 
 
-RoundKey = tuple[str, int]  # request id and anchor
+def outliers_allowed(rounds: int, share: float = OUTLIER_ROUNDS, level: float = 0.99) -> int:
+    """The most outlying rounds that a healthy server shows in ``level`` of all cases: a quantile of the binomial."""
+    most, mass = 0, (1 - share) ** rounds
+    term = mass
+    while mass < level and most < rounds:
+        most += 1
+        term *= (rounds - most + 1) / most * share / (1 - share)
+        mass += term
+    return most
 
 
-def drafted_evidence(
-    replayed: Mapping[RoundKey, RoundDraft], served: Mapping[RoundKey, RoundDraft], steps: int
-) -> Evidence:
-    """Compare round by round at the anchors that both have. ``steps`` is the most that can be accepted."""
-    keys = [key for key in served if key in replayed]
-    same = [replayed[key].drafted == served[key].drafted for key in keys]
-    pooled = smoothed([replayed[key].accepted for key in keys], steps)
-    # Where the drafts differ, what is left to compare is how many tokens were taken.
-    nats = [
-        math.log1p(-NOISE) if equal else math.log(NOISE * pooled[min(served[key].accepted, steps)])
-        for key, equal in zip(keys, same, strict=True)
-    ]
-    count = len(keys)
+# ---- drafted tokens ----
+
+
+def noise_scales(scale: float) -> tuple[float, ...]:
+    """The noise scales at which tokens are judged: those of ``ROUNDING``, then fourfold up to 1 nat."""
+    measured = max(scale, LEAST_SCALE)
+    found = [measured * by for by in ROUNDING]
+    while found[-1] * 4 < 1:
+        found.append(found[-1] * 4)
+    return (*found, 1.0)
+
+
+def followed_evidence(followed: Followed, noise: Noise, served: float, accept_length: float = math.nan) -> Evidence:
+    """A hypothesis whose replay followed the server's drafts, with scales as ``noise_scales`` gives them.
+
+    ``noise`` is what was measured, under the hypothesis itself where it is to be named.
+    """
+    near_R, unexplained_R = judge_rounds(followed, noise)
+    outlier = -math.log(followed.choices)
+    exact_ZN = [_mixed(followed, place, OUTLIER_TOKENS, outlier) for place in range(len(ROUNDING))]
+    exact_N = max(exact_ZN, key=lambda nats_N: float(nats_N.sum()))
+    log_likelihood = _log_mean([float(nats_N.sum()) for nats_N in exact_ZN])
+    disturbance, disturbed_N, disturbed = _disturbed(followed, outlier)
+    rounds, unexplained = followed.rounds, int(unexplained_R.sum())
+    near = int(near_R.sum())
     return Evidence(
         DRAFTED,
-        count,
-        sum(same),
-        math.fsum(nats),
-        1 + sum(replayed[key].accepted for key in keys) / count if count else math.nan,
-        1 + sum(served[key].accepted for key in keys) / count if count else math.nan,
-        np.array(same, dtype=bool),
-        np.array(nats, dtype=np.float64),
+        rounds,
+        rounds - near - unexplained,
+        near,
+        unexplained,
+        log_likelihood,
+        disturbed,
+        outliers_allowed(rounds),
+        accept_length,
+        served,
+        disturbance,
+        exact_N,
+        disturbed_N,
+        followed.request_N,
     )
 
 
-def accepted_evidence(
-    replayed: Mapping[RoundKey, RoundDraft], served: Mapping[RoundKey, RoundDraft], steps: int
-) -> Evidence:
-    """Compare how many tokens were taken, for a hypothesis whose drafts nobody can know, such as those of noise.
+def _disturbed(followed: Followed, outlier: float) -> tuple[Disturbance, Floats, float]:
+    """The disturbance that fits best, its nats [N], and the log-likelihood averaged over all of them."""
+    sums, best = [], None
+    for place, scale in enumerate(followed.scales):
+        for share in _SHARES:
+            nats_N = _mixed(followed, place, share, outlier)
+            sums.append(float(nats_N.sum()))
+            if best is None or sums[-1] > best[0]:
+                best = sums[-1], Disturbance(scale, share), nats_N
+    assert best is not None
+    return best[1], best[2], _log_mean(sums)
 
-    Rounds agree as far as the two histograms of accepted tokens do.
+
+def _mixed(followed: Followed, place: int, share: float, outlier: float) -> Floats:
+    """Log-probability of each token [N] at one noise scale, of which a ``share`` is drawn from all tokens alike."""
+    told_N = -followed.margin_N / followed.scales[place] - followed.spread_NZ[:, place]
+    mixed: Floats = np.logaddexp(math.log1p(-share) + told_N, math.log(share) + outlier)
+    return mixed
+
+
+def _log_mean(nats: Sequence[float]) -> float:
+    """The logarithm of the mean of exp(nats)."""
+    most = max(nats)
+    return most + math.log(sum(math.exp(one - most) for one in nats) / len(nats))
+
+
+def lead(first: Evidence, second: Evidence, *, disturbed: bool = False) -> float:
+    """Nats by which ``first`` explains the server better than ``second``, tokens of a request counted as they count.
+
+    ``disturbed``: ``second`` may have something unknown besides. The difference over all tokens is divided by the
+    design effect of the requests, which is 1 where tokens of a request have nothing in common.
     """
-    keys = [key for key in served if key in replayed]
-    ours = Counter(min(replayed[key].accepted, steps) for key in keys)
-    theirs = Counter(min(served[key].accepted, steps) for key in keys)
-    pooled = smoothed([replayed[key].accepted for key in keys], steps)
-    count = len(keys)
-    return Evidence(
-        DRAFTED,
-        count,
-        (ours & theirs).total(),
-        math.fsum(number * math.log(_UNSAID * pooled[accepted]) for accepted, number in theirs.items()),
-        1 + sum(replayed[key].accepted for key in keys) / count if count else math.nan,
-        1 + sum(served[key].accepted for key in keys) / count if count else math.nan,
-    )
-
-
-def lead(first: Evidence, second: Evidence) -> float:
-    """Nats by which ``first`` explains the server better than ``second``, on the same rounds.
-
-    The difference of the likelihoods, in which the n rounds that only one of the two gets right count no more than
-    the likelihood ratio of their split against an even one: n * (log 2 - H(split)), as in McNemar's test.
-    """
-    if first.log_likelihood < second.log_likelihood:
-        return -lead(second, first)
-    whole = first.log_likelihood - second.log_likelihood
-    if first.agrees_R is None or second.agrees_R is None or len(first.agrees_R) != len(second.agrees_R):
+    theirs = second.disturbed if disturbed else second.log_likelihood
+    whole = first.log_likelihood - theirs
+    ours_N, theirs_N = first.nats_N, second.disturbed_N if disturbed else second.nats_N
+    if ours_N is None or theirs_N is None or first.request_N is None or len(ours_N) != len(theirs_N):
         return whole
-    assert first.nats_R is not None and second.nats_R is not None
-    parted_R = first.agrees_R != second.agrees_R
-    ours, theirs = int((first.agrees_R & parted_R).sum()), int((second.agrees_R & parted_R).sum())
-    nats_R = first.nats_R - second.nats_R
-    split = _uneven(ours, theirs) if ours > theirs else 0.0
-    return min(whole, float(nats_R[~parted_R].sum()) + min(float(nats_R[parted_R].sum()), split))
+    return whole / design_effect(ours_N - theirs_N, first.request_N)
 
 
-def _uneven(ours: int, theirs: int) -> float:
-    """Log-likelihood ratio of a split of n rounds at its own odds, against even ones."""
-    count = ours + theirs
-    return count * math.log(2) + sum(part * math.log(part / count) for part in (ours, theirs) if part)
+def design_effect(nats_N: Floats, request_N: Ints) -> float:
+    """How many tokens count as one: the variance of the sums of requests over that of as many independent tokens.
+
+    At least 1, and 1 where there are fewer than two requests.
+    """
+    numbers, cluster_N = np.unique(request_N, return_inverse=True)
+    if len(numbers) < 2:
+        return 1.0
+    off_N = nats_N - nats_N.mean()
+    alone = float((off_N**2).sum())
+    together = float((np.bincount(cluster_N, weights=off_N) ** 2).sum())
+    return max(1.0, together / alone) if alone > 0 else 1.0
+
+
+def scale_up(evidence: Evidence, times: float) -> Evidence:
+    """Likelihoods as of so many ``times`` as many tokens, for a hypothesis that only some of them were compared with."""
+    if times == 1:
+        return evidence
+    return replace(
+        evidence,
+        log_likelihood=evidence.log_likelihood * times,
+        disturbed=evidence.disturbed * times,
+        nats_N=None,
+        disturbed_N=None,
+        request_N=None,
+    )
+
+
+# ---- histograms and lengths ----
 
 
 def histogram_evidence(
-    replayed: Mapping[str, Sequence[int]], served: Mapping[str, Sequence[int]], steps: int
+    replayed: Mapping[str, Sequence[int]],
+    served: Mapping[str, Sequence[int]],
+    steps: int,
+    *,
+    discordant: float = OUTLIER_ROUNDS,
 ) -> Evidence:
-    """Compare histograms [steps + 1] of accepted tokens request by request."""
+    """Compare histograms [steps + 1] of accepted tokens request by request.
+
+    ``discordant`` is the share of rounds that rounding alone makes so, as it was measured between two orders.
+    """
     rounds = agreeing = 0
-    log_likelihood = 0.0
-    totals = np.zeros((2, steps + 1))
-    for name, counts in served.items():
-        if name in replayed:
-            totals += [_padded(replayed[name], steps), _padded(counts, steps)]
+    pairs = [
+        (_padded(replayed[name], steps), _padded(counts, steps)) for name, counts in served.items() if name in replayed
+    ]
+    totals = np.array([np.sum([pair[side] for pair in pairs], axis=0) for side in (0, 1)]).reshape(2, -1)
     pooled = smoothed_counts(totals[0])
-    for name, counts in served.items():
-        if name not in replayed:
-            continue
-        ours, theirs = _padded(replayed[name], steps), _padded(counts, steps)
+    left_A = np.zeros(steps + 1)
+    for ours, theirs in pairs:
         matched = np.minimum(ours, theirs)
-        left = theirs - matched  # rounds of the server that no replayed one stands for
+        left_A += theirs - matched  # rounds of the server that no replayed one stands for
         rounds += int(theirs.sum())
         agreeing += int(matched.sum())
-        log_likelihood += float(matched.sum() * math.log1p(-NOISE) + left @ np.log(NOISE * pooled))
+    likelihoods = {share: _discordance(agreeing, left_A, pooled, share) for share in {discordant, *_SHARES[1:]}}
+    best = max(likelihoods, key=lambda share: likelihoods[share])
     accepted = totals @ np.arange(steps + 1)
     ours_mean, theirs_mean = (
         1 + part / total if total else math.nan for part, total in zip(accepted, totals.sum(1), strict=True)
     )
-    return Evidence(HISTOGRAM, rounds, agreeing, log_likelihood, ours_mean, theirs_mean)
+    return Evidence(
+        HISTOGRAM,
+        rounds,
+        agreeing,
+        0,
+        rounds - agreeing,
+        likelihoods[discordant],
+        _log_mean(list(likelihoods.values())),
+        outliers_allowed(rounds, discordant),
+        ours_mean,
+        theirs_mean,
+        Disturbance(0.0, best),
+    )
 
 
-def length_evidence(counts: Counts, served: float, served_rounds: int | None, *, seed: int = 0) -> Evidence:
+def _discordance(agreeing: int, left_A: Floats, pooled: Floats, share: float) -> float:
+    """Log-likelihood of so many matched rounds, and of those left by accepted tokens, at a share of discordant ones."""
+    return float(agreeing * math.log1p(-share) + left_A @ np.log(share * pooled))
+
+
+def length_evidence(counts: Counts, served: float, served_rounds: int | None, steps: int, *, seed: int = 0) -> Evidence:
     """Compare one accept length with that of ``counts`` [requests, 4]; the spread between requests is its error.
 
-    ``served_rounds`` weighs the server's own sampling error in (None: as large as ours).
+    ``served_rounds`` weighs the server's own sampling error in (None: as large as ours). It fits within two standard
+    errors. Something unknown makes every accept length from 1 to ``steps`` + 1 as likely as any other.
     """
     counts = counts[counts[:, ROUNDS] > 0]
     totals = counts.sum(axis=0)
@@ -185,19 +296,29 @@ def length_evidence(counts: Counts, served: float, served_rounds: int | None, *,
     error = math.sqrt(spread**2 + theirs**2 + (_LENGTH_ERROR * served) ** 2)
     off = (own - served) / error
     log_likelihood = -0.5 * off**2 - math.log(error * math.sqrt(2 * math.pi))
-    # As a share of rounds, so that the three kinds read alike: 2 standard errors are the 10 % that still pass.
-    agreeing = max(0.0, 1 - abs(off) / 20)
-    return Evidence(LENGTH, rounds, round(agreeing * rounds), log_likelihood, own, served)
+    fits = abs(off) <= 2
+    return Evidence(
+        LENGTH, rounds, rounds * fits, 0, rounds * (not fits), log_likelihood, -math.log(steps), 0, own, served
+    )
 
 
-def smoothed(accepted: Sequence[int], steps: int) -> npt.NDArray[np.float64]:
-    """Probabilities [steps + 1] of accepted tokens, none of them 0."""
-    counted = Counter(accepted)
-    return smoothed_counts(np.array([counted[number] for number in range(steps + 1)], dtype=np.float64))
+def taken_likelihood(ours: Sequence[int], theirs: Sequence[int], steps: int) -> float:
+    """Nats of a server's accepted tokens, round for round, at the rates at which a replay accepts."""
+    return float(_counts(theirs, steps) @ np.log(smoothed_counts(_counts(ours, steps))))
+
+
+def taken_by_any_cause(accepted: Sequence[int], steps: int) -> float:
+    """The same at the server's own rates, less what it takes to fit them (Schwarz, 1978): the best that any cause does."""
+    return taken_likelihood(accepted, accepted, steps) - steps / 2 * math.log(max(2, len(accepted)))
+
+
+def _counts(accepted: Sequence[int], steps: int) -> Floats:
+    counts: Floats = np.bincount(np.minimum(accepted, steps), minlength=steps + 1).astype(np.float64)
+    return counts
 
 
 def smoothed_counts(histogram: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The same from counts."""
+    """Probabilities [steps + 1] of accepted tokens from counts, none of them 0."""
     spread: npt.NDArray[np.float64] = (histogram + _SMOOTH) / (histogram.sum() + _SMOOTH * len(histogram))
     return spread
 

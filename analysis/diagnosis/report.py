@@ -11,16 +11,23 @@ from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.diagnosis import feed
+from replay.analysis.diagnosis.breakdown import say_profile
 from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH
 from replay.analysis.diagnosis.scored import Scored
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, Stratum
+from replay.analysis.diagnosis.verdict import Diagnosis, Gain
 from replay.analysis.ladder.report import render_ladder
 from replay.analysis.tables import bullet
 
-_STYLES = {"healthy": "bold green", "head": "bold yellow", "fault": "bold red", "engine": "bold magenta"}
-_SHOWN = 8
+_STYLES = {
+    "healthy": "bold green",
+    "head": "bold yellow",
+    "fault": "bold red",
+    "engine": "bold magenta",
+    "undetermined": "bold cyan",
+}
+_SHOWN = 6
 _MEASURES = {
-    DRAFTED: "rounds in which the server drafted the same tokens",
+    DRAFTED: "rounds in which the server drafted the same tokens, or others at a near tie",
     HISTOGRAM: "rounds that the server's histograms have too, request by request",
     LENGTH: "closeness of the accept length, as a share of rounds",
 }
@@ -28,7 +35,7 @@ _MEASURES = {
 
 def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
     """The diagnosis as a renderable that survives 80 columns."""
-    parts = [*_answer(diagnosis), *_fed(diagnosis)]
+    parts = [*_answer(diagnosis), *_agreement(diagnosis), *_fed(diagnosis)]
     if diagnosis.fix:
         parts += [*_heading("Fix"), Padding(Text(diagnosis.fix), (0, 0, 0, 2))]
     if diagnosis.gains and diagnosis.verdict == "fault":
@@ -37,8 +44,8 @@ def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
     parts += _bullets("Cannot be told apart", diagnosis.undecided)
     parts += _bullets("What would tell", diagnosis.separate)
     parts += _bullets("What the head lacks", diagnosis.limits)
-    if diagnosis.strata:
-        parts += [*_heading("Where the server parts from the replay"), _strata(diagnosis.strata)]
+    if diagnosis.profile is not None:
+        parts += _bullets("Where the server parts from the replay", list(say_profile(diagnosis.profile)))
     if diagnosis.ladder is not None:
         parts += [Text(), render_ladder(diagnosis.ladder)]
     return Group(*parts)
@@ -49,6 +56,18 @@ def _answer(diagnosis: Diagnosis) -> list[RenderableType]:
     if diagnosis.named:
         verdict.append(f", {diagnosis.named}")
     return [verdict, Text(f"{diagnosis.why[:1].upper()}{diagnosis.why[1:]}."), Text(_numbers(diagnosis))]
+
+
+def _agreement(diagnosis: Diagnosis) -> list[RenderableType]:
+    found = diagnosis.agreement
+    if found is None:
+        return []
+    line = (
+        f"Of {wording.counted(found.rounds, 'round')} the healthy replay drafts {wording.count(found.alike)} alike, "
+        f"{wording.count(found.near_tie)} part at a near tie, {wording.count(found.unexplained)} are unexplained "
+        f"(rounding moves these drafts by up to {found.noise:.2g} nats)."
+    )
+    return [Text(line)]
 
 
 def _fed(diagnosis: Diagnosis) -> list[RenderableType]:
@@ -95,7 +114,17 @@ def _numbers(diagnosis: Diagnosis) -> str:
     said = f"Served accept length {wording.decimal(diagnosis.served)}; a healthy replay of the same gives {gives}"
     if diagnosis.verdict == "fault" and math.isfinite(diagnosis.expected):
         said += f"; expected once it is mended {wording.decimal(diagnosis.expected)}"
-    return f"{said}."
+    return f"{said}.{_mending(diagnosis)}"
+
+
+def _mending(diagnosis: Diagnosis) -> str:
+    """What mending gains at the server's own anchors, where that was compared."""
+    gain, low, high = diagnosis.mending
+    if math.isnan(gain):
+        return ""
+    interval = "" if math.isnan(low) else f", 95 % interval {low:+.2f} to {high:+.2f}"
+    costs = "Mending it gains" if not low <= 0 else "That it costs anything does not show: mending it gains"
+    return f" {costs} {gain:+.2f} tokens a round at the same anchors{interval}."
 
 
 def _ranking(ranked: Sequence[Scored]) -> Table:
@@ -123,15 +152,4 @@ def _gains(gains: Sequence[Gain]) -> Table:
     for gain in gains[:_SHOWN]:
         interval = wording.interval(gain.ci95)
         table.add_row(gain.label, f"{gain.gain:+.2f}", interval, wording.decimal(gain.accept_length))
-    return table
-
-
-def _strata(strata: Sequence[Stratum]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("by", "value"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("rounds", "same"):
-        table.add_column(heading, justify="right")
-    for part in strata:
-        table.add_row(part.by, part.value, wording.count(part.rounds), wording.percent(part.agreeing / part.rounds))
     return table

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from replay.analysis.diagnosis.evidence import DRAFTED, lead
+from replay.analysis.diagnosis.breakdown import Profile, profile_json
+from replay.analysis.diagnosis.evidence import DRAFTED, Disturbance
 from replay.analysis.diagnosis.feed import Feeding, feeding_json
-from replay.analysis.diagnosis.scored import DECISIVE, Scored, odds, rank, undecided
+from replay.analysis.diagnosis.scored import CERTAIN, Scored, Unknown, rank, undecided
+from replay.analysis.followed import Agreement
 from replay.analysis.json_document import JsonObject, interval_json, object_json
 from replay.analysis.ladder.ladder import Ladder, ladder_json
 from replay.traces.rounds import HEALTHY_NAME
@@ -43,23 +45,16 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Stratum:
-    """How the healthy replay agrees with the server in a part of the rounds."""
-
-    by: str
-    value: str
-    rounds: int
-    agreeing: int
-
-
-@dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``verdict`` is one of healthy, head, fault, engine; ``why`` one sentence.
+    """``verdict`` is one of healthy, head, fault, engine, undetermined; ``why`` one sentence.
 
-    ``certainty`` is the probability of the named kind among all that were tried (nan where it was named by what it
-    would accept instead, or by what the draft was fed). ``healthy`` is the replay of what was served, ``expected`` the
-    accept length once it is mended. ``ranked`` best first; ``undecided`` names what cannot be told from the best,
-    ``separate`` how to tell it; ``feeding`` what the draft was really fed, where that was recorded.
+    ``certainty`` is the probability of the named kind among all that were tried and something unknown (nan where it was
+    named by what it would accept instead, or by what the draft was fed). ``healthy`` is the replay of what was served,
+    ``expected`` the accept length once it is mended, ``mending`` what that gains a round at the same anchors, with its
+    interval. ``ranked`` best first, ``unknown`` what none of them says; ``undecided`` names what cannot be told from the
+    best, ``separate`` how to tell it. ``agreement`` counts the rounds of the healthy replay; ``profile`` says where a
+    server parts from it. ``feeding`` is what the draft was really fed, where that was recorded; ``values`` are the
+    lowest and the highest value of a named kind that explains the server as well.
     """
 
     verdict: str
@@ -73,11 +68,15 @@ class Diagnosis:
     separate: tuple[str, ...] = ()
     gains: tuple[Gain, ...] = ()
     limits: tuple[str, ...] = ()
-    strata: tuple[Stratum, ...] = ()
+    profile: Profile | None = None
     expected: float = math.nan
+    mending: tuple[float, float, float] = (math.nan, math.nan, math.nan)
     fix: str = ""
     ladder: Ladder | None = None
     feeding: Feeding | None = None
+    unknown: Unknown | None = None
+    agreement: Agreement | None = None
+    values: tuple[str, str] | None = None
 
     @property
     def replayed_at_served_anchors(self) -> float:
@@ -88,34 +87,45 @@ class Diagnosis:
 
 
 def judge(
-    scored: Sequence[Scored], *, gains: Sequence[Gain] = (), first_rate: float = math.nan, stated: bool = False
+    scored: Sequence[Scored],
+    *,
+    gains: Sequence[Gain] = (),
+    first_rate: float = math.nan,
+    stated: bool = False,
+    taken_by_any: float = math.nan,
 ) -> Diagnosis:
-    """The verdict. ``gains`` are variants that accept more than what was served, best first; ``first_rate`` is how
-    often the healthy replay's first drafted token is taken. ``stated``: the gains are of the one wiring that the head
-    is known to be made for, so that none of them is the best of many.
+    """The verdict. ``scored`` begins with the healthy replay; ``gains`` are variants that accept more than what was
+    served, best first; ``first_rate`` is how often the healthy replay's first drafted token is taken. ``stated``: the
+    gains are of the one wiring that the head is known to be made for, so that none of them is the best of many.
 
-    - The healthy replay fits, nothing beats it decisively and the feed does not contradict it: ``fault`` where the
-      head does clearly better as another variant (it was made for that one), else ``head`` where it is weak, else
-      ``healthy``.
-    - A fault beats the healthy replay decisively and accounts for at least half of what differs: ``fault``; where the
-      feed contradicts that fault too, it says so.
+    - A fault fits and has, over all its values, a probability of at least ``CERTAIN``: ``fault``.
+    - The healthy replay fits, and the feed does not contradict it: ``fault`` where the head does clearly better as
+      another variant (it was made for that one), else ``head`` where it is weak, else ``healthy``.
     - The feed contradicts the healthy replay and shows, bit for bit, what a single fault feeds: ``fault``, though the
       rounds hold more than that.
-    - Neither: ``engine``.
+    - Some hypotheses fit, and none of them stands out: ``undetermined``.
+    - None fits: ``engine``.
     """
-    ranked = tuple(rank(scored))
-    best, healthy = ranked[0], next(item for item in ranked if item.kind == HEALTHY_NAME)
-    blank = Diagnosis("engine", "", None, math.nan, healthy.evidence.served, healthy, ranked)
-    beaten = best is not healthy and odds(best, healthy) >= DECISIVE
-    if not beaten and healthy.fits and not healthy.contradicted:
+    ranking, unknown = rank(scored, taken_by_any=taken_by_any)
+    ranked = tuple(ranking)
+    healthy = next(item for item in ranked if item.kind == HEALTHY_NAME)
+    blank = Diagnosis("engine", "", None, math.nan, healthy.evidence.served, healthy, ranked, unknown=unknown)
+    fitting = [item for item in ranked if item.fits]
+    leading = next((item for item in fitting if item is not healthy), None)
+    if leading is not None and certainty(ranked, leading.kind) >= CERTAIN:
+        return _fault_of_rounds(blank, leading)
+    if healthy.fits and not healthy.contradicted:
         clear = _clear_gains(blank, gains, tried=1 if stated else len(ranked))
         return _made_for_another(blank, clear) if clear else _as_served(blank, gains, first_rate)
-    if beaten and (best.fits or _explained(best, healthy) >= 0.5):
-        return _fault_of_rounds(blank)
     shown = [item for item in ranked if item.borne_out and "+" not in item.name and item is not healthy]
     if healthy.contradicted and shown:
         return _fault_of_feed(blank, shown)
-    return _unexplained(blank, beaten)
+    return _undetermined(blank, fitting) if fitting else _unexplained(blank)
+
+
+def certainty(ranked: Sequence[Scored], kind: str) -> float:
+    """The probability of a kind, over all its values that fit."""
+    return sum(item.probability for item in ranked if item.kind == kind and item.fits)
 
 
 def _made_for_another(blank: Diagnosis, clear: Sequence[Gain]) -> Diagnosis:
@@ -134,31 +144,41 @@ def _made_for_another(blank: Diagnosis, clear: Sequence[Gain]) -> Diagnosis:
 
 
 def _as_served(blank: Diagnosis, gains: Sequence[Gain], first_rate: float) -> Diagnosis:
-    """The replay of what was served agrees with the server, and nothing else does better."""
+    """The replay of what was served agrees with the server, and nothing else does clearly better."""
     weak = first_rate < WEAK_FIRST
     limit = f"the head itself is the limit ({first_rate:.0%} of its first tokens are taken)" if weak else "all is well"
+    more = [gain for gain in gains if gain.gain > 0]
+    better = (
+        "no variant of the table does better"
+        if not more
+        else (
+            f"of other variants {more[0].label} accepts most, {more[0].gain:+.2f} tokens a round at the same anchors, "
+            "which more requests would have to show to be more than luck"
+        )
+    )
     return replace(
         blank,
         verdict="head" if weak else "healthy",
-        why=f"the server does what the replay predicts, and no variant of the table does better: {limit}",
+        why=f"the server does what the replay predicts, and {better}: {limit}",
         certainty=blank.healthy.probability,
         undecided=tuple(item.name for item in blank.ranked if _alike(item, blank.healthy)),
         gains=tuple(gains),
     )
 
 
-def _fault_of_rounds(blank: Diagnosis) -> Diagnosis:
-    """The best of all hypotheses explains what the healthy one does not."""
-    best = blank.ranked[0]
-    alike = [item.name for item in undecided(blank.ranked) if item.kind != HEALTHY_NAME]
-    doubt = "" if best.fits else f", though {best.evidence.misfit:.0%} of the rounds still differ"
+def _fault_of_rounds(blank: Diagnosis, best: Scored) -> Diagnosis:
+    """One hypothesis explains what the healthy one does not."""
+    alike = [item.name for item in undecided([best, *blank.ranked]) if item.kind != HEALTHY_NAME]
     others = f"; not told apart from it: {', '.join(alike)}" if alike else ""
+    left = best.evidence
+    rest = f", {left.near_tie} of {left.rounds} rounds at a near tie" if left.near_tie else ""
+    odd = f", {left.unexplained} of them unexplained" if left.unexplained else ""
     return replace(
         blank,
         verdict="fault",
-        why=f"the server did what the replay does under {best.name}{doubt}{others}{_of_feed(best, blank.healthy)}",
+        why=f"the server did what the replay does under {best.name}{rest}{odd}{others}{_of_feed(best, blank.healthy)}",
         named=best.name,
-        certainty=sum(item.probability for item in blank.ranked if item.kind == best.kind),
+        certainty=certainty(blank.ranked, best.kind),
         undecided=tuple(alike),
     )
 
@@ -175,23 +195,44 @@ def _fault_of_feed(blank: Diagnosis, shown: Sequence[Scored]) -> Diagnosis:
     )
 
 
-def _unexplained(blank: Diagnosis, beaten: bool) -> Diagnosis:
-    """Neither the healthy server nor a fault of the table."""
-    healthy, best, close = blank.healthy, blank.ranked[0], undecided(blank.ranked)
-    nearest = f"; nearest is {best.name}" if beaten else ""
-    explaining = sum(item.fits and item.kind != HEALTHY_NAME for item in (best, *close)) if not beaten else 0
-    table = (
-        "no fault of the table explains it"
-        if not explaining
-        else f"which of {explaining} faults explains it cannot be told"
-    )
-    direction = "less" if healthy.evidence.accept_length > blank.served else "no less"
+def _undetermined(blank: Diagnosis, fitting: Sequence[Scored]) -> Diagnosis:
+    """Several explain what was observed, and none stands out."""
+    kinds = list(dict.fromkeys(item.kind for item in fitting))
+    said = f"{len(kinds)} kinds of fault explain it" if len(kinds) > 1 else f"only {kinds[0]} explains it"
     return replace(
         blank,
-        why=f"the server accepted {direction} than the replay predicts ({blank.served:.2f} against "
-        f"{healthy.evidence.accept_length:.2f}), and {table}{nearest}{_of_feed(healthy, healthy)}",
-        undecided=tuple(item.name for item in close),
+        verdict="undetermined",
+        why=f"the healthy replay does not explain the server, {said}, and none is likely enough to be named "
+        f"(the likeliest, {fitting[0].name}, has {fitting[0].probability:.0%})",
+        undecided=tuple(item.name for item in fitting),
     )
+
+
+def _unexplained(blank: Diagnosis) -> Diagnosis:
+    """Neither the healthy server nor a fault of the table."""
+    healthy, unknown = blank.healthy, blank.unknown
+    assert unknown is not None
+    evidence = healthy.evidence
+    nearest = next(item for item in blank.ranked if item.name == unknown.nearest)
+    near = ""
+    if nearest is not healthy:
+        near = (
+            f"; nearest to it is {nearest.name}, which leaves {nearest.evidence.unexplained} of "
+            f"{nearest.evidence.rounds} unexplained and is not the cause, or not all of it"
+        )
+    return replace(
+        blank,
+        why=f"{evidence.unexplained} of {evidence.rounds} rounds are not what the healthy replay does, and no fault of "
+        f"the table explains them{_of_size(unknown.size)}{near}{_of_feed(healthy, healthy)}",
+    )
+
+
+def _of_size(size: Disturbance | None) -> str:
+    """How large something unknown is, in words."""
+    if size is None or not size.scale:
+        return ""
+    said = f"; it is as large as noise of {size.scale:.2g} nats on the draft logits"
+    return said + (f", with {size.share:.0%} of the tokens like drawn at random" if size.share >= 0.01 else "")
 
 
 def _of_feed(best: Scored, healthy: Scored) -> str:
@@ -201,15 +242,9 @@ def _of_feed(best: Scored, healthy: Scored) -> str:
     return f"; what the draft was fed shows {healthy.contradicted}" if healthy.contradicted else ""
 
 
-def _explained(best: Scored, healthy: Scored) -> float:
-    """Share of the rounds on which the healthy replay differs that the other one gets right."""
-    missed = healthy.evidence.misfit
-    return (missed - best.evidence.misfit) / missed if missed else 0.0
-
-
 def _alike(item: Scored, healthy: Scored) -> bool:
     """Whether neither the rounds nor the feed tell a hypothesis from the healthy server."""
-    return item is not healthy and not item.contradicted and abs(lead(item.evidence, healthy.evidence)) < DECISIVE
+    return item is not healthy and not item.contradicted and item in undecided([healthy, item])
 
 
 def _clear_gains(blank: Diagnosis, gains: Sequence[Gain], tried: int) -> list[Gain]:
@@ -226,19 +261,36 @@ def _stands_out(gain: Gain, tried: int) -> bool:
 def to_json(diagnosis: Diagnosis) -> JsonObject:
     """The body of ``replay diagnose --json``."""
     evidence = diagnosis.healthy.evidence
+    unknown = diagnosis.unknown
+    gain, low, high = diagnosis.mending
     return object_json(
         {
             "verdict": diagnosis.verdict,
             "why": diagnosis.why,
             "fault": diagnosis.named,
             "certainty": diagnosis.certainty,
+            "values": None if diagnosis.values is None else list(diagnosis.values),
             "served": diagnosis.served,
             "replayed": evidence.accept_length,
             "replayed_at_served_anchors": diagnosis.replayed_at_served_anchors,
             "replayed_own_walk": diagnosis.healthy.accept_length,
             "expected": diagnosis.expected,
+            "mending": None if math.isnan(gain) else {"gain": gain, "ci95": interval_json((low, high))},
             "fix": diagnosis.fix,
-            "evidence": {"kind": evidence.kind, "rounds": evidence.rounds, "agreeing": evidence.agreeing},
+            "evidence": {
+                "kind": evidence.kind,
+                "rounds": evidence.rounds,
+                "agreeing": evidence.agreeing,
+                "agreement": diagnosis.agreement,
+            },
+            "unknown": None
+            if unknown is None
+            else {
+                "probability": unknown.probability,
+                "size": unknown.size,
+                "nearest": unknown.nearest,
+                "nearest_size": unknown.nearest_size,
+            },
             **feeding_json(diagnosis.feeding),
             "cannot_tell": diagnosis.undecided,
             "separate": diagnosis.separate,
@@ -250,8 +302,12 @@ def to_json(diagnosis: Diagnosis) -> JsonObject:
                     "accept_length": item.accept_length,
                     "score": item.probability,
                     "log_likelihood": item.evidence.log_likelihood,
+                    "disturbed": item.evidence.disturbed,
                     "rounds": item.evidence.rounds,
                     "agreeing": item.evidence.agreeing,
+                    "near_tie": item.evidence.near_tie,
+                    "unexplained": item.evidence.unexplained,
+                    "fits": item.fits,
                     "fix": item.fix,
                     "contradicted": item.contradicted or None,
                 }
@@ -269,6 +325,6 @@ def to_json(diagnosis: Diagnosis) -> JsonObject:
                 for gain in diagnosis.gains
             ],
             "limits": diagnosis.limits,
-            "strata": diagnosis.strata,
+            **profile_json(diagnosis.profile),
         }
     )

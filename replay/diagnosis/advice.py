@@ -1,23 +1,42 @@
-"""From trials to a verdict with advice: what accepts more, what to type, where to look next."""
+"""From trials to a verdict with advice: what to type, what it gains, where to look next."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from replay.analysis.diagnosis.breakdown import limits, separate, strata
-from replay.analysis.diagnosis.evidence import LENGTH, accepted_gain, by_anchor, length_gain
+from replay.analysis.diagnosis.breakdown import Profile, limits, profile, separate
+from replay.analysis.diagnosis.evidence import (
+    LENGTH,
+    accepted_gain,
+    by_anchor,
+    taken_by_any_cause,
+    taken_likelihood,
+)
 from replay.analysis.diagnosis.scored import Scored
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, Stratum, judge
+from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge
+from replay.analysis.followed import agreement
 from replay.analysis.summary import VariantSummary
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
-from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis
-from replay.diagnosis.trials import Trial, drawn_out, healthy, likeliest_first, own_walks
+from replay.diagnosis.hypotheses import Hypothesis
+from replay.diagnosis.reference import Reference
+from replay.diagnosis.search import unknowable
+from replay.diagnosis.trials import (
+    Tell,
+    Trial,
+    drawn_out,
+    healthy,
+    nearest_first,
+    own_drafts,
+    own_walks,
+    run_trials,
+)
+from replay.diagnosis.value_search import number_in
+from replay.diagnosis.views import round_views
 from replay.engines.wiring import parse_wiring
 from replay.errors import TraceError
 from replay.faults.remedies import remedy
-from replay.simulator.binding import bind
 from replay.traces.reader import Trace
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -29,30 +48,46 @@ OneOf = TypeVar("OneOf", Scored, Gain)
 _WIDEST = 0.2
 
 
-def conclude(case: Case, tried: Sequence[Trial], final: Sequence[Trial]) -> Diagnosis:
+def conclude(
+    case: Case,
+    reference: Reference | None,
+    tried: Sequence[Trial],
+    final: Sequence[Trial],
+    gains: Sequence[Gain],
+    tell: Tell,
+) -> Diagnosis:
     """The verdict on everything that was tried, ``final`` of it on more rounds, and what to do about it.
 
     Raises TraceError where the trace is too small to hold one accept length against it.
     """
-    gains = _gains(case, final)
     walks = own_walks(case, _worth_a_walk(final, gains))
     summary, rounds = walks[HEALTHY_NAME]
     if case.observation.kind == LENGTH:
         _check_width(summary)
-    found = judge(
-        _scores(tried, final),
-        gains=gains,
-        first_rate=next(iter(summary.position_conditional), math.nan),
-        stated=case.trained is not None,
-    )
+    scores = _scores(tried, final)
+    first_rate = next(iter(summary.position_conditional), math.nan)
+    found = judge(scores, gains=gains, first_rate=first_rate, stated=case.trained is not None)
+    if found.verdict == "engine" and reference is not None:
+        others, taken_by_any = _unknowable(case, reference, tried, final, tell)
+        found = judge([*scores, *others], first_rate=first_rate, taken_by_any=taken_by_any)
     advised = _advise(case, found, gains, {name: walk.accept_length for name, (walk, _) in walks.items()})
+    named = [*found.undecided, *filter(None, [found.named])]
+    open_gains = bool(found.gains) and found.verdict == "fault"
     return replace(
         advised,
-        separate=tuple(separate(found, case.served.steps)),
+        separate=tuple(
+            separate(
+                case.observation.kind, found.verdict, named if found.undecided else (),
+                gains=open_gains, steps=case.served.steps,
+            )
+        ),
         limits=_limits(case, rounds, summary.name) if found.verdict == "head" else (),
-        strata=_strata(case, healthy(final), rounds) if found.verdict == "engine" else (),
+        profile=_profile(case, reference) if found.verdict == "engine" and reference is not None else None,
         feeding=case.feeding,
-    )
+        agreement=None if reference is None else agreement(reference.healthy, reference.noise, 1),
+        mending=_mending(case, found),
+        values=_values(found, [*tried, *final]),
+    )  # fmt: skip
 
 
 def _scores(tried: Sequence[Trial], final: Sequence[Trial]) -> list[Scored]:
@@ -62,9 +97,57 @@ def _scores(tried: Sequence[Trial], final: Sequence[Trial]) -> list[Scored]:
     return [whole.get(one.hypothesis.name) or drawn_out(one.scored, *ends) for one in tried]
 
 
+def _unknowable(
+    case: Case, reference: Reference, tried: Sequence[Trial], final: Sequence[Trial], tell: Tell
+) -> tuple[list[Scored], float]:
+    """The hypotheses whose drafts nobody can know, with how well they say how many tokens are taken; and how well any
+    cause at all says it."""
+    items = [item for item in unknowable(case) if item.kind not in case.without]
+    trials = run_trials(case, reference, tell, "what nobody can know", items)
+    drafts = own_drafts(case, items, reference.screening)
+    accepted = reference.screening["accepted"].to_list()
+    steps, ends = case.served.steps, (healthy(tried).scored, healthy(final).scored)
+    scores = []
+    for one in trials:
+        ours = [draft.accepted for draft in drafts[one.hypothesis.name].values()]
+        taken = taken_likelihood(ours, accepted, steps)
+        scores.append(replace(drawn_out(one.scored, *ends), taken=taken))
+    return scores, taken_by_any_cause(accepted, steps)
+
+
+def _mending(case: Case, found: Diagnosis) -> tuple[float, float, float]:
+    """What a server without the named fault accepts more in a round, at the same anchors, with its interval."""
+    rounds = case.observation.rounds
+    if found.verdict != "fault" or rounds is None or any(gain.label == found.named for gain in found.gains):
+        return math.nan, math.nan, math.nan
+    mended = own_drafts(case, [Hypothesis(HEALTHY_NAME, "", case.served, 0.0)], rounds)[HEALTHY_NAME]
+    return accepted_gain(mended, by_anchor(rounds))
+
+
+def _values(found: Diagnosis, trials: Sequence[Trial]) -> tuple[str, str] | None:
+    """The lowest and the highest value of the named kind that fits as well; None where it has no scale."""
+    named = next((item for item in found.ranked if item.name == found.named), None)
+    if named is None or number_in(named.kind, named.value) is None:
+        return None
+    numbers = {
+        one.hypothesis.value: number_in(named.kind, one.hypothesis.value)
+        for one in trials
+        if one.hypothesis.kind == named.kind and one.scored.fits
+    }
+    told = {value: number for value, number in numbers.items() if number is not None}
+    return (min(told, key=lambda one: told[one]), max(told, key=lambda one: told[one])) if len(told) > 1 else None
+
+
+def _profile(case: Case, reference: Reference) -> Profile:
+    """Where the server parts from the healthy replay."""
+    rounds = case.observation.rounds
+    assert rounds is not None
+    return profile(reference.healthy, reference.noise, round_views(case, rounds))
+
+
 def _worth_a_walk(final: Sequence[Trial], gains: Sequence[Gain]) -> list[Hypothesis]:
     """Those whose own accept length is shown: the healthy server, the likeliest three, the best gains."""
-    best = [one.hypothesis.name for one in likeliest_first(final)[:3]]
+    best = [one.hypothesis.name for one in nearest_first(final)[:3]]
     better = [gain.name for gain in (*gains[:1], *[gain for gain in gains if gain.tied][:4])]
     return [one.hypothesis for one in final if one.hypothesis.name in (HEALTHY_NAME, *best, *better)]
 
@@ -77,37 +160,6 @@ def _check_width(summary: VariantSummary) -> None:
             f"{summary.rounds} rounds of {summary.played_requests} requests leave the replay's accept length open "
             f"between {low:.2f} and {high:.2f}, too wide to hold an observed one against; capture more prompts"
         )
-
-
-# ---- what accepts more ----
-
-
-def _gains(case: Case, final: Sequence[Trial]) -> list[Gain]:
-    """Finalists that accept more than what was served, at the same anchors where these are known, best first."""
-    served = healthy(final)
-    found: dict[str, tuple[Gain, Trial]] = {}
-    for one in final:
-        if one.is_healthy or (case.trained is not None and one.hypothesis.value != str(case.trained)):
-            continue
-        gain, low, high = _over(one, served)
-        if gain > 0:
-            item = one.hypothesis
-            made = Gain(item.name, item.kind, _says(case, item), gain, (low, high), log_prior=item.log_prior)
-            found.setdefault(made.label, (made, one))  # several names of one wiring are one gain
-    ordered = sorted(found.values(), key=lambda pair: -pair[0].gain)
-    return [replace(made, tied=_over(ordered[0][1], one)[1] <= 0) for made, one in ordered]
-
-
-def _over(one: Trial, other: Trial) -> tuple[float, float, float]:
-    """How much more the one accepts than the other, with its interval."""
-    return accepted_gain(one.drafts, other.drafts) if one.drafts else length_gain(one.counts, other.counts)
-
-
-def _says(case: Case, hypothesis: Hypothesis) -> str:
-    """Its value, of a layer-id hypothesis the taps that it feeds, however its value says it."""
-    if hypothesis.kind != WIRED_OTHERWISE:
-        return hypothesis.value
-    return str(bind(hypothesis.variant, case.checkpoint, case.trace).wiring)
 
 
 # ---- what to do ----
@@ -150,13 +202,6 @@ def _fix(case: Case, item: Scored | Gain, name: str, wirings: set[str]) -> str:
 
 def _limits(case: Case, rounds: "Rounds", variant: str) -> tuple[str, ...]:
     return tuple(limits(rounds, variant, unknown_share=_unknown_share(case.trace, case.checkpoint)))
-
-
-def _strata(case: Case, served: Trial, rounds: "Rounds") -> tuple[Stratum, ...]:
-    if case.observation.rounds is None:
-        return ()
-    cached = {item.request_id: item.server_cached_tokens or 0 for item in case.trace.records}
-    return tuple(strata(served.drafts, by_anchor(case.observation.rounds), rounds.requests, cached))
 
 
 def _unknown_share(trace: Trace, checkpoint: Checkpoint) -> float:

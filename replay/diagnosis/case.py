@@ -1,5 +1,6 @@
 """What one diagnosis is about."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from replay.analysis.diagnosis.evidence import LENGTH
@@ -16,7 +17,8 @@ class Case:
     """A trace, the head, the variant that its server ran, and what is known of that server.
 
     ``trained``: the wiring that the head was made for, where it is known and is another one than that served.
-    ``feeding``: what the draft of the trace's own server was fed, where that was recorded.
+    ``feeding``: what the draft of the trace's own server was fed, where that was recorded. ``without``: kinds of faults
+    that are not tried.
     """
 
     trace: Trace
@@ -25,6 +27,7 @@ class Case:
     trained: Wiring | None
     observation: Observation
     feeding: Feeding | None
+    without: Collection[str] = ()
 
     @property
     def right_wiring(self) -> Wiring:

@@ -1,20 +1,23 @@
 """`replay diagnose`: every hypothesis replayed and held against what a server did. The whole story, step by step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
+from replay.analysis.diagnosis.evidence import DRAFTED
 from replay.analysis.diagnosis.verdict import Diagnosis
 from replay.analysis.ladder.ladder import Ladder
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.advice import conclude
 from replay.diagnosis.case import Case
-from replay.diagnosis.feed import as_fed, read_feeding
-from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis, pairs, singles, wirings
+from replay.diagnosis.feed import read_feeding
+from replay.diagnosis.gains import gains_at_anchors, gains_of_walks
+from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis
 from replay.diagnosis.ladder import climb
 from replay.diagnosis.observed import observe
-from replay.diagnosis.trials import Trial, Trying, distinct, run_trials, to_finish, to_pair
+from replay.diagnosis.reference import measure
+from replay.diagnosis.search import search
+from replay.diagnosis.trials import Tell, Trial, Trying, healthy
 from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.simulation import ReplayProgress
@@ -24,8 +27,6 @@ from replay.traces.reader import Trace
 if TYPE_CHECKING:
     from replay.capture.observed import Observed
 
-Tell = Callable[[Trying], None]
-
 
 def diagnose_server(
     trace: Trace,
@@ -34,35 +35,42 @@ def diagnose_server(
     *,
     trained: Wiring | None = None,
     observed: "Observed | None" = None,
+    without: Collection[str] = (),
     ladder: bool = True,
     on_event: Tell = lambda _: None,
 ) -> Diagnosis:
     """Why a server that ran ``served`` accepted what it did.
 
     ``trained`` is the wiring the head was made for, where known; ``observed`` an accept length from elsewhere, else
-    the trace's own server is explained. With ``ladder`` the way from the training metric down to what was observed
+    the trace's own server is explained; kinds of faults in ``without`` are not tried. With ``ladder`` the way from the training metric down to what was observed
     follows (ladder.py). Raises TraceError where nothing was observed, UsageError where the two differ
     in steps, and whatever ``simulate`` raises.
     """
-    case = open_case(trace, checkpoint, served, trained, observed)
-    run = partial(run_trials, case, on_event)
-    tried = run("single faults", singles(case))
-    tried += run("pairs of faults", pairs(case, to_pair(case, tried)))
-    others = wirings(case)
-    tried += run("other wirings", [*others, *as_fed(case, [*others, *(one.hypothesis for one in tried)])])
-    asked = others if case.trained is not None else []
-    final = run("the likeliest on more rounds", distinct([*to_finish(tried), *asked]), whole=True)
-    found = conclude(case, tried, final)
+    case = open_case(trace, checkpoint, served, trained, observed, without)
+    reference = measure(case) if case.observation.kind == DRAFTED else None
+    tried, final = search(case, reference, on_event)
+    if reference is None:
+        gains = gains_of_walks(case, final)
+    else:
+        gains = gains_at_anchors(case, on_event) if healthy(final).scored.fits or case.trained is not None else []
+    found = conclude(case, reference, tried, final, gains, on_event)
     return replace(found, ladder=_climb(case, found, tried, on_event)) if ladder else found
 
 
 def open_case(
-    trace: Trace, checkpoint: Checkpoint, served: Variant, trained: Wiring | None, observed: "Observed | None"
+    trace: Trace,
+    checkpoint: Checkpoint,
+    served: Variant,
+    trained: Wiring | None,
+    observed: "Observed | None",
+    without: Collection[str] = (),
 ) -> Case:
     """All that is known before anything is replayed. Raises as ``diagnose_server``."""
     resolved = resolve(served, checkpoint, trace)
     other = None if trained == resolved.wiring else trained
-    return Case(trace, checkpoint, resolved, other, observe(trace, resolved.steps, observed), read_feeding(trace))
+    return Case(
+        trace, checkpoint, resolved, other, observe(trace, resolved.steps, observed), read_feeding(trace), without
+    )
 
 
 def served_variant(trace: Trace, draft: str, **given: object) -> Variant:

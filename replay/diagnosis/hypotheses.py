@@ -4,9 +4,8 @@ Priors follow how often a kind is the primary cause in public threads (counted o
 is split evenly over its values, so that trying many values makes none of them likelier.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from math import log
 
 from replay.checkpoint.checkpoint import Checkpoint
@@ -60,23 +59,45 @@ def singles(case: Case) -> list[Hypothesis]:
     """The healthy server, then every single fault that head and trace can show."""
     found = [Hypothesis(HEALTHY_NAME, "", case.served, log(_P_HEALTHY))]
     for kind in FAULTS:
+        if kind in case.without:
+            continue
         shown = list(_shown(kind, case))
         found += [Hypothesis(kind, value, variant, log(share_of(kind) / len(shown))) for value, variant in shown]
     return found
 
 
-def pairs(case: Case, likely: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Every two of these single faults, of different kinds, that can be played together."""
-    found = []
-    for first, second in combinations(likely, 2):
-        if first.kind == second.kind or HEALTHY_NAME in (first.kind, second.kind):
-            continue
-        variant = replace(first.variant, faults=(*first.variant.faults, *second.variant.faults))
-        prior = max(first.log_prior, second.log_prior) + log(_P_PAIR)
-        if _plays(variant, case):
-            name = f"{first.name}+{second.name}"
-            found.append(Hypothesis(f"{first.kind}+{second.kind}", name, variant, prior))
-    return found
+def pairs(case: Case, base: Hypothesis, partners: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """``base`` with each of the ``partners`` that is of another kind and can be played together with it."""
+    return [found for partner in partners if (found := joined(case, base, partner)) is not None]
+
+
+def joined(case: Case, first: Hypothesis, second: Hypothesis) -> Hypothesis | None:
+    """Two single faults at once; None where they are of one kind or cannot be played together."""
+    if first.kind == second.kind or HEALTHY_NAME in (first.kind, second.kind):
+        return None
+    served = case.served
+    wirings = {one.variant.wiring for one in (first, second)} - {served.wiring}
+    if len(wirings) > 1:
+        return None
+    faults = [fault for one in (first, second) for fault in one.variant.faults[len(served.faults) :]]
+    variant = replace(served, wiring=wirings.pop() if wirings else served.wiring, faults=(*served.faults, *faults))
+    if not _plays(variant, case):
+        return None
+    prior = max(first.log_prior, second.log_prior) + log(_P_PAIR)
+    return Hypothesis(f"{first.kind}+{second.kind}", f"{first.name}+{second.name}", variant, prior)
+
+
+def with_value(case: Case, hypothesis: Hypothesis, kind: str, value: str) -> Hypothesis | None:
+    """The hypothesis with another value of its fault of this ``kind``; None where that cannot be played."""
+    old = next((fault for fault in hypothesis.variant.faults if fault.kind == kind), None)
+    if old is None:
+        return None
+    new = Fault(kind, value)
+    variant = replace(hypothesis.variant, faults=tuple(new if one is old else one for one in hypothesis.variant.faults))
+    if not _plays(variant, case):
+        return None
+    said = hypothesis.value.replace(str(old), str(new)) if "+" in hypothesis.kind else value
+    return replace(hypothesis, value=said, variant=variant, log_prior=hypothesis.log_prior - log(2))
 
 
 def drafts_noise(hypothesis: Hypothesis, checkpoint: Checkpoint) -> bool:
@@ -93,9 +114,11 @@ def drafts_noise(hypothesis: Hypothesis, checkpoint: Checkpoint) -> bool:
 
 def wirings(case: Case) -> list[Hypothesis]:
     """Other taps for the head: the wiring that it was made for where that is known, else all that are likely."""
-    if case.trained is None:
-        return _likely_wirings(case)
-    return [rewired(case, case.trained, log(_P_HEALTHY))]
+    if WIRED_OTHERWISE in case.without:
+        return []
+    if case.trained is not None:
+        return [rewired(case, case.trained, log(_P_HEALTHY))]
+    return _rewired_by_place(case, _likely_taps(case), case.served.wiring)
 
 
 def rewired(case: Case, wiring: Wiring, log_prior: float) -> Hypothesis:
@@ -103,13 +126,20 @@ def rewired(case: Case, wiring: Wiring, log_prior: float) -> Hypothesis:
     return Hypothesis(WIRED_OTHERWISE, str(wiring), replace(case.served, wiring=wiring), log_prior)
 
 
-def _likely_wirings(case: Case) -> list[Hypothesis]:
-    """Likely wirings, their shares falling so that the first ones have most of the kind's."""
+def nearby_wirings(case: Case, wiring: Wiring) -> list[Hypothesis]:
+    """Wirings that differ from ``wiring`` in one slot, or that have its taps in another order."""
+    taps = wiring.taps
+    slots = [(*taps[:slot], tap, *taps[slot + 1 :]) for slot in range(len(taps)) for tap in case.trace.taps]
+    return _rewired_by_place(case, [sort_taps(taps), *slots], wiring)
+
+
+def _rewired_by_place(case: Case, likely: Iterable[tuple[str, ...]], known: Wiring) -> list[Hypothesis]:
+    """Their shares fall so that the first ones have most of the kind's."""
     found: dict[Wiring, Hypothesis] = {}
-    for place, taps in enumerate(_likely_taps(case)):
+    for place, taps in enumerate(likely):
         one = rewired(case, Wiring(taps), log(share_of(WIRED_OTHERWISE) / (place + 2) ** 2))
         wiring = one.variant.wiring
-        if wiring != case.served.wiring and wiring not in found and _plays(one.variant, case):
+        if wiring not in (known, case.served.wiring) and wiring not in found and _plays(one.variant, case):
             found[wiring] = one
     return list(found.values())
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from replay.capture.observed import Observed
 
 # Served rounds on which every hypothesis is tried, and the best of them.
-SCREENING_ROUNDS = 400
+SCREENING_ROUNDS = 120
 FINAL_ROUNDS = 2000
 SCREENING_TOKENS = 2500  # output tokens, where no rounds were recorded
 
@@ -24,16 +24,15 @@ SCREENING_TOKENS = 2500  # output tokens, where no rounds were recorded
 class Observation:
     """What a server showed, in the best ``kind`` that there is (analysis/diagnosis/evidence.py).
 
-    ``rounds`` (``drafted`` only) are those that finalists are held against, ``screening_rounds`` the first of them, for
-    everything else; without rounds hypotheses are screened on ``screening_requests``. ``histograms`` [steps + 1] count
-    all rounds of each request by accepted tokens; ``given`` is the accept length from elsewhere (``length`` only).
+    ``rounds`` (``drafted`` only) are those that finalists are held against; without rounds hypotheses are screened on
+    ``screening_requests``. ``histograms`` [steps + 1] count all rounds of each request by accepted tokens; ``given`` is
+    the accept length from elsewhere (``length`` only).
     """
 
     kind: str
     screening_requests: frozenset[str]
     histograms: Mapping[str, Sequence[int]]
     rounds: "pl.DataFrame | None" = None
-    screening_rounds: "pl.DataFrame | None" = None
     given: "Observed | None" = None
 
     @property
@@ -55,8 +54,7 @@ def observe(trace: Trace, steps: int, given: "Observed | None") -> Observation:
         return Observation(LENGTH, some, {}, given=given)
     rounds = trace.served_rounds()
     if len(rounds):
-        first, screening = (_first_rounds(trace, rounds, most) for most in (FINAL_ROUNDS, SCREENING_ROUNDS))
-        return Observation(DRAFTED, some, count_by_request(rounds, steps), first, screening)
+        return Observation(DRAFTED, some, count_by_request(rounds, steps), first_rounds(trace, rounds, FINAL_ROUNDS))
     histograms = {item.request_id: item.server_histogram for item in trace.records if item.server_histogram}
     if not histograms:
         raise TraceError(
@@ -86,7 +84,7 @@ def _check_steps(given: "Observed", steps: int) -> None:
         )
 
 
-def _first_rounds(trace: Trace, rounds: "pl.DataFrame", most: int) -> "pl.DataFrame":
+def first_rounds(trace: Trace, rounds: "pl.DataFrame", most: int) -> "pl.DataFrame":
     """Whole requests of the served rounds, in trace order, up to about ``most`` rounds."""
     counts = dict(rounds.group_by("request_id").len().iter_rows())
     kept: list[str] = []

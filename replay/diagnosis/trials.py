@@ -1,28 +1,30 @@
 """Trials: hypotheses replayed, a few at a time, and how well each explains what was observed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from replay.analysis.counts import Counts, per_request
 from replay.analysis.diagnosis.evidence import (
     DRAFTED,
-    LENGTH,
     Evidence,
     RoundDraft,
     RoundKey,
-    accepted_evidence,
     by_anchor,
-    drafted_evidence,
+    followed_evidence,
     histogram_evidence,
     length_evidence,
+    scale_up,
 )
 from replay.analysis.diagnosis.scored import Scored
+from replay.analysis.followed import Followed, Noise
 from replay.analysis.summary import VariantSummary, summarise
 from replay.diagnosis.case import Case
 from replay.diagnosis.feed import held_against_feed
 from replay.diagnosis.hypotheses import Hypothesis, drafts_noise
 from replay.diagnosis.observed import count_by_request
+from replay.diagnosis.reference import Reference, follow, noise_of
 from replay.simulator.simulation import simulate
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -31,9 +33,10 @@ if TYPE_CHECKING:
 
     from replay.traces.rounds import Rounds
 
-FINALISTS = 6
-# Of these single faults every two are tried as a pair.
-_PAIRED = 5
+
+# How much more than the healthy replay rounding may move another one: a quantised cache, whose steps are 2^-4 where bf16
+# has 2^-9, turns a deviation d into about sqrt(d * step), sqrt(32) times as much.
+_MORE_NOISE = 32**0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,16 @@ class Trying:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A hypothesis that was replayed and its evidence; ``counts`` of its rounds [requests, 4], and of finalists what
-    they draft in the server's own rounds."""
+    """A hypothesis that was replayed and its evidence.
+
+    ``followed`` is its replay along the server's drafts where these are known, ``counts`` [requests, 4] those of its
+    own rounds where they are not.
+    """
 
     hypothesis: Hypothesis
     scored: Scored
-    counts: Counts
-    drafts: Mapping[RoundKey, RoundDraft]
+    followed: Followed | None = None
+    counts: Counts | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -61,16 +67,26 @@ class Trial:
         return self.hypothesis.kind == HEALTHY_NAME
 
 
-# ---- replaying ----
+Tell = Callable[[Trying], None]
 
 
 def run_trials(
-    case: Case, tell: Callable[[Trying], None], stage: str, hypotheses: Sequence[Hypothesis], *, whole: bool = False
+    case: Case,
+    reference: Reference | None,
+    tell: Tell,
+    stage: str,
+    hypotheses: Sequence[Hypothesis],
+    *,
+    whole: bool = False,
 ) -> list[Trial]:
-    """Every hypothesis with its evidence, in the given order, on the first rounds or requests, or on the ``whole``."""
+    """Every hypothesis with its evidence, in the given order, on the screening rounds or requests, or on the ``whole``.
+
+    ``reference`` is there where the server's drafts are known.
+    """
     found: dict[str, Trial] = {}
     for batch in _batches(hypotheses):
-        found |= {trial.hypothesis.name: trial for trial in _run_batch(case, batch, whole)}
+        trials = _follow(case, reference, batch, whole) if reference else _walk(case, batch, whole)
+        found |= {trial.hypothesis.name: trial for trial in trials}
         tell(Trying(stage, len(found), len(hypotheses)))
     return [found[item.name] for item in hypotheses]
 
@@ -86,6 +102,24 @@ def own_walks(case: Case, hypotheses: Sequence[Hypothesis]) -> "dict[str, tuple[
     return found
 
 
+def own_drafts(
+    case: Case, hypotheses: Sequence[Hypothesis], rounds: "pl.DataFrame"
+) -> dict[str, dict[RoundKey, RoundDraft]]:
+    """What each of them would draft, and how much of it the target takes, at the anchors of the server's ``rounds``."""
+    found = {}
+    for batch in _batches(hypotheses):
+        played = simulate(
+            case.trace,
+            {case.served.draft: case.checkpoint},
+            [item.variant for item in batch],
+            follow=rounds,
+            served_products=False,
+        )
+        for item, info in zip(batch, played.variants, strict=True):
+            found[item.name] = by_anchor(played.table.filter(played.table["variant"] == info.name))
+    return found
+
+
 def _batches(hypotheses: Sequence[Hypothesis]) -> Iterator[list[Hypothesis]]:
     """Those that share weights at once, the others one by one, so that few copies of the head are in memory."""
     shared = [item for item in hypotheses if not item.changes_weights]
@@ -94,72 +128,67 @@ def _batches(hypotheses: Sequence[Hypothesis]) -> Iterator[list[Hypothesis]]:
     yield from ([item] for item in hypotheses if item.changes_weights)
 
 
-def _run_batch(case: Case, batch: Sequence[Hypothesis], whole: bool) -> Iterator[Trial]:
-    seen = case.observation
-    served = seen.rounds if whole else seen.screening_rounds
-    rounds = simulate(
+def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], whole: bool) -> Iterator[Trial]:
+    """Along the server's drafts; on the whole, the noise of what might be named is measured under itself."""
+    rounds = case.observation.rounds if whole else reference.screening
+    assert rounds is not None
+    variants = [item.variant for item in batch]
+    served = served_length(rounds)
+    for item, followed in zip(
+        batch, follow(case, variants, rounds, reference.scales, served_products=whole), strict=True
+    ):
+        noise = reference.noise
+        if whole and item.kind != HEALTHY_NAME and _may_fit(followed, noise, served):
+            noise = noise_of(case, item.variant, followed, rounds)
+        evidence = followed_evidence(followed, noise, served)
+        yield Trial(item, _scored(case, item, evidence), followed)
+
+
+def _may_fit(followed: Followed, noise: Noise, served: float) -> bool:
+    """Whether it would fit if rounding moved it far more than the healthy replay."""
+    wide = replace(noise, largest=tuple(_MORE_NOISE * most for most in noise.largest))
+    return followed_evidence(followed, wide, served).fits
+
+
+def served_length(rounds: "pl.DataFrame") -> float:
+    """Accept length of a server's rounds; nan without any."""
+    return 1 + float(rounds["accepted"].sum()) / len(rounds) if len(rounds) else math.nan
+
+
+def _walk(case: Case, batch: Sequence[Hypothesis], whole: bool) -> Iterator[Trial]:
+    """By itself, over the same text or another one."""
+    seen, steps = case.observation, case.served.steps
+    played = simulate(
         case.trace,
         {case.served.draft: case.checkpoint},
         [item.variant for item in batch],
-        follow=served,
-        only=None if whole or seen.kind == DRAFTED else seen.screening_requests,
+        only=None if whole else seen.screening_requests,
         served_products=whole,
     )
-    counts = per_request(rounds)
-    for item, info in zip(batch, rounds.variants, strict=True):
-        table = rounds.table.filter(rounds.table["variant"] == info.name)
-        evidence = _evidence(case, item, table, counts[info.name], served)
-        drafts = by_anchor(table) if whole and seen.kind == DRAFTED else {}
-        yield Trial(item, _scored(case, item, evidence), counts[info.name], drafts)
-
-
-def _evidence(
-    case: Case, item: Hypothesis, replayed: "pl.DataFrame", counts: Counts, served: "pl.DataFrame | None"
-) -> Evidence:
-    """``replayed`` rounds, of ``counts``, held against the ``served`` ones, or against what else was observed."""
-    seen, steps = case.observation, case.served.steps
-    if seen.given is not None:
-        return length_evidence(counts, seen.given.accept_length, seen.given.rounds)
-    if served is None:
-        return histogram_evidence(count_by_request(replayed, steps), seen.histograms, steps)
-    compare = accepted_evidence if drafts_noise(item, case.checkpoint) else drafted_evidence
-    return compare(by_anchor(replayed), by_anchor(served), steps)
+    counts = per_request(played)
+    for item, info in zip(batch, played.variants, strict=True):
+        if seen.given is not None:
+            evidence = length_evidence(counts[info.name], seen.given.accept_length, seen.given.rounds, steps)
+        else:
+            table = played.table.filter(played.table["variant"] == info.name)
+            evidence = histogram_evidence(count_by_request(table, steps), seen.histograms, steps)
+        yield Trial(item, _scored(case, item, evidence), counts=counts[info.name])
 
 
 def _scored(case: Case, item: Hypothesis, evidence: Evidence) -> Scored:
     contradicted, shown = held_against_feed(case, item)
     return Scored(
-        item.name, item.kind, item.value, item.log_prior, evidence, contradicted=contradicted, borne_out=shown
-    )
+        item.name, item.kind, item.value, item.log_prior, evidence,
+        contradicted=contradicted, borne_out=shown, unknowable=drafts_noise(item, case.checkpoint),
+    )  # fmt: skip
 
 
 # ---- choosing ----
 
 
-def to_pair(case: Case, trials: Sequence[Trial]) -> list[Hypothesis]:
-    """The single faults that are likely to be half of the story; none where the healthy server fits and is likeliest.
-
-    Noise explains every round a little, and leaves no room for a second cause.
-    """
-    likeliest = likeliest_first(trials)[0]
-    if likeliest.is_healthy and likeliest.scored.fits:
-        return []
-    told = [one for one in trials if not drafts_noise(one.hypothesis, case.checkpoint)]
-    return [one.hypothesis for one in likeliest_first(told)[:_PAIRED]]
-
-
-def to_finish(trials: Sequence[Trial]) -> list[Hypothesis]:
-    """The healthy server, the likeliest, and those that accept most."""
-    likeliest = likeliest_first(trials)[:FINALISTS]
-    most = sorted(trials, key=lambda one: one.scored.evidence.accept_length, reverse=True)
-    near = [one for one in most if one.scored.evidence.accept_length >= 0.97 * most[0].scored.evidence.accept_length]
-    most = [*most[:2], *sorted(near, key=lambda one: one.scored.log_prior, reverse=True)[:3]]
-    return distinct([one.hypothesis for one in (healthy(trials), *likeliest, *most)])
-
-
-def likeliest_first(trials: Sequence[Trial]) -> list[Trial]:
-    """By what is known of each alone, near ties counted in full."""
-    return sorted(trials, key=lambda one: one.scored.log_posterior, reverse=True)
+def nearest_first(trials: Sequence[Trial]) -> list[Trial]:
+    """By how near each is to the truth, whatever else may be wrong; those that explain all come first."""
+    return sorted(trials, key=lambda one: max(one.scored.log_posterior, one.scored.nearness), reverse=True)
 
 
 def distinct(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
@@ -173,14 +202,10 @@ def healthy(trials: Sequence[Trial]) -> Trial:
 
 
 def drawn_out(one: Scored, screened: Scored, whole: Scored) -> Scored:
-    """A hypothesis that was only screened, its likelihood drawn out to as many rounds as the finalists had.
+    """A hypothesis that was only screened, its likelihoods drawn out to as many rounds as the finalists had.
 
     The rounds and how many agree stay those that were compared; ``screened`` and ``whole`` are the healthy server's.
     """
-    if one.evidence.kind == LENGTH or not screened.evidence.rounds:
+    if one.evidence.kind != DRAFTED or not screened.evidence.rounds:
         return one
-    scale = whole.evidence.rounds / screened.evidence.rounds
-    if scale == 1:
-        return one
-    log_likelihood = one.evidence.log_likelihood * scale
-    return replace(one, evidence=replace(one.evidence, log_likelihood=log_likelihood, agrees_R=None, nats_R=None))
+    return replace(one, evidence=scale_up(one.evidence, whole.evidence.rounds / screened.evidence.rounds))

@@ -2,9 +2,9 @@
 
 Two runs of a head part at the first token in which they differ, and what follows compares nothing. Fed the server's
 tokens the head stays on the server's chain, so that each step says by itself how near the server's choice was. A chain
-has one token a step; trees are not followed.
+has one token a step; tree_margins.py follows trees.
 
-Suffixes as in chains.py: A anchors, B of a block, K steps, W draft vocabulary, V target vocabulary.
+Suffixes as in chains.py: A anchors, B of a block, K steps, W draft vocabulary, V target vocabulary, Z noise scales.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,17 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from replay.drafting.chains import ChainStep, chain_steps
+from replay.drafting.chains import chain_steps
 from replay.drafting.first_pass import FirstPass, first_pass
 from replay.drafting.next_tokens import draft_ids, read_logits
 from replay.drafting.rows import DraftInput, find_dummies
 from replay.errors import UsageError
 from replay.head.model import Head
+from replay.head.products import ProductSizes
+
+
+# Logits of a row that are summed one by one: at the scale of rounding even the tenth hardly counts.
+_SUMMED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,9 @@ class Margins:
     ``logit_AK`` is the logit of the server's token, -inf where the head cannot draft it; ``best_AK`` the largest one
     over the draft vocabulary and ``preferred_AK`` the target id that has it (of equal ones the lowest draft id);
     ``logsumexp_AK`` is over the draft vocabulary too. ``margin_AK`` is best - logit in nats: 0 where both agree or
-    tie, inf where the head cannot draft the server's token. All but ``preferred_AK`` (int64) are float32.
+    tie, inf where the head cannot draft the server's token. ``spread_AKZ`` is, for each noise scale z (nats), the log
+    of the sum over the draft vocabulary of exp((logit - best) / z): a softmax at temperature z then gives the server's
+    token the probability exp(-margin / z - spread). All but ``preferred_AK`` (int64) are float32.
 
     From the first step on for which the server drafted nothing, numbers are NaN and ``preferred_AK`` is -1. An anchor
     that drafts token 0 whatever the head says (``Behaviour.dummy_from``) has no logits: they are NaN, its margin is 0
@@ -40,15 +47,30 @@ class Margins:
     preferred_AK: Tensor
     margin_AK: Tensor
     logsumexp_AK: Tensor
+    spread_AKZ: Tensor
+
+    def rows(self, part: slice) -> "Margins":
+        """Those of some anchors, on the CPU."""
+        return Margins(*(getattr(self, field.name)[part].cpu() for field in fields(self)))
+
+
+def join_margins(parts: "Sequence[Margins]") -> Margins:
+    """One after the other; there must be one."""
+    return Margins(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Margins)))
 
 
 def margins_along(
-    head: Head, inputs: Sequence[DraftInput], served: Sequence[Tensor], *, first: FirstPass | None = None
+    head: Head,
+    inputs: Sequence[DraftInput],
+    served: Sequence[Tensor],
+    *,
+    scales: Sequence[float] = (),
+    first: FirstPass | None = None,
 ) -> list[Margins]:
     """Margins at every anchor of every request, in the order of ``inputs``.
 
     ``served`` are the target ids that a server drafted there, [A, K] for each request with one K for all; -1 for none.
-    ``first`` is the first pass over the same inputs, where it was made before. Equal to following each anchor by itself
+    ``scales`` are the noise scales [Z] for which ``spread_AKZ`` is wanted. ``first`` is the first pass over the same inputs, where it was made before. Equal to following each anchor by itself
     (tests/twins/margins.py) up to the rounding of products over other numbers of rows; along ``draft_every_anchor``'s
     own drafts every margin is 0. Raises UsageError for behaviour that follows the walk, and for tokens that are none of
     the head's vocabulary or of another shape.
@@ -57,19 +79,31 @@ def margins_along(
     counts = [item.anchors for item in inputs]
     served_AK = torch.cat(list(served)).to(head.device)
     if sum(counts) == 0:
-        none_AK = torch.empty(served_AK.shape)
-        return [Margins(none_AK, none_AK, none_AK.long(), none_AK, none_AK) for _ in inputs]
+        none_AK, none_AKZ = torch.empty(served_AK.shape), torch.empty((*served_AK.shape, len(scales)))
+        return [Margins(none_AK, none_AK, none_AK.long(), none_AK, none_AK, none_AKZ) for _ in inputs]
     first = first or first_pass(head, inputs)
-    index_AK = torch.where(served_AK < 0, -1, draft_ids(head)[served_AK.clamp(min=0)])
+    index_AK = served_index(head, served_AK)
     states = chain_steps(head, first, served_AK.shape[1], lambda step: served_AK[:, step - 1].clamp(min=0))
-    read = [_read(head, state, index_A) for state, index_A in zip(states, index_AK.T, strict=True)]
-    whole = _blank_out(
-        Margins(*(torch.stack(column, 1) for column in zip(*read, strict=True))),
-        served_AK,
-        find_dummies(first.anchor_rows_A, head.behaviour),
-    )
+    read = [
+        read_margins(head, state.normed_AE, index_A, scales, state.logit_sizes)
+        for state, index_A in zip(states, index_AK.T, strict=True)
+    ]
+    whole = stack_margins(read, served_AK, find_dummies(first.anchor_rows_A, head.behaviour))
     columns = (getattr(whole, field.name).cpu().split(counts) for field in fields(Margins))
     return [Margins(*request) for request in zip(*columns, strict=True)]
+
+
+def served_index(head: Head, served_AK: Tensor) -> Tensor:
+    """The draft ids of a server's tokens [A, K]; -1 for none, or where the head cannot draft it."""
+    return torch.where(served_AK < 0, -1, draft_ids(head)[served_AK.clamp(min=0)])
+
+
+def stack_margins(read: Sequence[tuple[Tensor, ...]], served_AK: Tensor, dummy_A: Tensor) -> Margins:
+    """Margins of K steps from those of each (``read_margins``).
+
+    ``dummy_A`` are anchors that draft token 0 unasked.
+    """
+    return _blank_out(Margins(*(torch.stack(column, 1) for column in zip(*read, strict=True))), served_AK, dummy_A)
 
 
 def _check(head: Head, inputs: Sequence[DraftInput], served: Sequence[Tensor]) -> None:
@@ -91,18 +125,46 @@ def _check(head: Head, inputs: Sequence[DraftInput], served: Sequence[Tensor]) -
         )
 
 
-def _read(head: Head, state: ChainStep, index_A: Tensor) -> tuple[Tensor, ...]:
-    """The numbers of one step [A], in the order of ``Margins``; ``index_A`` are draft ids, -1 for none."""
+def read_margins(
+    head: Head, normed_AE: Tensor, index_A: Tensor, scales: Sequence[float], sizes: ProductSizes | None = None
+) -> tuple[Tensor, ...]:
+    """The numbers of one step [A], in the order of ``Margins``; ``index_A`` are draft ids, -1 for none.
+
+    ``sizes`` as in ``read_logits``.
+    """
 
     def read(logits_BW: Tensor, block: slice) -> tuple[Tensor, ...]:
         index_B = index_A[block]
         best_B, preferred_B = logits_BW.max(dim=-1)  # of equals the first, as ``choose`` takes it
         logit_B = logits_BW.gather(1, index_B[:, None].clamp(min=0))[:, 0].masked_fill(index_B < 0, float("-inf"))
         margin_B = best_B.double() - logit_B.double()
-        return logit_B.float(), best_B.float(), preferred_B, margin_B.float(), logits_BW.float().logsumexp(-1)
+        logsumexp_B = logits_BW.float().logsumexp(-1)
+        spread_BZ = _spread(logits_BW, best_B, logsumexp_B, scales)
+        return logit_B.float(), best_B.float(), preferred_B, margin_B.float(), logsumexp_B, spread_BZ
 
-    logit_A, best_A, preferred_A, margin_A, logsumexp_A = read_logits(head, state.normed_AE, read, state.logit_sizes)
-    return logit_A, best_A, head.target_ids_W[preferred_A], margin_A, logsumexp_A
+    logit_A, best_A, preferred_A, margin_A, logsumexp_A, spread_AZ = read_logits(
+        head, normed_AE, read, sizes, widening=2  # logits in fp32 beside them
+    )
+    return logit_A, best_A, head.target_ids_W[preferred_A], margin_A, logsumexp_A, spread_AZ
+
+
+def _spread(logits_BW: Tensor, best_B: Tensor, logsumexp_B: Tensor, scales: Sequence[float]) -> Tensor:
+    """The log of the sum of exp((logit - best) / z) over the draft vocabulary for each scale z [B, Z].
+
+    Up to a scale of 1 only the first ``_SUMMED`` logits are summed one by one. The others lie at least as far behind as
+    the last of these, by d: of what they sum to at scale 1 no more than exp(-d (1 / z - 1)) is left, and that is taken.
+    """
+    best_B1 = best_B.float()[:, None]
+    first_BF = logits_BW.topk(min(_SUMMED, logits_BW.shape[1]), dim=-1).values.float() - best_B1
+    rest_B = ((logsumexp_B - best_B1[:, 0]).exp() - first_BF.exp().sum(-1)).clamp_min(0)
+    spread_BZ = best_B1.new_empty((len(best_B1), len(scales)))
+    for place, scale in enumerate(scales):
+        if scale > 1:
+            spread_BZ[:, place] = ((logits_BW.float() - best_B1) / scale).logsumexp(-1)
+        else:
+            left_B = rest_B * (first_BF[:, -1] * (1 / scale - 1)).exp()
+            spread_BZ[:, place] = ((first_BF / scale).exp().sum(-1) + left_B).log()
+    return spread_BZ
 
 
 def _blank_out(found: Margins, served_AK: Tensor, dummy_A: Tensor) -> Margins:
@@ -116,4 +178,7 @@ def _blank_out(found: Margins, served_AK: Tensor, dummy_A: Tensor) -> Margins:
         preferred_AK=found.preferred_AK.masked_fill(dummy_A[:, None], 0).masked_fill(nothing_AK, -1),
         margin_AK=torch.where(dummy_A[:, None], of_dummies_AK, found.margin_AK).masked_fill(nothing_AK, float("nan")),
         logsumexp_AK=found.logsumexp_AK.masked_fill(unread_AK, float("nan")),
+        spread_AKZ=found.spread_AKZ.masked_fill(dummy_A[:, None, None], 0.0).masked_fill(
+            nothing_AK[..., None], float("nan")
+        ),
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replay.drafting.margins import Margins, join_margins, read_margins, served_index, stack_margins
 from replay.drafting.next_tokens import next_tokens
 from replay.drafting.product_sizes import served_sizes
 from replay.drafting.rows import DraftInput, committed_rows, drafted_positions, find_dummies
@@ -24,12 +25,16 @@ from replay.verify.accept import continuations, count_accepted
 
 @dataclass(frozen=True, slots=True)
 class WalkedRounds:
-    """The rounds of one request: anchors [r], target ids drafted [r, K], ties [r, K], accepted tokens [r]."""
+    """The rounds of one request: anchors [r], target ids drafted [r, K], ties [r, K], accepted tokens [r].
+
+    ``margins`` [r, K] where a server's own drafts were followed; its tokens are then those that were drafted.
+    """
 
     anchors: tuple[int, ...]
     drafted_RK: Tensor
     tied_RK: Tensor
     accepted: tuple[int, ...]
+    margins: Margins | None = None
 
 
 def walk(
@@ -38,26 +43,33 @@ def walk(
     steps: int,
     tails: Sequence[Tensor] | None = None,
     follow: Sequence[Sequence[int]] | None = None,
+    served: Sequence[Tensor] | None = None,
+    scales: Sequence[float] = (),
 ) -> list[WalkedRounds]:
     """Every round of every request, in the order of ``inputs``. ``tails`` as in ``continuations``.
 
     ``follow`` are the accepted tokens of each request's rounds in another run: the walk then goes as that one went,
-    as far as it goes, whatever is drafted here.
+    as far as it goes, whatever is drafted here. With ``served`` too, the target ids [r, K] that it drafted in them (-1
+    for none), every drafted row embeds what was drafted there, and what is left in the draft KV is made of that; each
+    round has ``margins`` with these noise ``scales`` (margins.py).
 
     Equal to tests/twins/rounds.py up to the rounding of products over other numbers of rows.
     """
     tails = tails or [torch.empty(0, dtype=torch.long) for _ in inputs]
     follow = follow or [() for _ in inputs]
-    requests = [_Request(head, *given) for given in zip(inputs, tails, follow, strict=True)]
-    _Walk(head, [request for request in requests if request.item.anchors and not request.done], steps).run()
+    drafts = [None for _ in inputs] if served is None else served
+    requests = [_Request(head, *given) for given in zip(inputs, tails, follow, drafts, strict=True)]
+    _Walk(head, [request for request in requests if request.item.anchors and not request.done], steps, scales).run()
     return [request.rounds(steps) for request in requests]
 
 
 class _Request:
     """One request on its way: its committed rows, where its walk stands, and the rounds so far."""
 
-    def __init__(self, head: Head, item: DraftInput, tail: Tensor, follow: Sequence[int]) -> None:
-        self.item, self._tail, self._follow = item, tail, tuple(follow)
+    def __init__(
+        self, head: Head, item: DraftInput, tail: Tensor, follow: Sequence[int], served_RK: Tensor | None
+    ) -> None:
+        self.item, self._tail, self._follow, self._served_RK = item, tail, tuple(follow), served_RK
         self.rows = committed_rows(item, head.behaviour, head.config.target_hidden_size)
         self.sizes = _sizes(head, item)
         self.state_RE = head.fuse(self.rows.features_RKD, self.sizes)
@@ -68,6 +80,12 @@ class _Request:
         self._anchors: list[int] = []
         self._drafted: list[Tensor] = []
         self._tied: list[Tensor] = []
+        self.margins: list[Margins] = []
+
+    @property
+    def served_K(self) -> Tensor | None:
+        """What the run that is followed drafted in the round that is to come; None where it is not followed so far."""
+        return None if self._served_RK is None else self._served_RK[len(self.accepted)]
 
     @property
     def done(self) -> bool:
@@ -94,7 +112,8 @@ class _Request:
     def rounds(self, steps: int) -> WalkedRounds:
         empty = torch.empty((0, steps), dtype=torch.long)
         drafted, tied = (torch.stack(part) if part else empty for part in (self._drafted, self._tied))
-        return WalkedRounds(tuple(self._anchors), drafted, tied.bool(), tuple(self.accepted))
+        margins = join_margins(self.margins) if self.margins else None
+        return WalkedRounds(tuple(self._anchors), drafted, tied.bool(), tuple(self.accepted), margins)
 
 
 def _sizes(head: Head, item: DraftInput) -> ProductSizes | None:
@@ -106,8 +125,9 @@ def _sizes(head: Head, item: DraftInput) -> ProductSizes | None:
 class _Walk:
     """All requests of a pack, round by round; a request's lane is its index among them."""
 
-    def __init__(self, head: Head, requests: Sequence[_Request], steps: int) -> None:
+    def __init__(self, head: Head, requests: Sequence[_Request], steps: int, scales: Sequence[float]) -> None:
         self._head, self._behaviour, self._requests, self._steps = head, head.behaviour, requests, steps
+        self._scales = scales
         kept = steps if self._behaviour.rewrite == "accumulate" else 1
         slots = max((len(request.item.tokens_T) * kept + steps + 1 for request in requests), default=0)
         self._kv = SlotKV(head, len(requests), slots)
@@ -160,8 +180,11 @@ class _Walk:
         head, behaviour = self._head, self._behaviour
         out_NE, feedback_NE = self._out_NE[running], self._feedback_NE[running]
         anchor_rows_N = torch.tensor([self._requests[lane].anchor - 1 for lane in running])
+        served_NK = self._served(running)
+        index_NK = None if served_NK is None else served_index(head, served_NK)
         drafted: list[Tensor] = []
         tied: list[Tensor] = []
+        read: list[tuple[Tensor, ...]] = []
         passes = self._steps + (behaviour.next_row == "drafted")
         for step in range(passes):
             if step:
@@ -169,15 +192,33 @@ class _Walk:
                 positions_N = drafted_positions(anchor_rows_N, step, behaviour)
                 output = head.forward(head.embed(drafted[-1]), feedback_NE, positions_N, self._kv.attend(rows))
                 out_NE, feedback_NE = output.normed_RE, output.feedback_RE
-            if step < self._steps:
+            if step < self._steps and served_NK is not None and index_NK is not None:
+                read.append(read_margins(head, out_NE, index_NK[:, step], self._scales))
+                drafted.append(served_NK[:, step].clamp(min=0))
+                tied.append(torch.zeros(len(running), dtype=torch.bool))
+            elif step < self._steps:
                 ids_N, tied_N = next_tokens(head, out_NE)
                 drafted.append(ids_N)
                 tied.append(tied_N)
         if behaviour.next_row == "drafted":
             self._out_NE[running], self._feedback_NE[running] = out_NE, feedback_NE
         drafted_NK = torch.stack(drafted, 1).cpu()
-        drafted_NK[find_dummies(anchor_rows_N, behaviour)] = 0
+        dummy_N = find_dummies(anchor_rows_N, behaviour)
+        if served_NK is not None:
+            self._note_margins(running, stack_margins(read, served_NK, dummy_N.to(head.device)))
+            return served_NK.cpu(), torch.stack(tied, 1).cpu()
+        drafted_NK[dummy_N] = 0
         return drafted_NK, torch.stack(tied, 1).cpu()
+
+    def _served(self, running: list[int]) -> Tensor | None:
+        """What the run that is followed drafted in this round of each lane [N, K]; None where none is followed."""
+        served = [self._requests[lane].served_K for lane in running]
+        told = [served_K for served_K in served if served_K is not None]
+        return torch.stack(told).to(self._head.device) if told else None
+
+    def _note_margins(self, running: list[int], margins_NK: Margins) -> None:
+        for place, lane in enumerate(running):
+            self._requests[lane].margins.append(margins_NK.rows(slice(place, place + 1)))
 
     def _commit(
         self,

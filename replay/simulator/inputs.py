@@ -1,6 +1,6 @@
 """Requests of a trace, a pack of them at a time: as many as fill a pass, and never more in memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 PACK_ROWS = 2048
 
 
-def read_packs(trace: Trace, taps: Sequence[str]) -> Iterator[list[RequestRows]]:
-    """Requests in trace order with ``taps``, a few thousand rows at a time. Raises WiringError, TraceCorruptError."""
+def read_packs(trace: Trace, taps: Sequence[str], only: Container[str] | None = None) -> Iterator[list[RequestRows]]:
+    """Requests in trace order with ``taps``, a few thousand rows at a time; ``only`` some of them.
+
+    Raises WiringError, TraceCorruptError.
+    """
     pack: list[RequestRows] = []
     rows = 0
-    for index in range(len(trace.requests)):
+    for index, record in enumerate(trace.records):
+        if only is not None and record.request_id not in only:
+            continue
         request = trace.read(index, tuple(taps))
         if pack and rows + len(request.tokens) > PACK_ROWS:
             yield pack

@@ -48,24 +48,8 @@ def replay_stem(
     table: RoundsTable,
 ) -> None:
     start = perf_counter()
-    first_group = stem[0]
-    chunk = first_group.head.behaviour.chunk
-    inputs = [
-        replace(
-            draft_input(
-                one,
-                first_group.wiring,
-                None if chunk is None else sampled_after_chunks(one, trace, chunk),
-                spans.get(one.request_id, ()),
-            ),
-            only=lead.anchors_before(len(one.tokens) - 1),
-        )
-        for one, lead in zip(rows, leads, strict=True)
-    ]
-    anchors = sum(item.anchors for item in inputs)
-    shares = anchors and not all(group.head.behaviour.follows_walk for group in stem)
-    first = first_pass(first_group.head, inputs) if shares else None
-    pack = _Pack(rows, inputs, leads, first, tallies, table)
+    inputs = stem_inputs(stem, rows, leads, trace, spans)
+    pack = _Pack(rows, inputs, leads, shared_first_pass(stem, inputs), tallies, table)
     members = sum(len(group.members) for group in stem)
     common = (perf_counter() - start) / members
     for group in stem:
@@ -77,6 +61,37 @@ def replay_stem(
             _replay_sampled(group, pack)
         else:
             _replay_anchors(group, pack)
+
+
+def stem_inputs(
+    stem: Sequence[Group],
+    rows: Sequence[RequestRows],
+    leads: Sequence[FollowedRounds],
+    trace: Trace,
+    spans: Mapping[str, Sequence[Span]],
+) -> list[DraftInput]:
+    """A pack of requests as groups of one stem take them: at the anchors of ``leads``, or at all."""
+    first_group = stem[0]
+    chunk = first_group.head.behaviour.chunk
+    return [
+        replace(
+            draft_input(
+                one,
+                first_group.wiring,
+                None if chunk is None else sampled_after_chunks(one, trace, chunk),
+                spans.get(one.request_id, ()),
+            ),
+            only=lead.anchors_before(len(one.tokens) - 1),
+        )
+        for one, lead in zip(rows, leads, strict=True)
+    ]
+
+
+def shared_first_pass(stem: Sequence[Group], inputs: Sequence[DraftInput]) -> FirstPass | None:
+    """The first pass that all groups of a stem have in common; None where no group takes one."""
+    anchors = sum(item.anchors for item in inputs)
+    shares = anchors and not all(group.head.behaviour.follows_walk for group in stem)
+    return first_pass(stem[0].head, inputs) if shares else None
 
 
 def _replay_anchors(group: Group, pack: _Pack) -> None:

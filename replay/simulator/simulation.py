@@ -80,7 +80,7 @@ def simulate(
     spans = _spans(trace, groups)
     with torch.inference_mode():
         done = 0
-        for pack in read_packs(trace, _taps(groups)):
+        for pack in read_packs(trace, taps_of(groups)):
             played = [rows for rows in pack if _is_asked(rows.request_id, led, only)]
             leads = [FollowedRounds() if led is None else led[rows.request_id] for rows in played]
             for stem in stems if played else []:
@@ -126,7 +126,7 @@ def _estimator(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -
     return Estimator(variant.verify, trace, variant.steps, draft_vocab_size=checkpoint.config.draft_vocab_size)
 
 
-def _taps(groups: Sequence[Group]) -> tuple[str, ...]:
+def taps_of(groups: Sequence[Group]) -> tuple[str, ...]:
     """Every tap that some variant reads."""
     taps = dict.fromkeys(tap for group in groups for tap in group.wiring.taps)
     if any(group.head.behaviour.chunk is not None for group in groups):

@@ -1,0 +1,172 @@
+"""A server's drafted tokens against a replay that follows them, one number a token: alike, near ties, unexplained.
+
+A replay that is fed the server's own drafts says of each token by how much it preferred another one: the **margin**, in
+nats, 0 where both agree. Two machines round the same head in two ways, so where two drafts are almost equally good they
+may choose otherwise. How far rounding goes is measured, not assumed:
+
+- The **noise** of a token is how far its log-probability moves between the replay as the server rounds it and the same
+  replay in fp32, which stands for exact arithmetic. A margin compares the server's choice with the replay's, and each of
+  the two is off the exact numbers by at most the noise. So rounding explains margins up to twice the largest noise that
+  was seen in the trace; of trees, up to twice the largest of that depth, because branches meet other rows there.
+- A round is **alike** where the replay drafts just what the server did, a **near tie** where each of its margins is
+  explained by rounding, else **unexplained**.
+- The **noise scale** is the temperature of a softmax that flips choices as that noise does. It predicts how many tokens
+  flip; many more than that are no rounding, though each may be small.
+
+Shapes: N drafted tokens of all rounds, R rounds, Z noise scales.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+# Server and replay are both rounded, and each is off by at most the noise.
+BOTH_SIDES = 2.0
+LEAST_SCALE = 1e-5  # nats: nothing is smaller than the rounding of fp32
+# A logistic variable, which is what flips a softmax between two tokens, has this deviation at scale 1.
+_LOGISTIC_DEVIATION = math.pi / math.sqrt(3)
+# Tokens that are likelier than all others together hardly move, and are in no near tie.
+_HALF = math.log(0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Every token that a server drafted, against one variant that was fed the server's drafts.
+
+    ``request_N`` and ``round_N`` say where it was drafted, ``round_N`` as an index of ``alike_R``, ``depth_N`` how deep
+    (1 the first after the known token). ``margin_N`` in nats, inf where the head cannot draft it. ``log_prob_N`` under
+    the replay's own softmax; of a tree's node all the way from the known token. ``spread_NZ`` for each of ``scales``: a
+    softmax at temperature z gives the token the probability exp(-margin / z - spread). ``same_N``: it is the token that
+    the replay prefers. ``alike_R``: the replay drafts just these tokens. ``choices`` is how many tokens can be drafted.
+    """
+
+    request_N: Ints
+    round_N: Ints
+    depth_N: Ints
+    margin_N: Floats
+    log_prob_N: Floats
+    spread_NZ: Floats
+    same_N: Bools
+    alike_R: Bools
+    scales: tuple[float, ...]
+    choices: int
+    by_depth: bool = False
+
+    @property
+    def rounds(self) -> int:
+        """R."""
+        return len(self.alike_R)
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How far rounding moves what this head drafts on this trace, in nats.
+
+    ``largest`` log-probability change of a token (with ``by_depth`` that of each depth from 1 on, else one for all),
+    ``scale`` the temperature of a softmax that flips as much; ``tokens`` they were measured on.
+    """
+
+    largest: tuple[float, ...]
+    scale: float
+    tokens: int
+
+    def limit(self, depth_N: Ints) -> Floats:
+        """Up to which margin rounding explains a token of each depth [N]."""
+        most = np.array(self.largest)
+        return BOTH_SIDES * most[np.minimum(depth_N, len(most)) - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Rounds of a server against a replay: ``alike``, first parted at a ``near_tie``, ``unexplained``.
+
+    ``noise`` is the largest that was measured, ``noise_scale`` its scale, both in nats; ``largest`` is the largest
+    margin of a near tie over that noise (0 where there is none). ``flips`` tokens differ from what the replay prefers,
+    ``flips_expected`` is how many rounding flips at that scale.
+    """
+
+    rounds: int
+    alike: int
+    near_tie: int
+    unexplained: int
+    noise: float
+    noise_scale: float
+    largest: float
+    tokens: int
+    flips: int
+    flips_expected: float
+
+
+def measure_noise(rounded: Followed, exact: Followed, *others: Followed) -> Noise:
+    """The noise between a replay as the server rounds it, and ``exact``; ``others`` are the replay in further orders.
+
+    All followed the same drafts. Of tokens that all of them give at most one half.
+    """
+    moved = [np.abs(one.log_prob_N - exact.log_prob_N) for one in (rounded, *others)]
+    moved_N = np.max(moved, axis=0)
+    told_N = np.isfinite(moved_N) & (np.maximum(rounded.log_prob_N, exact.log_prob_N) <= _HALF)
+    sizes_N, depth_N = moved_N[told_N], rounded.depth_N[told_N]
+    most = int(rounded.depth_N.max(initial=1))
+    groups = [depth_N == depth for depth in range(1, most + 1)] if rounded.by_depth else [depth_N > 0]
+    largest = tuple(float(sizes_N[group].max(initial=0.0)) for group in groups)
+    # Server and replay part by the errors of both, of equal size: their difference is sqrt(2) times as wide as one.
+    deviation = math.sqrt(2 * float((sizes_N**2).mean())) if len(sizes_N) else 0.0
+    return Noise(largest, deviation / _LOGISTIC_DEVIATION, int(told_N.sum()))
+
+
+def judge_rounds(followed: Followed, noise: Noise) -> tuple[Bools, Bools]:
+    """Of each round whether it is a near tie, and whether it is unexplained [R]."""
+    beyond_N = followed.margin_N > noise.limit(followed.depth_N)
+    unexplained_R = np.zeros(followed.rounds, dtype=bool)
+    unexplained_R[followed.round_N[beyond_N]] = True
+    return ~followed.alike_R & ~unexplained_R, unexplained_R
+
+
+def agreement(followed: Followed, noise: Noise, scale: int = 0) -> Agreement:
+    """The rounds counted; the noise's own scale is ``scales[scale]`` of ``followed``."""
+    near_R, unexplained_R = judge_rounds(followed, noise)
+    limit_N = noise.limit(followed.depth_N)
+    near_N = ~followed.same_N & (followed.margin_N <= limit_N)
+    shares_N = np.divide(
+        BOTH_SIDES * followed.margin_N, limit_N, out=np.zeros_like(limit_N), where=near_N & (limit_N > 0)
+    )
+    return Agreement(
+        rounds=followed.rounds,
+        alike=int((followed.alike_R & ~unexplained_R).sum()),
+        near_tie=int(near_R.sum()),
+        unexplained=int(unexplained_R.sum()),
+        noise=max(noise.largest, default=0.0),
+        noise_scale=noise.scale,
+        largest=float(shares_N.max(initial=0.0)),
+        tokens=len(followed.margin_N),
+        flips=int((~followed.same_N).sum()),
+        flips_expected=expected_flips(followed, scale),
+    )
+
+
+def expected_flips(followed: Followed, scale: int) -> float:
+    """How many tokens a softmax at ``scales[scale]`` draws otherwise than the replay prefers.
+
+    The preferred token of each has the probability exp(-spread).
+    """
+    if not followed.scales:
+        return math.nan
+    return float((1 - np.exp(-followed.spread_NZ[:, scale])).sum())
+
+
+def join(parts: Sequence[Followed]) -> Followed:
+    """Those of several packs of requests, their rounds numbered through."""
+    first = parts[0]
+    offsets = np.cumsum([0, *(part.rounds for part in parts[:-1])])
+    names = ("request_N", "depth_N", "margin_N", "log_prob_N", "spread_NZ", "same_N", "alike_R")
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    rounds_N = np.concatenate([part.round_N + offset for part, offset in zip(parts, offsets, strict=True)])
+    return replace(first, round_N=rounds_N, **joined)

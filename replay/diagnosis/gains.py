@@ -1,0 +1,98 @@
+"""What accepts more than what is served: variants that the head may have been made for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from replay.analysis.diagnosis.evidence import RoundDraft, RoundKey, accepted_gain, length_gain
+from replay.analysis.diagnosis.verdict import Gain
+from replay.diagnosis.case import Case
+from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis, nearby_wirings, singles, wirings
+from replay.diagnosis.observed import first_rounds
+from replay.diagnosis.trials import Tell, Trial, Trying, distinct, healthy, own_drafts
+from replay.simulator.binding import bind
+from replay.traces.rounds import HEALTHY_NAME
+
+if TYPE_CHECKING:
+    import polars as pl
+
+Drafts = Mapping[RoundKey, RoundDraft]
+Over = Callable[[str, str], tuple[float, float, float]]  # how much more the one accepts than the other, and interval
+
+# Rounds on which every such variant is tried, and how many of the best are tried on all of them.
+_TRIED_ROUNDS, _BEST = 200, 5
+# Kinds of which a value may be how a head was trained. A head is not made for a broken draft KV, nor for a lost tensor.
+_TRAINED_SO = ("wiring.", "shift.", "position.", "attn.", "vocab.", "weights.overwritten", "weights.layout")
+
+
+@dataclass(frozen=True, slots=True)
+class _Better:
+    hypothesis: Hypothesis
+    gain: float
+    drafts: Drafts
+
+
+def gains_at_anchors(case: Case, tell: Tell) -> list[Gain]:
+    """Variants that accept more at the anchors of the server's own rounds, best first.
+
+    The wiring that the head is known to be made for, else the best of all that it may have been made for; the search
+    for a wiring goes on from its own winner until nothing accepts more.
+    """
+    rounds = case.observation.rounds
+    assert rounds is not None
+    healthy = singles(case)[0]
+    if case.trained is not None:
+        best = wirings(case)
+    else:
+        some = first_rounds(case.trace, rounds, _TRIED_ROUNDS)
+        best = [one.hypothesis for one in _search(case, healthy, some, tell)[:_BEST]]
+    drafts = own_drafts(case, [healthy, *best], rounds)
+    return _ordered(case, best, lambda one, other: accepted_gain(drafts[one], drafts[other]))
+
+
+def _search(case: Case, served: Hypothesis, rounds: "pl.DataFrame", tell: Tell) -> list[_Better]:
+    known = [item for item in singles(case) if item.kind.startswith(_TRAINED_SO)]
+    fresh = distinct([*known, *wirings(case)])
+    base = own_drafts(case, [served], rounds)[HEALTHY_NAME]
+    found: list[_Better] = []
+    seen: set[str] = set()
+    while fresh:
+        seen |= {item.name for item in fresh}
+        drafts = own_drafts(case, fresh, rounds)
+        found += [_Better(item, accepted_gain(drafts[item.name], base)[0], drafts[item.name]) for item in fresh]
+        tell(Trying("what accepts more", len(found), len(found)))
+        found.sort(key=lambda one: -one.gain)
+        best = found[0].hypothesis
+        around = nearby_wirings(case, best.variant.wiring) if best.kind == WIRED_OTHERWISE else []
+        fresh = [item for item in around if item.name not in seen]
+    return [one for one in found if one.gain > 0]
+
+
+def gains_of_walks(case: Case, final: Sequence[Trial]) -> list[Gain]:
+    """Finalists that accept more than what was served, over the same requests, best first."""
+    counts = {one.hypothesis.name: one.counts for one in (*final, healthy(final)) if one.counts is not None}
+    items = [
+        one.hypothesis
+        for one in final
+        if not one.is_healthy and (case.trained is None or one.hypothesis.value == str(case.trained))
+    ]
+    return _ordered(case, items, lambda one, other: length_gain(counts[one], counts[other]))
+
+
+def _ordered(case: Case, items: Sequence[Hypothesis], over: Over) -> list[Gain]:
+    """Those that accept more than the healthy replay, best first; several names of one wiring are one gain."""
+    found: dict[str, tuple[Gain, str]] = {}
+    for item in items:
+        gain, low, high = over(item.name, HEALTHY_NAME)
+        if gain > 0:
+            made = Gain(item.name, item.kind, _says(case, item), gain, (low, high), log_prior=item.log_prior)
+            found.setdefault(made.label, (made, item.name))
+    ordered = sorted(found.values(), key=lambda pair: -pair[0].gain)
+    return [replace(made, tied=over(ordered[0][1], name)[1] <= 0) for made, name in ordered]
+
+
+def _says(case: Case, hypothesis: Hypothesis) -> str:
+    """Its value, of a layer-id hypothesis the taps that it feeds, however its value says it."""
+    if hypothesis.kind != WIRED_OTHERWISE:
+        return hypothesis.value
+    return str(bind(hypothesis.variant, case.checkpoint, case.trace).wiring)

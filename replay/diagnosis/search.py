@@ -1,0 +1,158 @@
+"""The search for what explains a server: from what is known to what is likely, from coarse to fine, from one to two.
+
+Singles and wirings are tried on a few rounds. Where one of them leaves nothing but rounding, the search ends. Else the
+nearest ones are refined (other values, other wirings next to them), and grow by a second fault, greedily: the nearest
+first, with every other single beside it. A hypothesis that is not the whole story still is nearer to it than another
+one, because its likelihood allows for something unknown besides (analysis/diagnosis/evidence.py).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from replay.diagnosis.case import Case
+from replay.diagnosis.feed import as_fed
+from replay.diagnosis.hypotheses import (
+    WIRED_OTHERWISE,
+    Hypothesis,
+    drafts_noise,
+    nearby_wirings,
+    pairs,
+    singles,
+    wirings,
+    with_value,
+)
+from replay.diagnosis.reference import Reference
+from replay.diagnosis.trials import Tell, Trial, distinct, healthy, nearest_first, run_trials
+from replay.diagnosis.value_search import neighbours
+
+# How often the distance to a finer value is halved, and how many kinds are refined.
+_HALVINGS, _REFINED = 6, 2
+# So many singles grow by a second fault, one after the other until one pair explains the server.
+_GROWN = 3
+# Times that the search for a wiring starts again from its own winner.
+_RESTARTS = 4
+_FINALISTS = 6
+
+Try = Callable[[str, Sequence[Hypothesis]], list[Trial]]
+
+
+def search(case: Case, reference: Reference | None, tell: Tell) -> tuple[list[Trial], list[Trial]]:
+    """Every hypothesis that was tried, on the screening rounds, the healthy server first; and the finalists among them
+    on more rounds."""
+
+    def attempt(stage: str, hypotheses: Sequence[Hypothesis]) -> list[Trial]:
+        return run_trials(case, reference, tell, stage, hypotheses)
+
+    def finish() -> list[Trial]:
+        finalists = to_finish(tried)
+        return run_trials(case, reference, tell, "the likeliest on more rounds", finalists, whole=True)
+
+    known = [item for item in singles(case) if not drafts_noise(item, case.checkpoint)]
+    others = wirings(case)
+    fed = as_fed(case, [*others, *known])
+    tried = attempt("single faults", distinct([*known, *fed, *others]))
+    if reference is None:
+        return tried, finish()
+    if _explained(tried):
+        final = finish()
+        if _explained(final):
+            return tried, final
+    tried += _refine(case, tried, attempt)
+    partners = [one.hypothesis for one in tried if "+" not in one.hypothesis.kind]
+    for base in _bases(tried):
+        if _explained(tried):
+            break
+        grown = [one for one in attempt("pairs of faults", pairs(case, base.hypothesis, partners)) if _adds(one, base)]
+        tried += grown
+        if grown and not _explained(grown):
+            tried += _refine_values(case, nearest_first(grown)[:1], tried, attempt)
+    return tried, finish()
+
+
+def to_finish(trials: Sequence[Trial]) -> list[Hypothesis]:
+    """The healthy server, those that are nearest, and without drafts those that accept most."""
+    nearest = [one.hypothesis for one in nearest_first(trials)[:_FINALISTS]]
+    lengths = [one for one in trials if not math.isnan(one.scored.evidence.accept_length)]
+    most = sorted(lengths, key=lambda one: one.scored.evidence.accept_length, reverse=True)[:3]
+    return distinct([healthy(trials).hypothesis, *nearest, *(one.hypothesis for one in most)])
+
+
+def unknowable(case: Case) -> list[Hypothesis]:
+    """The single faults whose drafts nobody can know."""
+    return [item for item in singles(case) if drafts_noise(item, case.checkpoint)]
+
+
+def _explained(tried: Sequence[Trial]) -> bool:
+    return any(one.scored.fits for one in tried)
+
+
+def _bases(tried: Sequence[Trial]) -> list[Trial]:
+    """The nearest singles, one of each kind."""
+    found: dict[str, Trial] = {}
+    for one in nearest_first(tried):
+        if not one.is_healthy and "+" not in one.hypothesis.kind:
+            found.setdefault(one.hypothesis.kind, one)
+    return list(found.values())[:_GROWN]
+
+
+def _adds(pair: Trial, base: Trial) -> bool:
+    """Whether the second fault changes anything that the server's rounds show."""
+    mine, alone = pair.followed, base.followed
+    return mine is None or alone is None or not (mine.margin_N == alone.margin_N).all()
+
+
+# ---- finer ----
+
+
+def _refine(case: Case, tried: Sequence[Trial], attempt: Try) -> list[Trial]:
+    """Values and wirings next to the nearest ones."""
+    found = _refine_wirings(case, tried, attempt)
+    kinds: dict[str, Trial] = {}
+    for one in nearest_first([*tried, *found]):
+        if neighbours(one.hypothesis.kind, one.hypothesis.value, 0):
+            kinds.setdefault(one.hypothesis.kind, one)
+    return found + _refine_values(case, list(kinds.values())[:_REFINED], [*tried, *found], attempt)
+
+
+def _refine_wirings(case: Case, tried: Sequence[Trial], attempt: Try) -> list[Trial]:
+    """From the nearest wiring on, as long as one next to it is nearer."""
+    found: list[Trial] = []
+    best = nearest_first(tried)[0]
+    for _ in range(_RESTARTS):
+        if best.hypothesis.kind != WIRED_OTHERWISE or case.trained is not None:
+            break
+        names = {one.hypothesis.name for one in (*tried, *found)}
+        wiring = best.hypothesis.variant.wiring
+        fresh = [item for item in nearby_wirings(case, wiring) if item.name not in names]
+        found += attempt("other wirings", fresh) if fresh else []
+        leading = nearest_first([best, *found])[0]
+        if leading is best:
+            break
+        best = leading
+    return found
+
+
+def _refine_values(case: Case, bases: Sequence[Trial], tried: Sequence[Trial], attempt: Try) -> list[Trial]:
+    """Around the value of each base, closer step by step, and from the best so far."""
+    found: list[Trial] = []
+    names = {one.hypothesis.name for one in tried}
+    for base in bases:
+        best = base
+        for step in range(_HALVINGS):
+            fresh = [item for item in _next_values(case, best.hypothesis, step) if item.name not in names]
+            names |= {item.name for item in fresh}
+            trials = attempt("finer values", fresh) if fresh else []
+            found += trials
+            best = nearest_first([best, *trials])[0]
+    return found
+
+
+def _next_values(case: Case, hypothesis: Hypothesis, step: int) -> list[Hypothesis]:
+    """The neighbours of a hypothesis in each of its values."""
+    given = hypothesis.variant.faults[len(case.served.faults) :]
+    proposed = [
+        with_value(case, hypothesis, fault.kind, value)
+        for fault in given
+        for value in neighbours(fault.kind, fault.value, step)
+    ]
+    return [item for item in proposed if item is not None]
