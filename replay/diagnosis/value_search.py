@@ -55,7 +55,7 @@ def neighbours(kind: str, value: str, step: int) -> tuple[str, ...]:
     A base of RoPE, an epsilon and a scale lie on a geometric grid: of 10, of its square root, of that one's, and so on
     (a scale's: of 2). Windows and offsets are integers: half a window away, a quarter and so on; 4 positions, 2 and 1.
     Empty for other kinds and values, and from the step on at which no other value is left. One that would be no fault,
-    an offset of 0, is left out, and so is what the kind does not take.
+    an offset of 0 or a scale of 1, is left out, and so is what the kind does not take.
     """
     number = number_in(kind, value)
     if number is None:
@@ -67,7 +67,8 @@ def neighbours(kind: str, value: str, step: int) -> tuple[str, ...]:
         by = (_FIRST_OFFSET if kind == _OFFSET else max(1, int(number) // 2)) >> step
         around = [str(int(number) - by), str(int(number) + by)] if by else []
     proposed = [put_number(kind, value, text) for text in around]
-    return tuple(text for text in proposed if text not in ("0", "all:0") and _takes(kind, text))
+    nothing = ("1",) if kind == _SCALE else ("0", "all:0")
+    return tuple(text for text in proposed if text not in nothing and _takes(kind, text))
 
 
 def rounded(kind: str, low: float, best: float, high: float) -> str:

@@ -24,7 +24,8 @@ CONTINUOUS = {
         ("position.rope-params", "theta:10000", 2, ("theta:5623", "theta:17780")),
         ("wiring.norm-eps", "1e-6", 0, ("1e-7", "1e-5")),
         ("wiring.norm-eps", "0.1", 1, ("0.03162", "0.3162")),
-        ("attn.scale", "2", 0, ("1", "4")),
+        ("attn.scale", "2", 0, ("4",)),  # and 1, which is no fault
+        ("attn.scale", "8", 0, ("4", "16")),
         ("attn.scale", "2", 1, ("1.414", "2.828")),
         ("attn.window", "64", 0, ("32", "96")),
         ("attn.window", "64", 5, ("63", "65")),
