@@ -34,6 +34,28 @@ def _offsets(case: Case) -> Iterator[str]:
         yield f"all:{feeding.offset}"  # RoPE hardly shows it, the feed does
 
 
+def _norm_epsilons(case: Case) -> Iterator[str]:
+    stated = case.checkpoint.config.rms_norm_eps
+    yield from (text for text in ("1e-6", "1e-5", "1e-3", "0.1") if float(text) != stated)
+
+
+def _score_scales(case: Case) -> Iterator[str]:
+    """As factors on head_dim**-0.5: no scale at all; scaled twice, or by 1 / head_dim; with another width in place of
+    head_dim, hidden_size / heads or hidden_size; and twice or half of it."""
+    config = case.checkpoint.config
+    width = config.head_dim
+    factors = [width**0.5, width**-0.5, (width * config.num_heads / config.hidden_size) ** 0.5]
+    factors += [(width / config.hidden_size) ** 0.5, 2.0, 0.5]
+    yield from (f"{factor:.9g}" for factor in factors if factor != 1)
+
+
+def _dropped_blocks(case: Case) -> Iterator[str]:
+    blocks, layers = ("attention", "mlp"), case.checkpoint.config.num_layers
+    yield from blocks
+    if layers > 1:
+        yield from (f"{block}:{layer}" for layer in range(layers) for block in blocks)
+
+
 def _rope_params(case: Case) -> Iterator[str]:
     rope = case.checkpoint.config.rope
     yield from (f"theta:{theta}" for theta in (10000, 500000, 1000000) if theta != rope.theta)
@@ -89,19 +111,23 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
         "residual", "skip:input_norm", "skip:fc_norm", "skip:hidden_norm", "skip:input_layernorm",
         "skip:post_attention_layernorm", "skip:norm",
     ),
+    "wiring.norm-eps": _norm_epsilons,
     "wiring.recycle-norm": always("other"),
     "wiring.multi-layer": always("input_layernorm", "no-residual"),
     "shift.alignment": always("token", "features"),
+    "shift.stale-row": always("anchor", "previous", "first", "last"),
     "position.offset": _offsets,
     "position.rope-params": _rope_params,
     "position.rope-geometry": always("interleaved", "partial:0.5", "partial:0.25"),
     "position.max-len": _max_lengths,
     "attn.window": _windows,
+    "attn.scale": _score_scales,
     "vocab.d2t": always("absolute", "identity", "offset:1", "offset:-1"),
     "weights.overwritten": always("lm_head", "embed:own", "embed:target"),
     "weights.missing": always(
         "lm_head", "fc", "norm", "layers.0.hidden_norm", "layers.0.input_layernorm",
         "layers.0.post_attention_layernorm", "layers.0.self_attn.o_proj",
+        "lm_head:zero", "fc:zero", "layers.0.self_attn.o_proj:zero",
     ),
     "weights.layout": always("qkv-interleaved"),
     "kv.rollback": always("stale", "accumulate", "hole", "full-hole"),
@@ -112,7 +138,12 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     "kv.handoff": always("empty", "hidden", "kv"),
     "kv.none": always("alone"),
     "state.hidden-row": always("drafted", "first", "previous", "hidden-only"),
-    "precision.draft-weights": always("fp8", "int8", "w8a8", "w4a16:g128", "w4a16:g128:sym7", "nvfp4"),
+    "state.dropped": _dropped_blocks,
+    "state.noise": CANNOT_BE_GUESSED,  # its drafts are nobody's
+    "precision.draft-weights": always(
+        "fp8", "fp8:channel", "weights=fp8:channel", "int8", "w8a8", "w4a16:g128", "w4a16:g128:sym7", "w4a16:g128:asym",
+        "w4a16:g64", "w4a16:g32", "w4a16:g32:asym", "nvfp4", "mxfp4",
+    ),
     "precision.draft-kv": always("fp8_e4m3", "fp8_e5m2"),
     "precision.dtype-cast": always("fp16", "bf16"),
     TREE_FAULT: _tree_layouts,

@@ -122,6 +122,11 @@ def _sizes(head: Head, item: DraftInput) -> ProductSizes | None:
     return None if sizes_R is None else group_by_size(sizes_R.to(head.device))
 
 
+def _filled(rows: Sequence[int], most: int) -> list[int]:
+    """So many rows as ``most``: the last one is repeated."""
+    return [*rows, *[rows[-1]] * (most - len(rows))]
+
+
 class _Walk:
     """All requests of a pack, round by round; a request's lane is its index among them."""
 
@@ -232,10 +237,11 @@ class _Walk:
         counts = [len(rows) for rows in ranges]
         most = max(counts)
         # Shorter ones repeat their last row; what these give is thrown away.
-        index_NQ = torch.tensor([[*rows, *[rows[-1]] * (most - len(rows))] for rows in ranges])
+        index_NQ = torch.tensor([_filled(rows, most) for rows in ranges])
         taken = list(zip((self._requests[lane] for lane in lanes), index_NQ, strict=True))
         positions_R = torch.cat([request.rows.positions_R[index_Q] for request, index_Q in taken])
-        state_RE = torch.cat([request.state_RE[index_Q.to(head.device)] for request, index_Q in taken])
+        fed = zip((request for request, _ in taken), self._sources(lanes, ranges, most), strict=True)
+        state_RE = torch.cat([request.state_RE[source_Q.to(head.device)] for request, source_Q in fed])
         embed_RE = torch.cat([request.embed_RE[index_Q.to(head.device)] for request, index_Q in taken])
         for lane, rows, hole in zip(lanes, ranges, holes, strict=True):
             self._mark_holes(lane, rows, hole)
@@ -250,6 +256,22 @@ class _Walk:
             token_row, state_row = (row * most + chosen for chosen in self._next_rows(count, first_round))
             self._out_NE[lane] = output.normed_RE[token_row]
             self._feedback_NE[lane] = output.feedback_RE[state_row]
+
+    def _sources(self, lanes: list[int], ranges: Sequence[range], most: int) -> Tensor:
+        """The rows whose features those of each lane are made from [N, Q]: their own but where they are stale."""
+        kind = self._behaviour.stale_rows
+        sources = []
+        for lane, rows in zip(lanes, ranges, strict=True):
+            made = list(rows)
+            after_verify = bool(self._requests[lane].accepted)
+            if after_verify and kind == "anchor":
+                made[-1] -= 1
+            elif after_verify and kind == "previous":
+                made = [row - 1 for row in made]
+            elif after_verify and kind in ("first", "last"):
+                made = [made[0 if kind == "first" else -1]] * len(made)
+            sources.append(_filled(made, most))
+        return torch.tensor(sources)
 
     def _next_rows(self, count: int, first_round: bool) -> tuple[int, int]:
         """Which of ``count`` rows of true features give the next round's first token, and the state fed on."""

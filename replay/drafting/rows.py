@@ -59,6 +59,9 @@ class Rows:
     blank_R: Tensor | None
 
 
+_NOISE_STRIDE = 1 << 32  # more than any vocabulary has tokens
+
+
 def committed_rows(item: DraftInput, behaviour: Behaviour, tap_width: int) -> Rows:
     """Every committed row of a request whose features join taps of ``tap_width``."""
     index_R = torch.arange(item.rows)
@@ -111,6 +114,8 @@ def _features(item: DraftInput, behaviour: Behaviour, taps: int) -> Tensor:
         tap_RKD = features_RKD.unflatten(-1, (taps, -1)).float()
         size = tap_RKD.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-6)
         features_RKD = (tap_RKD / size).flatten(1).to(features_RKD.dtype)
+    if behaviour.noise:
+        features_RKD = _with_noise(features_RKD, item.tokens_T[1 : item.rows + 1], behaviour.noise, taps)
     last = item.prompt_tokens - 1
     if behaviour.zero_slots or (behaviour.handoff and last < item.rows):
         features_RKD = features_RKD.clone()
@@ -119,6 +124,22 @@ def _features(item: DraftInput, behaviour: Behaviour, taps: int) -> Tensor:
         if behaviour.handoff:
             features_RKD[last : last + 1] = 0
     return features_RKD
+
+
+def _with_noise(features_RKD: Tensor, next_R: Tensor, size: float, taps: int) -> Tensor:
+    """Each tap of each row with noise of ``size`` times its root mean square.
+
+    It is a function of the row's index and the token after it alone, whatever else is drawn and in which order.
+    """
+    noise_RKD = torch.empty(features_RKD.shape)
+    generator = torch.Generator()
+    for row, token in enumerate(next_R.tolist()):
+        generator.manual_seed(row * _NOISE_STRIDE + token)
+        noise_RKD[row] = torch.randn(features_RKD.shape[1], generator=generator)
+    tap_RKD = features_RKD.unflatten(-1, (taps, -1)).float()
+    rms_RKD = tap_RKD.pow(2).mean(-1, keepdim=True).sqrt()
+    noisy_RKD: Tensor = tap_RKD + size * rms_RKD * noise_RKD.unflatten(-1, (taps, -1))
+    return noisy_RKD.flatten(1).to(features_RKD.dtype)
 
 
 def _blanks(item: DraftInput, behaviour: Behaviour, index_R: Tensor) -> Tensor | None:

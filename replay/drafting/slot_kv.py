@@ -78,7 +78,7 @@ class SlotKV:
             values_NCMH[lanes_N[:, None], written_NQ] = v_RMH.unflatten(0, (-1, queries))
             return attend_to_slots(
                 q_RNH.unflatten(0, (-1, queries)), KeyValues(keys_NCMH[lanes_N], values_NCMH[lanes_N]), seen_NQC,
-                blank_NQC, fp32=self._head.numerics.attention_fp32, masked=self._behaviour.blank_fill == "masked",
+                blank_NQC, self._head.numerics, masked=self._behaviour.blank_fill == "masked",
             ).flatten(0, 1)  # fmt: skip
 
         return attend

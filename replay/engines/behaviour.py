@@ -26,6 +26,10 @@ HOLES = ("never", "accepted", "full")
 # that verify rewrote; the last drafted one, accepted or not; or two of them, the last accepted token's for the first
 # drafted token and the first that verify rewrote for the state that the first drafting step is fed.
 NEXT_ROWS = ("accepted", "first", "previous", "drafted", "hidden-only")
+# Which rows that verify makes from true features get those of another: none; the last one, the next anchor's, those of
+# the row before it; each one those of the row before it; or all those of the first, or of the last, among them. Rows of
+# the prompt keep theirs.
+STALE_ROWS = ("none", "anchor", "previous", "first", "last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,14 @@ class Behaviour:
     multiply nothing and normalise nothing, ``residual_normed`` the stream starts from the normed features,
     ``features_first`` order of the halves that enter layer 0, ``later_norm`` norm at the entry of layers >= 1,
     ``later_residual`` whether these add to the stream before them, ``interleaved`` rotary pairs (2i, 2i+1) instead of
-    (i, i + half), ``target_lm_head`` the target's output rows stand in for the head's.
+    (i, i + half), ``target_lm_head`` the target's output rows stand in for the head's, ``score_factor`` what attention
+    scores are multiplied by beside head_dim**-0.5, ``dropped`` blocks whose outcome is not added to the stream, each
+    ``attention`` or ``mlp`` with its layer (None: every layer).
 
     Rows: ``pairing``, ``zero_slots`` slots of the wiring that are fed zeros, ``unit_taps`` every tap divided by its
     root mean square, ``chunk`` the prompt came in chunks whose last rows embed what the target would sample there,
-    ``handoff`` the last prompt row has zero features.
+    ``handoff`` the last prompt row has zero features, ``noise`` Gaussian noise on every tap of a row, as a part of that
+    tap's root mean square: the same for the same position and token (drafting/rows.py).
 
     Positions: ``offset`` of all rows, ``drafted_offset`` of drafted rows beyond that, ``advance`` per step,
     ``max_position`` positions from there on are the last one below, ``dummy_from`` anchors whose row stands there or
@@ -50,7 +57,8 @@ class Behaviour:
     out of sight, ``blank_prefix`` so many prompt rows (never the last one) left no KV, ``blank_output`` rows of output
     tokens [start, stop) left none, ``blank_fill`` whether what was left is KV slots of ``zero`` or ``masked`` ones.
 
-    After verify: ``rewrite``, ``hole`` where the last accepted drafted token's row leaves no KV, ``next_row``.
+    After verify: ``rewrite``, ``hole`` where the last accepted drafted token's row leaves no KV, ``next_row``,
+    ``stale_rows`` whose features the rows get that verify makes from true ones.
     """
 
     feedback: str | None = None
@@ -61,12 +69,15 @@ class Behaviour:
     later_residual: bool = True
     interleaved: bool = False
     target_lm_head: bool = False
+    score_factor: float = 1.0
+    dropped: tuple[tuple[str, int | None], ...] = ()
 
     pairing: str = "next-token"
     zero_slots: tuple[int, ...] = ()
     unit_taps: bool = False
     chunk: int | None = None
     handoff: bool = False
+    noise: float = 0.0
 
     offset: int = 0
     drafted_offset: int = 0
@@ -84,6 +95,7 @@ class Behaviour:
     rewrite: str = "refresh"
     hole: str = "never"
     next_row: str = "accepted"
+    stale_rows: str = "none"
 
     @property
     def follows_walk(self) -> bool:
@@ -103,7 +115,7 @@ class Behaviour:
         return any(getattr(self, field.name) != field.default for field in fields(self) if field.name in names)
 
 
-_AFTER_VERIFY = ("rewrite", "hole", "next_row")
+_AFTER_VERIFY = ("rewrite", "hole", "next_row", "stale_rows")
 _DRAFTED = (
     "drafted_offset",
     "advance",

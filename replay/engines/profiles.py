@@ -13,11 +13,15 @@ class Numerics:
       unrounded fp32 sum of stream and residual and multiplies by its weight before rounding; attention in fp32.
     - ``hf``: Transformers and SpecForge: the sum is rounded first, the norm rounded before its weight multiplies;
       attention scores and probabilities are rounded to the compute dtype.
+
+    ``score_factor`` multiplies attention scores beside head_dim**-0.5. No order has another than 1: the head sets it
+    from its behaviour (head/model.py), so that whatever attends gets both in one.
     """
 
     name: str
     norm_sums_unrounded: bool
     attention_fp32: bool
+    score_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,14 @@ def number_of(kind: str, value: str, possible: str, *, least: int | None = None)
     return int(value)
 
 
+def positive_number(kind: str, value: str, possible: str) -> float:
+    """``value`` as a number from 1e-30 to 1e30, in digits with a point or an exponent. Raises UsageError."""
+    written = re.fullmatch(r"\d{1,9}(\.\d{1,17})?([eE][+-]?\d{1,2})?", value, re.ASCII)
+    if written is None or not 1e-30 <= float(value) <= 1e30:
+        raise FaultValueError(kind, value, possible)
+    return float(value)
+
+
 def behave(**changes: object) -> Change:
     """The change that replaces these fields of the behaviour."""
     return lambda subject: subject.with_behaviour(**changes)

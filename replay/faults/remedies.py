@@ -10,8 +10,9 @@ def remedy(name: str, wiring: Wiring, *, model_type: str, layers: int) -> str:
     """What to do against ``name``, KIND=VALUE or several joined by ``+``; empty where nothing is known.
 
     ``wiring`` is the one to serve, on a target of ``model_type`` with so many ``layers``. A remedy may hold
-    ``{wiring}``; ``{value}``; ``{ids}``, what to write for each engine that can feed the wiring; ``{missing}``, the
-    taps of the slots that ``value`` names; ``{never}``, that one of these has no layer id that fires.
+    ``{wiring}``; ``{value}``; ``{tensor}``, which one a value names; ``{ids}``, what to write for each engine that can
+    feed the wiring; ``{missing}``, the taps of the slots that ``value`` names; ``{never}``, that one of these has no
+    layer id that fires.
     """
     ids = _say_ids(wiring, model_type, layers)
     sentences = []
@@ -20,7 +21,10 @@ def remedy(name: str, wiring: Wiring, *, model_type: str, layers: int) -> str:
         template = fault_kind(kind).remedy
         if template != NO_REMEDY:
             missing, never = _say_missing(value, wiring, model_type, layers)
-            sentences.append(template.format(wiring=wiring, value=value, ids=ids, missing=missing, never=never))
+            tensor = value.partition(":")[0]
+            sentences.append(
+                template.format(wiring=wiring, value=value, tensor=tensor, ids=ids, missing=missing, never=never)
+            )
     return "; then ".join(sentences)
 
 

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 
 from replay.checkpoint.config import Rope
-from replay.errors import UsageError
-from replay.faults.change import Change, FaultValueError, Subject, behave, choice, number_of
+from replay.errors import CheckpointError, UsageError
+from replay.faults.change import Change, FaultValueError, Subject, behave, choice, number_of, positive_number
 
 # ---- positions and attention ----
 
@@ -78,6 +78,11 @@ def window(value: str) -> Change:
     return behave(window=number_of("attn.window", value, "a number of rows", least=1))
 
 
+def scale(value: str) -> Change:
+    possible = "a number that multiplies attention scores beside head_dim**-0.5"
+    return behave(score_factor=positive_number("attn.scale", value, possible))
+
+
 # ---- draft KV and state ----
 
 
@@ -124,6 +129,28 @@ def handoff(value: str) -> Change:
 def hidden_row(value: str) -> Change:
     rows = ("drafted", "first", "previous", "hidden-only")
     return choice("state.hidden-row", value, {row: behave(next_row=row) for row in rows})
+
+
+def dropped(value: str) -> Change:
+    possible = "attention or mlp, of every layer or with :LAYER from 0"
+    block, colon, number = value.partition(":")
+    if block not in ("attention", "mlp"):
+        raise FaultValueError("state.dropped", value, possible)
+    layer = number_of("state.dropped", number, possible, least=0) if colon else None
+
+    def change(subject: Subject) -> Subject:
+        layers = subject.config.num_layers
+        if layer is not None and layer >= layers:
+            raise CheckpointError(
+                f"draft head {subject.checkpoint.name} has layers 0 to {layers - 1}; type another layer than {layer}"
+            )
+        return subject.with_behaviour(dropped=(*subject.behaviour.dropped, (block, layer)))
+
+    return change
+
+
+def noise(value: str) -> Change:
+    return behave(noise=positive_number("state.noise", value, "a part of each tap's root mean square, such as 0.1"))
 
 
 def slot_write(value: str) -> Change:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 from replay.errors import UsageError
 from replay.faults import precision, run, weights, wiring
-from replay.faults.change import Change, FaultKind, FaultValueError, Subject
+from replay.faults.change import NO_REMEDY, Change, FaultKind, FaultValueError, Subject
 from replay.faults.joined import called, set_fields, undone
 
 NONE = "none"
@@ -41,6 +41,10 @@ _TABLE: Sequence[FaultKind] = (
         remedy="state norm_before_fc, fc_norm and norm_before_residual in the draft config as trained; SGLang reads "
         "norm_before_fc inside eagle_config or at the top level, and knows no norm_before_residual"),
     FaultKind(
+        "wiring.norm-eps", "norms add another epsilon", "X", "1e-6", wiring.norm_eps,
+        reports=1,  # no thread has it as its cause; counted as one, so that it is tried
+        remedy="write the rms_norm_eps that training used into the draft config"),
+    FaultKind(
         "wiring.recycle-norm", "the state fed back is on the other side of the final norm", "other|pre|post", "other",
         wiring.recycle_norm, reports=7,
         remedy="set norm_output in the draft config to what training fed back between steps"),
@@ -53,6 +57,10 @@ _TABLE: Sequence[FaultKind] = (
         wiring.shift, reports=4, changes_feed=True,
         remedy="the draft's input ids must be shifted left by one against the features; update the engine or train "
         "with the same pairing"),
+    FaultKind(
+        "shift.stale-row", "rows made after a verify get the features of another row", "anchor|previous|first|last",
+        "anchor", wiring.stale_row, reports=1,  # no thread has it as its cause; counted as one, so that it is tried
+        remedy="each row after verify must be fed the features of its own position: update the engine"),
     FaultKind(
         "position.offset", "drafted rows, or all, stand elsewhere", "N|all:N|stuck[:N]", "1", run.offset,
         reports=5, changes_feed=True,
@@ -73,6 +81,11 @@ _TABLE: Sequence[FaultKind] = (
         "attn.window", "attention sees the last rows only", "N", "2048", run.window, reports=5, kv={"window": ""},
         remedy="serve without --speculative-draft-window-size, or with the window that training used"),
     FaultKind(
+        "attn.scale", "attention scores are multiplied by another scale", "X", None, run.scale,
+        reports=1,  # no thread has it as its cause; counted as one, so that it is tried
+        remedy="the draft's attention must scale its scores by head_dim**-0.5: see head_dim in the draft config, or "
+        "update the engine"),
+    FaultKind(
         "vocab.d2t", "draft ids are read as other tokens", "absolute|identity|offset:N", "absolute", weights.d2t,
         reports=8, changes_weights=True,
         remedy="write d2t as offsets (target id = draft id + d2t) and the head's own map"),
@@ -82,9 +95,9 @@ _TABLE: Sequence[FaultKind] = (
         remedy="keep the head's own lm_head and embedding: tie_word_embeddings must be false and draft_vocab_size "
         "stated in the draft config"),
     FaultKind(
-        "weights.missing", "a tensor was never loaded", "TENSOR", "lm_head", weights.missing,
+        "weights.missing", "a tensor was never loaded", "TENSOR[:zero|:noise]", "lm_head", weights.missing,
         reports=9, changes_weights=True,
-        remedy="export the head again with {value}; SGLang skips names that it does not know in silence: see `replay "
+        remedy="export the head again with {tensor}; SGLang skips names that it does not know in silence: see `replay "
         "check --draft DIR`"),
     FaultKind(
         "weights.layout", "query, key and value rows are stacked in another order", "qkv-interleaved",
@@ -124,6 +137,15 @@ _TABLE: Sequence[FaultKind] = (
         "state.hidden-row", "the next round goes on from another row than the last accepted one",
         "drafted|first|previous|hidden-only", "drafted", run.hidden_row, reports=3, kv={"row": ""},
         remedy="the next round must go on from the last accepted token's row: update the engine"),
+    FaultKind(
+        "state.dropped", "what attention or mlp gives is not added to the stream", "attention[:LAYER]|mlp[:LAYER]",
+        "attention", run.dropped, reports=1,  # no thread has it as its cause; counted as one, so that it is tried
+        remedy="{value} of the head adds nothing to its residual stream: update the engine, or see that the weights of "
+        "o_proj and down_proj were loaded"),
+    FaultKind(
+        "state.noise", "features are fed with noise on them", "S", "0.1", run.noise,
+        reports=1,  # no thread has it as its cause
+        remedy=NO_REMEDY),
     FaultKind(
         "precision.draft-weights", "the head's weights are quantised", "SCHEME", "fp8", precision.draft_weights,
         reports=6, changes_weights=True,

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_FILLS = ("zero", "noise")
+
+
 # ---- vocabulary and weights ----
 
 
@@ -51,23 +54,30 @@ def overwritten(value: str) -> Change:
 
 
 def missing(value: str) -> Change:
+    wanted, colon, fill = value.partition(":")
+    if not wanted or fill not in (_FILLS if colon else ("",)):
+        raise FaultValueError("weights.missing", value, "a tensor of the head, with :zero or :noise for what it holds")
+
     def change(subject: Subject) -> Subject:
-        names = [name for name in subject.checkpoint.tensors if name in (value, f"{value}.weight")]
+        names = [name for name in subject.checkpoint.tensors if name in (wanted, f"{wanted}.weight")]
         if not names:
             raise CheckpointError(
-                f"draft head {subject.checkpoint.name} has no tensor {value}; it has "
+                f"draft head {subject.checkpoint.name} has no tensor {wanted}; it has "
                 f"{', '.join(sorted(subject.checkpoint.tensors))}"
             )
-        return subject.with_tensors({name: _unloaded(name, subject.checkpoint.tensors[name]) for name in names})
+        return subject.with_tensors(
+            {name: _unloaded(name, subject.checkpoint.tensors[name], zero=fill == "zero") for name in names}
+        )
 
     return change
 
 
-def _unloaded(name: str, tensor: "torch.Tensor") -> "torch.Tensor":
-    """What a tensor holds that no checkpoint filled: norms 1, biases and maps 0, matrices noise of deviation 0.02."""
+def _unloaded(name: str, tensor: "torch.Tensor", *, zero: bool) -> "torch.Tensor":
+    """What a tensor holds that no checkpoint filled: norms 1, biases and maps 0, matrices noise of deviation 0.02 as
+    after an initialisation, or ``zero`` as memory is that nobody has used before."""
     import torch
 
-    if name.endswith(".bias") or name in ("d2t", "t2d"):
+    if name.endswith(".bias") or name in ("d2t", "t2d") or (zero and tensor.ndim > 1):
         return torch.zeros_like(tensor)
     if tensor.ndim == 1:
         return torch.ones_like(tensor)

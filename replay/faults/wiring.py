@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from replay.engines.wiring import Wiring, default_wiring
 from replay.errors import CheckpointError, UsageError, WiringError
-from replay.faults.change import Change, Subject, behave, choice, number_of
+from replay.faults.change import Change, Subject, behave, choice, number_of, positive_number
 from replay.traces.taps import tap_index, tap_name
 
 _NORMS = ("input_norm", "fc_norm", "hidden_norm", "input_layernorm", "post_attention_layernorm", "norm")
@@ -80,6 +80,11 @@ def norm(value: str) -> Change:
     return choice("wiring.norm", value, {"residual": behave(residual_normed=True), **changes})
 
 
+def norm_eps(value: str) -> Change:
+    eps = positive_number("wiring.norm-eps", value, "a number such as 1e-6")
+    return lambda subject: subject.configured(rms_norm_eps=eps)
+
+
 def recycle_norm(value: str) -> Change:
     def other(subject: Subject) -> Subject:
         return subject.with_behaviour(feedback="pre" if subject.config.norm_output else "post")
@@ -106,3 +111,8 @@ def multi_layer(value: str) -> Change:
 def shift(value: str) -> Change:
     changes = {"token": behave(pairing="own-token"), "features": behave(pairing="earlier-features")}
     return choice("shift.alignment", value, changes)
+
+
+def stale_row(value: str) -> Change:
+    rows = ("anchor", "previous", "first", "last")
+    return choice("shift.stale-row", value, {row: behave(stale_rows=row) for row in rows})

@@ -61,7 +61,7 @@ def attend_committed_and_chain(
     """Mixed values [A, N*H]: query a sees committed rows 0..reach[a]-1 and its own J chain rows, in that order.
 
     ``sight`` takes some of the committed rows away. One softmax spans both. J may be 0. Queries run in blocks, so
-    memory grows with R, not with A*R.
+    memory grows with R, not with A*R. Scores are scaled by head_dim**-0.5 times ``numerics.score_factor``.
     """
     heads, kv_heads = q_ANH.shape[1], base.k.shape[1]
     rows = base.k.shape[0]
@@ -88,16 +88,17 @@ def _attend_block(
     if numerics.attention_fp32:
         q_AMGH, base, chain = q_AMGH.float(), base.float(), chain.float()
     queries, _, group, width = q_AMGH.shape
+    scale = width**-0.5 * numerics.score_factor
     rows = base.k.shape[0]
     # The queries of one key-value head form the rows of one product: [M, G*A, H] x [M, H, R].
     q_MgH = q_AMGH.permute(1, 2, 0, 3).flatten(1, 2)
-    base_MgR = (q_MgH @ base.k.permute(1, 2, 0)).mul_(width**-0.5)  # in place: scores are the largest tensors
+    base_MgR = (q_MgH @ base.k.permute(1, 2, 0)).mul_(scale)  # in place: scores are the largest tensors
     base_MGAR = base_MgR.unflatten(1, (group, queries))
     unseen_AR, blank_AR = _hidden_rows(reach_A, rows, sight)
     if blank_AR is not None:
         base_MGAR = base_MGAR.masked_fill(blank_AR, float("-inf") if sight.masked else 0.0)
     base_MGAR = base_MGAR.masked_fill_(unseen_AR, float("-inf"))
-    chain_MGAJ = torch.einsum("amgh,jamh->mgaj", q_AMGH, chain.k) * width**-0.5
+    chain_MGAJ = torch.einsum("amgh,jamh->mgaj", q_AMGH, chain.k) * scale
     weights = torch.cat([base_MGAR, chain_MGAJ], dim=-1).float().softmax(dim=-1).to(q_AMGH.dtype)
     base_w, chain_w = weights[..., :rows], weights[..., rows:]
     if blank_AR is not None:
@@ -120,14 +121,15 @@ def _hidden_rows(reach_A: Tensor, rows: int, sight: Sight) -> tuple[Tensor, Tens
 
 
 def attend_to_slots(
-    q_NQnH: Tensor, slots: KeyValues, seen_NQC: Tensor, blank_NQC: Tensor, *, fp32: bool, masked: bool
+    q_NQnH: Tensor, slots: KeyValues, seen_NQC: Tensor, blank_NQC: Tensor, numerics: Numerics, *, masked: bool
 ) -> Tensor:
     """Mixed values [N, Q, n*H]: each row over the slots that it sees; blank ones are zeros or take no part."""
     dtype = q_NQnH.dtype
-    if fp32:
+    if numerics.attention_fp32:
         q_NQnH, slots = q_NQnH.float(), slots.float()
     grouped_NQMGH = q_NQnH.unflatten(2, (slots.k.shape[2], -1))
-    scores_NMGQC = torch.einsum("nqmgh,ncmh->nmgqc", grouped_NQMGH, slots.k) * q_NQnH.shape[-1] ** -0.5
+    scale = q_NQnH.shape[-1] ** -0.5 * numerics.score_factor
+    scores_NMGQC = torch.einsum("nqmgh,ncmh->nmgqc", grouped_NQMGH, slots.k) * scale
     blank, seen = blank_NQC[:, None, None], seen_NQC[:, None, None]
     scores_NMGQC = scores_NMGQC.masked_fill(blank, float("-inf") if masked else 0.0).masked_fill(~seen, float("-inf"))
     weights = scores_NMGQC.float().softmax(dim=-1).to(q_NQnH.dtype).masked_fill(blank, 0.0)

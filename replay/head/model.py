@@ -9,7 +9,7 @@ Everything is differentiable, so training can use the same forward.
 """
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -77,9 +77,9 @@ class Head:
         """
         self.name = checkpoint.name
         self.config = checkpoint.config
-        self.numerics = NUMERICS[profile.numerics]
         self.execution = execution
         self.behaviour = behaviour
+        self.numerics = replace(NUMERICS[profile.numerics], score_factor=behaviour.score_factor)
         self.notes = list(checkpoint.notes)
         self.emulation = Emulation(precision, self.config, profile, self.dtype)
         self._weights = self.emulation.weights(checkpoint.tensors, self.device)
@@ -103,9 +103,10 @@ class Head:
         return self.execution.device
 
     def variation(self, behaviour: Behaviour, config: HeadConfig) -> "Head":
-        """This head with the same weights under another behaviour, or a config that differs in RoPE only."""
+        """This head with the same weights under another behaviour, or a config that differs in RoPE or epsilon only."""
         other = copy(self)
         other.behaviour, other.config = behaviour, config
+        other.numerics = replace(self.numerics, score_factor=behaviour.score_factor)
         other._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
         return other
 
@@ -206,8 +207,9 @@ class Head:
                 q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
                 sizes = None if sizes is None else sizes.keep(keep_Q)
             mixed = self._linear(attend(layer, q_RNH, k_RMH, v_RMH), f"layers.{layer}.self_attn.o_proj", sizes)
+            mixed = self._kept(mixed, "attention", layer)
             hidden, residual = self._add_norm(mixed, residual, f"layers.{layer}.post_attention_layernorm")
-            hidden = self._mlp(layer, hidden, sizes)
+            hidden = self._kept(self._mlp(layer, hidden, sizes), "mlp", layer)
         normed_RE, stream_RE = self._add_norm(hidden, residual, "norm")
         stated = "post" if self.config.norm_output else "pre"
         return HeadOutput(normed_RE, normed_RE if (self.behaviour.feedback or stated) == "post" else stream_RE)
@@ -229,6 +231,11 @@ class Head:
         if behaviour.later_residual:
             return self._add_norm(hidden, residual, f"{prefix}{behaviour.later_norm}")
         return self._norm(hidden, f"{prefix}{behaviour.later_norm}"), hidden
+
+    def _kept(self, outcome_RE: Tensor, block: str, layer: int) -> Tensor:
+        """What a block adds to the stream: zeros where it is dropped."""
+        dropped = {(block, layer), (block, None)} & set(self.behaviour.dropped)
+        return torch.zeros_like(outcome_RE) if dropped else outcome_RE
 
     def _project(
         self, layer: int, inputs: Tensor, rotation: tuple[Tensor, Tensor], sizes: ProductSizes | None

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "wiring.norm=skip:input_layernorm": {},
     "wiring.norm=skip:post_attention_layernorm": {},
     "wiring.norm=skip:norm": {},
+    "wiring.norm-eps=0.1": {},
+    "wiring.norm-eps=1e-6": {},
     "wiring.recycle-norm=other": {},
     "wiring.recycle-norm=pre": EVERY_NORM,
     "wiring.recycle-norm=post": {},
@@ -42,6 +44,12 @@ CASES: dict[str, dict[str, Any]] = {
     "wiring.multi-layer=no-residual": TWO_LAYERS,
     "shift.alignment=token": {},
     "shift.alignment=features": {},
+    "shift.stale-row=anchor": {},
+    "shift.stale-row=previous": {},
+    "shift.stale-row=first": TWO_LAYERS,
+    "shift.stale-row=last": TWO_LAYERS,
+    "shift.stale-row=first+kv.rollback=stale": TWO_LAYERS,
+    "shift.stale-row=anchor+kv.handoff=hidden": {},
     "position.offset=1": {},
     "position.offset=-1": {},
     "position.offset=stuck": {},
@@ -55,6 +63,9 @@ CASES: dict[str, dict[str, Any]] = {
     "position.max-len=config": {"max_position_embeddings": 8},
     "attn.window=1": {},
     "attn.window=5": TWO_LAYERS,
+    "attn.scale=0.25": {},
+    "attn.scale=3.5": TWO_LAYERS,
+    "attn.scale=2+kv.prefix-reuse=4": TWO_LAYERS,
     "vocab.d2t=absolute": {},
     "vocab.d2t=identity": {},
     "vocab.d2t=offset:1": {},
@@ -63,6 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     "weights.missing=lm_head": {},
     "weights.missing=fc.weight": {},
     "weights.missing=layers.0.hidden_norm": {},
+    "weights.missing=fc:zero": {},
+    "weights.missing=layers.0.self_attn.o_proj:noise": {},
     "weights.layout=qkv-interleaved": {},
     "kv.rollback=stale": TWO_LAYERS,
     "kv.rollback=accumulate": TWO_LAYERS,
@@ -84,7 +97,16 @@ CASES: dict[str, dict[str, Any]] = {
     "state.hidden-row=first": TWO_LAYERS,
     "state.hidden-row=previous": {},
     "state.hidden-row=hidden-only": TWO_LAYERS,
+    "state.dropped=attention": TWO_LAYERS,
+    "state.dropped=mlp": {},
+    "state.dropped=attention:1": TWO_LAYERS,
+    "state.dropped=mlp:0": TWO_LAYERS,
+    "state.dropped=attention:0+state.dropped=mlp:1": TWO_LAYERS,
+    "state.noise=0.5": {},
+    "state.noise=0.5+shift.alignment=features": {},
     "precision.draft-weights=fp8": {},
+    "precision.draft-weights=fp8:channel": {},
+    "precision.draft-weights=w4a16:g32:asym": {},
     "precision.draft-weights=w4a16:g32": TWO_LAYERS,
     "precision.draft-kv=fp8_e4m3": TWO_LAYERS,
     "precision.dtype-cast=fp16": {},
@@ -93,7 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
 TREES_ONLY = {"tree.parent-kv"}
 # Kinds whose numbers may be any, and those whose numbers start at 0. All other numbers are at least 1, or above 0.
 ANY_NUMBER = {"wiring.aux-layer-id", "position.offset", "vocab.d2t"}
-FROM_ZERO = {"wiring.aux-missing"}
+FROM_ZERO = {"wiring.aux-missing", "state.dropped"}
 # RoPE only knows distances, so the same offset on every row is not to be seen.
 INVISIBLE = {"position.offset=all:3": {}}
 

@@ -37,7 +37,13 @@ class TwinRow:
 
 
 def plain_attention(
-    q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor, seen_RR: Tensor, zeros_RR: Tensor, numerics: Numerics
+    q_RNH: Tensor,
+    k_RMH: Tensor,
+    v_RMH: Tensor,
+    seen_RR: Tensor,
+    zeros_RR: Tensor,
+    numerics: Numerics,
+    score_factor: float = 1.0,
 ) -> Tensor:
     """Mixed values [R, N*H], head by head: row i sees the rows that ``seen_RR[i]`` marks, as zeros where marked so."""
     dtype = q_RNH.dtype
@@ -48,7 +54,7 @@ def plain_attention(
     out_RNH = torch.empty_like(q_RNH)
     for head in range(heads):
         q, k, v = q_RNH[:, head], k_RMH[:, head // group], v_RMH[:, head // group]
-        scores_RR = q @ k.T / sqrt(width)
+        scores_RR = q @ k.T / sqrt(width) * score_factor
         scores_RR = scores_RR.masked_fill(zeros_RR, 0.0).masked_fill(~seen_RR, float("-inf"))
         weights_RR = scores_RR.float().softmax(-1).to(q.dtype).masked_fill(zeros_RR, 0.0)
         out_RNH[:, head] = weights_RR @ v
@@ -77,8 +83,8 @@ class Twin:
         for index in range(prompt_tokens):
             self.rows.append(self._true_row(index))
 
-    def _true_row(self, index: int, blank: bool = False) -> TwinRow:
-        """A committed row: this position's features, and what behaviour makes of them."""
+    def _true_row(self, index: int, blank: bool = False, fed_from: int | None = None) -> TwinRow:
+        """A committed row: the features of its position or of the row ``fed_from``, as behaviour makes them."""
         behaviour = self._behaviour
         token = index if behaviour.pairing == "own-token" else index + 1
         last_prompt_row = self._prompt - 1
@@ -86,23 +92,35 @@ class Twin:
         if behaviour.chunk is not None and index < last_prompt_row and (index + 1) % behaviour.chunk == 0:
             assert self._sampled is not None
             embedded = self._sampled[index]
-        source = index - 1 if behaviour.pairing == "earlier-features" else index
-        features = self._features[source].clone() if source >= 0 else torch.zeros_like(self._features[0])
-        width = self._head.config.target_hidden_size
-        for slot in range(len(features) // width):
-            part = features[slot * width : (slot + 1) * width]
-            if behaviour.unit_taps:
-                size = part.float().pow(2).mean().sqrt().clamp_min(1e-6)
-                part.copy_((part.float() / size).to(part.dtype))
-            if slot in behaviour.zero_slots:
-                part.zero_()
-        if behaviour.handoff and index == last_prompt_row:
-            features = torch.zeros_like(features)
+        features = self._features_of(index if fed_from is None else fed_from)
         output_token = index + 1 - self._prompt
         blank = blank or index < min(behaviour.blank_prefix, last_prompt_row)
         blank = blank or behaviour.blank_output[0] <= output_token < behaviour.blank_output[1]
         state = self._head.fuse(features[None])[0]
         return self._row(index, self._shifted(index), embedded, state, blank, drafted=0)
+
+    def _features_of(self, index: int) -> Tensor:
+        """What the row of ``index`` is fed where nothing is stale."""
+        behaviour = self._behaviour
+        source = index - 1 if behaviour.pairing == "earlier-features" else index
+        features = self._features[source].clone() if source >= 0 else torch.zeros_like(self._features[0])
+        generator = torch.Generator().manual_seed(index * 2**32 + int(self._tokens[index + 1]))
+        noise = torch.randn(len(features), generator=generator)
+        width = self._head.config.target_hidden_size
+        for slot in range(len(features) // width):
+            inside = slice(slot * width, (slot + 1) * width)
+            part = features[inside]
+            if behaviour.unit_taps:
+                size = part.float().pow(2).mean().sqrt().clamp_min(1e-6)
+                part.copy_((part.float() / size).to(part.dtype))
+            if behaviour.noise:
+                rms = sqrt(sum(value * value for value in part.tolist()) / width)
+                part.copy_((part.float() + behaviour.noise * rms * noise[inside]).to(part.dtype))
+            if slot in behaviour.zero_slots:
+                part.zero_()
+        if behaviour.handoff and index == self._prompt - 1:
+            features = torch.zeros_like(features)
+        return features
 
     def _drafted_row(self, step: int, token: int, state_E: Tensor) -> TwinRow:
         """The row that embeds the drafted token number ``step``."""
@@ -148,7 +166,7 @@ class Twin:
             torch.stack([row.embed_E for row in self.rows]),
             torch.stack([row.state_E for row in self.rows]),
             torch.tensor([row.position for row in self.rows]),
-            lambda _, q, k, v: plain_attention(q, k, v, seen, zeros, self._head.numerics),
+            lambda _, q, k, v: plain_attention(q, k, v, seen, zeros, self._head.numerics, self._behaviour.score_factor),
         )
 
     def draft(self, steps: int) -> list[int]:
@@ -186,7 +204,10 @@ class Twin:
         first = anchor + (kept if behaviour.rewrite == "stale" else 0)
         written = len(self.rows)
         for index in range(first, anchor + accepted + 1):
-            self.rows.append(self._true_row(index, blank=index == hole))
+            newest = index == anchor + accepted
+            others = {"first": first, "last": anchor + accepted, "anchor": index - newest, "previous": index - 1}
+            fed_from = others.get(behaviour.stale_rows)
+            self.rows.append(self._true_row(index, blank=index == hole, fed_from=fed_from))
         last = len(self.rows) - 1
         self._next_row = {"first": written, "previous": max(written, last - 1)}.get(behaviour.next_row, last)
         self._next_state = written if behaviour.next_row == "hidden-only" else self._next_row
