@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from replay.analysis.diagnosis.breakdown import Profile, limits, profile, separate
 from replay.analysis.diagnosis.evidence import (
     LENGTH,
+    RoundDraft,
+    RoundKey,
     accepted_gain,
     by_anchor,
     taken_by_any_cause,
@@ -19,7 +21,7 @@ from replay.analysis.followed import agreement
 from replay.analysis.summary import VariantSummary
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
-from replay.diagnosis.hypotheses import Hypothesis
+from replay.diagnosis.hypotheses import Hypothesis, singles
 from replay.diagnosis.reference import Reference
 from replay.diagnosis.search import unknowable
 from replay.diagnosis.trials import (
@@ -60,11 +62,15 @@ def conclude(
 
     Raises TraceError where the trace is too small to hold one accept length against it.
     """
+    mended = _mended(case)
     walks = own_walks(case, _worth_a_walk(final, gains))
     summary, rounds = walks[HEALTHY_NAME]
     if case.observation.kind == LENGTH:
         _check_width(summary)
     scores = _scores(tried, final)
+    if mended:
+        length = 1 + sum(draft.accepted for draft in mended.values()) / len(mended)
+        scores[0] = replace(scores[0], evidence=replace(scores[0].evidence, accept_length=length))
     first_rate = next(iter(summary.position_conditional), math.nan)
     found = judge(scores, gains=gains, first_rate=first_rate, stated=case.trained is not None)
     if found.verdict == "engine" and reference is not None:
@@ -85,9 +91,15 @@ def conclude(
         profile=_profile(case, reference) if found.verdict == "engine" and reference is not None else None,
         feeding=case.feeding,
         agreement=None if reference is None else agreement(reference.healthy, reference.noise, 1),
-        mending=_mending(case, found),
+        mending=_mending(case, found, mended),
         values=_values(found, [*tried, *final]),
     )  # fmt: skip
+
+
+def _mended(case: Case) -> dict[RoundKey, RoundDraft]:
+    """What a healthy server would draft at the anchors of the server's own rounds; empty where these are not known."""
+    rounds = case.observation.rounds
+    return {} if rounds is None else own_drafts(case, singles(case)[:1], rounds)[HEALTHY_NAME]
 
 
 def _scores(tried: Sequence[Trial], final: Sequence[Trial]) -> list[Scored]:
@@ -115,12 +127,11 @@ def _unknowable(
     return scores, taken_by_any_cause(accepted, steps)
 
 
-def _mending(case: Case, found: Diagnosis) -> tuple[float, float, float]:
+def _mending(case: Case, found: Diagnosis, mended: Mapping[RoundKey, RoundDraft]) -> tuple[float, float, float]:
     """What a server without the named fault accepts more in a round, at the same anchors, with its interval."""
     rounds = case.observation.rounds
     if found.verdict != "fault" or rounds is None or any(gain.label == found.named for gain in found.gains):
         return math.nan, math.nan, math.nan
-    mended = own_drafts(case, [Hypothesis(HEALTHY_NAME, "", case.served, 0.0)], rounds)[HEALTHY_NAME]
     return accepted_gain(mended, by_anchor(rounds))
 
 

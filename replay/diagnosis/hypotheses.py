@@ -108,7 +108,9 @@ def drafts_noise(hypothesis: Hypothesis, checkpoint: Checkpoint) -> bool:
     """
     if hypothesis.name == "wiring.aux-capture-stage=normed":
         return True
-    tensor = checkpoint.tensors.get(f"{hypothesis.value}.weight")
+    if hypothesis.kind == "state.noise":
+        return True
+    tensor = checkpoint.tensors.get(f"{hypothesis.value.removesuffix(':noise')}.weight")
     return hypothesis.kind == "weights.missing" and tensor is not None and tensor.ndim > 1
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from replay.capture.observed import Observed
 
-# Served rounds on which every hypothesis is tried, and the best of them.
+# Served rounds at which every hypothesis is glanced, on which the likely ones are tried, and the best of them.
+GLANCED_ROUNDS = 40
 SCREENING_ROUNDS = 120
 FINAL_ROUNDS = 2000
 SCREENING_TOKENS = 2500  # output tokens, where no rounds were recorded

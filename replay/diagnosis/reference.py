@@ -1,6 +1,7 @@
 """What every hypothesis is held against where a server's drafts are known: the healthy replay along them, how far
 rounding moves it, and the rounds on which all are tried."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import numpy as np
 from replay.analysis.diagnosis.evidence import noise_scales
 from replay.analysis.followed import Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
-from replay.diagnosis.observed import SCREENING_ROUNDS
+from replay.diagnosis.observed import GLANCED_ROUNDS, SCREENING_ROUNDS
 from replay.simulator.following import follow_server
 from replay.simulator.rounding import noise_between, other_orders
 from replay.simulator.variant import ResolvedVariant
@@ -17,18 +18,21 @@ from replay.simulator.variant import ResolvedVariant
 if TYPE_CHECKING:
     import polars as pl
 
-# Requests on which everything is tried: of fewer, one odd request would be a third or more.
-_LEAST_REQUESTS = 4
+# The fewest requests of each: one odd request decides nothing.
+_GLANCED, _SCREENED = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The healthy replay along the server's drafts, its ``noise`` and the noise ``scales`` at which tokens are judged;
-    ``screening`` are the rounds on which every hypothesis is tried."""
+    """The healthy replay along the server's drafts, its ``noise`` and the noise ``scales`` at which tokens are judged.
+
+    Every hypothesis is tried on the rounds of ``glance`` first, the likely ones on those of ``screening``.
+    """
 
     healthy: Followed
     noise: Noise
     scales: tuple[float, ...]
+    glance: "pl.DataFrame"
     screening: "pl.DataFrame"
 
 
@@ -43,7 +47,12 @@ def measure(case: Case) -> Reference:
     noise = noise_of(case, case.served, healthy, rounds)
     scales = noise_scales(noise.scale)
     healthy = follow(case, [case.served], rounds, scales)[0]
-    return Reference(healthy, noise, scales, _screening(case, healthy, noise, rounds))
+    ordered = _most_telling(healthy, noise, case)
+    glance, screening = (
+        rounds.filter(rounds["request_id"].is_in(_enough(ordered, rounds, *least)))
+        for least in ((_GLANCED, GLANCED_ROUNDS), (_SCREENED, SCREENING_ROUNDS))
+    )
+    return Reference(healthy, noise, scales, glance, screening)
 
 
 def follow(
@@ -65,23 +74,26 @@ def noise_of(case: Case, variant: ResolvedVariant, followed: Followed, rounds: "
     return noise_between(followed, *(follow(case, [one], rounds, ())[0] for one in orders))
 
 
-def _screening(case: Case, healthy: Followed, noise: Noise, rounds: "pl.DataFrame") -> "pl.DataFrame":
-    """Whole requests, by turns those whose rounds the healthy replay leaves unexplained most often and least often.
+def _most_telling(healthy: Followed, noise: Noise, case: Case) -> list[str]:
+    """Requests by turns: those whose rounds the healthy replay leaves unexplained most often, and least often.
 
     The first ones show what is wrong, the others rule out what would show everywhere.
     """
     _, unexplained_R = judge_rounds(healthy, noise)
     request_R = np.zeros(healthy.rounds, dtype=np.int64)
     request_R[healthy.round_N] = healthy.request_N
-    numbers, counts = np.unique(request_R, return_counts=True)
-    shares = {int(number): float(unexplained_R[request_R == number].mean()) for number in numbers}
+    shares = {int(number): float(unexplained_R[request_R == number].mean()) for number in np.unique(request_R)}
     ordered = sorted(shares, key=lambda number: -shares[number])
     turns = [number for pair in zip(ordered, reversed(ordered), strict=True) for number in pair]
-    sizes = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-    kept: list[int] = []
-    for number in dict.fromkeys(turns):
-        if len(kept) >= _LEAST_REQUESTS and sum(sizes[one] for one in kept) >= SCREENING_ROUNDS:
+    return [case.trace.records[number].request_id for number in dict.fromkeys(turns)]
+
+
+def _enough(ordered: Sequence[str], rounds: "pl.DataFrame", requests: int, least: int) -> list[str]:
+    """The first of them, as many as it takes to have so many ``requests`` and so many rounds at ``least``."""
+    counts = dict(rounds.group_by("request_id").len().iter_rows())
+    kept: list[str] = []
+    for name in ordered:
+        if len(kept) >= requests and sum(counts[one] for one in kept) >= least:
             break
-        kept.append(number)
-    names = [case.trace.records[number].request_id for number in kept]
-    return rounds.filter(rounds["request_id"].is_in(names))
+        kept.append(name)
+    return kept

@@ -22,7 +22,17 @@ from replay.diagnosis.hypotheses import (
     with_value,
 )
 from replay.diagnosis.reference import Reference
-from replay.diagnosis.trials import Tell, Trial, distinct, healthy, nearest_first, run_trials
+from replay.diagnosis.trials import (
+    GLANCE,
+    WHOLE,
+    Tell,
+    Trial,
+    distinct,
+    healthy,
+    left_behind,
+    nearest_first,
+    run_trials,
+)
 from replay.diagnosis.value_search import neighbours
 
 # How often the distance to a finer value is halved, and how many kinds are refined.
@@ -32,6 +42,7 @@ _GROWN = 3
 # Times that the search for a wiring starts again from its own winner.
 _RESTARTS = 4
 _FINALISTS = 6
+_FEW = 12  # of them a glance spares nothing
 
 Try = Callable[[str, Sequence[Hypothesis]], list[Trial]]
 
@@ -41,11 +52,13 @@ def search(case: Case, reference: Reference | None, tell: Tell) -> tuple[list[Tr
     on more rounds."""
 
     def attempt(stage: str, hypotheses: Sequence[Hypothesis]) -> list[Trial]:
-        return run_trials(case, reference, tell, stage, hypotheses)
+        if reference is None or len(hypotheses) <= _FEW:
+            return run_trials(case, reference, tell, stage, hypotheses)
+        return _glance_first(case, reference, tell, stage, hypotheses)
 
     def finish() -> list[Trial]:
         finalists = to_finish(tried)
-        return run_trials(case, reference, tell, "the likeliest on more rounds", finalists, whole=True)
+        return run_trials(case, reference, tell, "the likeliest on more rounds", finalists, extent=WHOLE)
 
     known = [item for item in singles(case) if not drafts_noise(item, case.checkpoint)]
     others = wirings(case)
@@ -67,6 +80,24 @@ def search(case: Case, reference: Reference | None, tell: Tell) -> tuple[list[Tr
         if grown and not _explained(grown):
             tried += _refine_values(case, nearest_first(grown)[:1], tried, attempt)
     return tried, finish()
+
+
+def _glance_first(
+    case: Case, reference: Reference, tell: Tell, stage: str, hypotheses: Sequence[Hypothesis]
+) -> list[Trial]:
+    """All on a few rounds; the nearest quarter, what fits there and the healthy server on the screening rounds.
+
+    Likelihoods of the others are drawn out to as many rounds.
+    """
+    glanced = run_trials(case, reference, tell, stage, hypotheses, extent=GLANCE)
+    likely = nearest_first(glanced)[: max(_FEW, len(glanced) // 4)]
+    likely += [one for one in glanced if one.is_healthy or one.scored.fits]
+    kept = distinct([one.hypothesis for one in likely])
+    screened = {
+        one.hypothesis.name: one for one in run_trials(case, reference, tell, f"{stage}, the likely ones", kept)
+    }
+    times = len(reference.screening) / len(reference.glance)
+    return [screened.get(one.hypothesis.name) or left_behind(one, times) for one in glanced]
 
 
 def to_finish(trials: Sequence[Trial]) -> list[Hypothesis]:
@@ -98,7 +129,9 @@ def _bases(tried: Sequence[Trial]) -> list[Trial]:
 def _adds(pair: Trial, base: Trial) -> bool:
     """Whether the second fault changes anything that the server's rounds show."""
     mine, alone = pair.followed, base.followed
-    return mine is None or alone is None or not (mine.margin_N == alone.margin_N).all()
+    if mine is None or alone is None or len(mine.margin_N) != len(alone.margin_N):
+        return True
+    return not (mine.margin_N == alone.margin_N).all()
 
 
 # ---- finer ----

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from replay.traces.rounds import Rounds
 
 
+# The extents to which hypotheses are tried.
+GLANCE, SCREENING, WHOLE = "glance", "screening", "whole"
 # How much more than the healthy replay rounding may move another one: a quantised cache, whose steps are 2^-4 where bf16
 # has 2^-9, turns a deviation d into about sqrt(d * step), sqrt(32) times as much.
 _MORE_NOISE = 32**0.5
@@ -77,15 +79,15 @@ def run_trials(
     stage: str,
     hypotheses: Sequence[Hypothesis],
     *,
-    whole: bool = False,
+    extent: str = SCREENING,
 ) -> list[Trial]:
-    """Every hypothesis with its evidence, in the given order, on the screening rounds or requests, or on the ``whole``.
+    """Every hypothesis with its evidence, in the given order, on the rounds or requests of an ``extent``.
 
     ``reference`` is there where the server's drafts are known.
     """
     found: dict[str, Trial] = {}
     for batch in _batches(hypotheses):
-        trials = _follow(case, reference, batch, whole) if reference else _walk(case, batch, whole)
+        trials = _follow(case, reference, batch, extent) if reference else _walk(case, batch, extent == WHOLE)
         found |= {trial.hypothesis.name: trial for trial in trials}
         tell(Trying(stage, len(found), len(hypotheses)))
     return [found[item.name] for item in hypotheses]
@@ -128,10 +130,11 @@ def _batches(hypotheses: Sequence[Hypothesis]) -> Iterator[list[Hypothesis]]:
     yield from ([item] for item in hypotheses if item.changes_weights)
 
 
-def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], whole: bool) -> Iterator[Trial]:
+def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], extent: str) -> Iterator[Trial]:
     """Along the server's drafts; on the whole, the noise of what might be named is measured under itself."""
-    rounds = case.observation.rounds if whole else reference.screening
+    rounds = {GLANCE: reference.glance, SCREENING: reference.screening, WHOLE: case.observation.rounds}[extent]
     assert rounds is not None
+    whole = extent == WHOLE
     variants = [item.variant for item in batch]
     served = served_length(rounds)
     for item, followed in zip(
@@ -199,6 +202,12 @@ def distinct(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
 def healthy(trials: Sequence[Trial]) -> Trial:
     """The one in which nothing is wrong."""
     return next(one for one in trials if one.is_healthy)
+
+
+def left_behind(one: Trial, times: float) -> Trial:
+    """A hypothesis that was only glanced at, its likelihoods as of so many ``times`` as many rounds."""
+    evidence = replace(scale_up(one.scored.evidence, times), most=-1)  # it was not seen to fit
+    return replace(one, scored=replace(one.scored, evidence=evidence))
 
 
 def drawn_out(one: Scored, screened: Scored, whole: Scored) -> Scored:

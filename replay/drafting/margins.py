@@ -21,7 +21,6 @@ from replay.errors import UsageError
 from replay.head.model import Head
 from replay.head.products import ProductSizes
 
-
 # Logits of a row that are summed one by one: at the scale of rounding even the tenth hardly counts.
 _SUMMED = 128
 
