@@ -4,8 +4,8 @@ A server's tree is what it kept. It tells that each of its nodes was proposed af
 children stood in a column. Where the head would have left such a one out, it takes the place of the worst that the
 server's tree does not ask for.
 
-Suffixes as in trees.py, N being the nodes of the server's tree; B rows of a block of logits, W draft vocabulary, X rows
-or anchors.
+Suffixes as in trees.py, N being the nodes of the server's tree, K some of them; B rows of a block of logits, W draft
+vocabulary, X rows or anchors.
 """
 
 from dataclasses import dataclass
@@ -68,6 +68,19 @@ def _refuse_more(what: str, seen: int, name: str, most: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Children:
+    """Nodes of one depth, one after the other [K].
+
+    ``nodes`` are their anchors and numbers; ``column_K`` where their parents stand; ``where`` the rows of these, and
+    how many siblings stand before each.
+    """
+
+    nodes: tuple[Tensor, Tensor]
+    column_K: Tensor
+    where: tuple[Tensor, Tensor]
+
+
 class ForcedGrowth:
     """``trees.Choices`` of one block along the server's trees; the head's own where these ask for nothing else.
 
@@ -89,16 +102,16 @@ class ForcedGrowth:
         self.forced_A = torch.zeros_like(nodes.branching_AN[:, 0])
 
     def propose(self, normed_RE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The likeliest tokens, among them every child that a row's node has in the server's tree; likeliest first."""
-        topk, columns = self._topk, self._columns_AP.shape[1]
-        anchor_K, node_K, column_K = self._find_children()
-        children_RP = torch.full((len(normed_RE), topk), -1, device=normed_RE.device)
-        row_K, child_K = anchor_K * columns + column_K, self._nodes.child_AN[anchor_K, node_K]
-        children_RP[row_K, child_K] = node_K
-        anchor_R1 = torch.arange(len(normed_RE), device=normed_RE.device)[:, None] // columns
-        real_RP = children_RP >= 0
-        tokens_RP = self._nodes.tokens_AN[anchor_R1, children_RP.clamp(min=0)].masked_fill(~real_RP, -1)
-        twin_RP = self._nodes.twin_AN[anchor_R1, children_RP.clamp(min=0)]
+        """The likeliest tokens, among them every child that a row's node has in the server's tree; likeliest first.
+
+        Of children that had to be put there it is not told whether others were as likely.
+        """
+        topk, rows = self._topk, len(normed_RE)
+        children = self._find_children()
+        tokens_RP, twin_RP = (
+            torch.full((rows, topk), -1, device=normed_RE.device).index_put(children.where, of_AN[children.nodes])
+            for of_AN in (self._nodes.tokens_AN, self._nodes.twin_AN)
+        )
 
         def read(logits_BW: Tensor, block: slice) -> tuple[Tensor, ...]:
             probs_BW, *own = likeliest(logits_BW, topk)
@@ -109,26 +122,28 @@ class ForcedGrowth:
         probs_RP, index_RP, tied_RP, ids_RP, chance_RP = read_logits(self._head, normed_RE, read)
         # What the head cannot draft stands behind its vocabulary, each for itself.
         beyond_P = len(self._head.target_ids_W) + torch.arange(topk, device=ids_RP.device)
-        keys_RP = torch.where(ids_RP < 0, beyond_P, ids_RP)
-        order_RP, changed_R = _choose(index_RP, probs_RP, keys_RP, chance_RP, real_RP)
-        both = (
-            torch.cat([keys_RP, index_RP], 1),
-            torch.cat([chance_RP, probs_RP], 1),
-            torch.cat([tokens_RP, self._head.target_ids_W[index_RP]], 1),
-            torch.cat([torch.zeros_like(tied_RP), tied_RP], 1),
+        wanted_RP = torch.where(ids_RP < 0, beyond_P, ids_RP)
+        order_RP, changed_R = _choose(index_RP, probs_RP, wanted_RP, chance_RP, tokens_RP >= 0)
+        chosen_RP = torch.cat([wanted_RP, index_RP], 1).gather(1, order_RP)
+        slot_K = (chosen_RP[children.where[0]] == wanted_RP[children.where][:, None]).int().argmax(-1)
+        self._step_on(children, slot_K)
+        self.chance_AN[children.nodes] = chance_RP[children.where]
+        self.least_AN[children.nodes] = probs_RP[children.where[0], -1]
+        self.known_AN[children.nodes] = ids_RP[children.where] >= 0
+        self.forced_A |= changed_R.view(len(self.forced_A), -1).any(-1)
+        return (
+            torch.cat([chance_RP, probs_RP], 1).gather(1, order_RP),
+            torch.cat([tokens_RP, self._head.target_ids_W[index_RP]], 1).gather(1, order_RP),
+            torch.cat([torch.zeros_like(tied_RP), tied_RP], 1).gather(1, order_RP),
         )
-        chosen_RP, probs_of_RP, tokens_of_RP, tied_of_RP = (part.gather(1, order_RP) for part in both)
-        self._first = count_candidates(topk, self._depth) if self._depth else 0
+
+    def _step_on(self, children: "_Children", slot_K: Tensor) -> None:
+        """The children have become candidates: the ``slot_K``-th ones after their parents."""
+        self._first = count_candidates(self._topk, self._depth) if self._depth else 0
         self._depth += 1
-        slot_K = (chosen_RP[row_K] == keys_RP[row_K, child_K][:, None]).int().argmax(-1)
-        self.place_AN[anchor_K, node_K] = self._first + column_K * topk + slot_K
-        self.chance_AN[anchor_K, node_K] = chance_RP[row_K, child_K]
-        self.least_AN[anchor_K, node_K] = probs_RP[row_K, -1]
-        self.known_AN[anchor_K, node_K] = ids_RP[row_K, child_K] >= 0
-        self.forced_A |= changed_R.view(-1, columns).any(-1)
+        self.place_AN[children.nodes] = self._first + children.column_K * self._topk + slot_K
         if self._depth == 1:
-            self._columns_AP = torch.arange(topk, device=order_RP.device).expand_as(order_RP)
-        return probs_of_RP, tokens_of_RP, tied_of_RP
+            self._columns_AP = torch.arange(self._topk, device=slot_K.device).expand(len(self.place_AN), -1)
 
     def continue_with(self, scores_AC: Tensor) -> Tensor:
         """The best candidates, among them every one with children in the server's tree; best first."""
@@ -148,13 +163,15 @@ class ForcedGrowth:
         self.forced_A |= changed_A
         return best_AP
 
-    def _find_children(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The server's nodes of the next depth, one after the other [K]: anchor, node, column of the parent."""
+    def _find_children(self) -> "_Children":
+        """The server's nodes of the next depth."""
         anchor_K, node_K = (self._nodes.depth_AN == self._depth + 1).nonzero(as_tuple=True)
-        if self._depth == 0:
-            return anchor_K, node_K, torch.zeros_like(node_K)
-        parent_K = self.place_AN[anchor_K, self._nodes.parents_AN[anchor_K, node_K]]
-        return anchor_K, node_K, (self._columns_AP[anchor_K] == parent_K[:, None]).int().argmax(-1)
+        column_K = torch.zeros_like(node_K)
+        if self._depth > 0:
+            parent_K = self.place_AN[anchor_K, self._nodes.parents_AN[anchor_K, node_K]]
+            column_K = (self._columns_AP[anchor_K] == parent_K[:, None]).int().argmax(-1)
+        row_K = anchor_K * self._columns_AP.shape[1] + column_K
+        return _Children((anchor_K, node_K), column_K, (row_K, self._nodes.child_AN[anchor_K, node_K]))
 
     def _draft_ids(self, probs_BW: Tensor, tokens_BP: Tensor, twin_BP: Tensor) -> Tensor:
         """The draft ids that stand for target ids, -1 for none. Of siblings with one token each has an id of its own,
@@ -174,7 +191,8 @@ class ForcedGrowth:
 def _shared(target_ids_W: Tensor) -> Tensor:
     """Target ids for which several draft ids stand, as under a wrong map."""
     ids_V, counts_V = target_ids_W.unique(return_counts=True)
-    return ids_V[counts_V > 1]
+    shared_V: Tensor = ids_V[counts_V > 1]
+    return shared_V
 
 
 def _choose(

@@ -2,7 +2,7 @@
 
 Two runs of a head part at the first token in which they differ, and what follows compares nothing. Fed the server's
 tokens the head stays on the server's chain, so that each step says by itself how near the server's choice was. A chain
-has one token a step; trees are not followed.
+has one token a step; tree_margins.py follows trees.
 
 Suffixes as in chains.py: A anchors, B of a block, K steps, W draft vocabulary, V target vocabulary.
 """

@@ -29,7 +29,7 @@ from replay.errors import UsageError
 from replay.head.model import Head
 
 # Nodes x candidates held against each other at a time: they bound memory.
-_BLOCK_RIVALS = 1 << 22
+_BLOCK_RIVALS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +226,9 @@ def _hold_against_rivals(along: _Along, score_AN: Tensor, scales: Sequence[float
     """How far nodes fall short of the best candidate that the server did not keep, and by scale how many were near."""
     gap_AC = _cost_of_absence(along).repeat_interleave(along.candidates.topk, dim=1)
     size = max(1, _BLOCK_RIVALS // (score_AN.shape[1] * along.logs_AC.shape[1]))
-    parts = zip(*(part.split(size) for part in (score_AN, along.logs_AC, gap_AC, along.kept_AC)), strict=True)
-    kept, spread = zip(*(_hold(*part, scales) for part in parts), strict=True)
+    blocks = (slice(start, start + size) for start in range(0, len(score_AN), size))
+    held = [_hold(score_AN[at], along.logs_AC[at], gap_AC[at], along.kept_AC[at], scales) for at in blocks]
+    kept, spread = zip(*held, strict=True)
     return torch.cat(kept), torch.cat(spread)
 
 
@@ -242,7 +243,7 @@ def _hold(
     below_ANC = (rival_ANC - best_AN[..., None]).nan_to_num(nan=0.0, neginf=float("-inf"))
     below_ANC = below_ANC.masked_fill(kept_AC[:, None], float("-inf"))
     own_AN = (score_AN - best_AN).nan_to_num(nan=0.0, neginf=float("-inf"))
-    spread = [torch.logaddexp((below_ANC / scale).logsumexp(-1), own_AN / scale) for scale in scales]
+    spread = [((below_ANC / scale).exp_().sum(-1) + (own_AN / scale).exp()).log() for scale in scales]
     return 0.0 - own_AN, torch.stack(spread, -1) if spread else own_AN.new_empty((*own_AN.shape, 0))
 
 
