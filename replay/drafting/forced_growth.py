@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from replay.drafting.next_tokens import draft_ids, likeliest, read_logits
-from replay.drafting.tree_shape import ROOT, count_candidates
+from replay.drafting.tree_shape import ORPHAN, ROOT, count_candidates
 from replay.errors import UsageError
 from replay.head.model import Head
 
@@ -23,9 +23,9 @@ from replay.head.model import Head
 class ServedNodes:
     """The trees of some anchors.
 
-    ``tokens_AN`` target ids and ``parents_AN`` as given; ``depth_AN`` 1 after the known token, 0 where no path leads to
-    a node (it or one above it is an orphan) or where there is none; ``child_AN`` how many siblings stand before a node,
-    ``twin_AN`` how many of these have its token; ``branching_AN`` whether it has children.
+    ``tokens_AN`` target ids and ``parents_AN`` as given, ORPHAN where there is no token; ``depth_AN`` 1 after the known
+    token, 0 where no path leads to a node (it or one above it is an orphan); ``child_AN`` how many siblings stand
+    before a node, ``twin_AN`` how many of these have its token; ``branching_AN`` whether it has children.
     """
 
     tokens_AN: Tensor
@@ -39,6 +39,7 @@ class ServedNodes:
 def describe_nodes(tokens_AN: Tensor, parents_AN: Tensor, *, topk: int, steps: int) -> ServedNodes:
     """Raises UsageError for trees that no server with this ``topk`` and so many ``steps`` drafts."""
     real_AN = tokens_AN >= 0
+    parents_AN = parents_AN.masked_fill(~real_AN, ORPHAN)
     above_AN = parents_AN.clamp(min=0)
     depth_AN = ((parents_AN == ROOT) & real_AN).long()
     for depth in range(1, steps + 1):

@@ -160,17 +160,17 @@ def test_a_token_that_the_head_cannot_draft_is_infinitely_far(kv: str) -> None:
 
 def test_where_no_path_leads_there_is_no_margin() -> None:
     """An orphan, a node below it, and padding; the others keep theirs."""
-    head, shape = make_head("plain"), (3, 3, 7)
+    head, shape = make_head("plain"), (3, 3, 11)
     inputs = requests(head, REQUESTS)
     served = draft(head, inputs, shape, "slot")
     for trees in served:
-        trees.parents_AN[:, 3] = ORPHAN
-        trees.drafted_AN[:, 5] = -1
+        trees.parents_AN[:, 3] = ORPHAN  # of the second step at least: it has no grandchildren
+        trees.drafted_AN[:, 9], trees.parents_AN[:, 9] = -1, 99  # of nothing the parent is not read
     found = along(head, inputs, served, shape, "slot")
     assert_equal(found, one_by_one(head, inputs, served, shape, "slot"))
     below = 0
     for margins, trees in zip(found, served, strict=True):
-        gone_AN = (trees.parents_AN == 3) | torch.tensor([False, False, False, True, False, True])
+        gone_AN = (trees.parents_AN == 3) | torch.isin(torch.arange(10), torch.tensor([3, 9]))
         below += int((trees.parents_AN == 3).sum())
         for numbers_AN in (margins.margin_AN, margins.score_AN, margins.spread_ANZ[..., 0]):
             assert torch.equal(numbers_AN.isnan(), gone_AN)

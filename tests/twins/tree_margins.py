@@ -85,7 +85,7 @@ def tree_margins_at(
 def _paths(tokens: Sequence[int], parents: Sequence[int]) -> list[Path | None]:
     paths: list[Path | None] = []
     for token, parent in zip(tokens, parents, strict=True):
-        above = () if parent == ROOT else paths[parent] if parent >= 0 else None
+        above = () if parent == ROOT else paths[parent] if parent >= 0 and token >= 0 else None
         paths.append(None if above is None or token < 0 else (*above, token))
     return paths
 
