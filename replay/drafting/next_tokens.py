@@ -65,16 +65,20 @@ def propose(head: Head, normed_RE: Tensor, topk: int) -> tuple[Tensor, Tensor, T
 
     Probabilities [R, P] in fp32, target ids [R, P], and where a token left out was exactly as likely [R, P].
     """
-    probs_RP, index_RP, tied_RP = read_logits(head, normed_RE, lambda logits_BW, _: _likeliest(logits_BW, topk))
+    probs_RP, index_RP, tied_RP = read_logits(head, normed_RE, lambda logits_BW, _: likeliest(logits_BW, topk)[1:])
     return probs_RP, head.target_ids_W[index_RP], tied_RP
 
 
-def _likeliest(logits_RW: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+def likeliest(logits_RW: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The probabilities [R, W] in fp32, and the ``topk`` largest, likeliest first.
+
+    Of these: probabilities [R, P], draft ids [R, P], and where one left out was exactly as likely [R, P].
+    """
     probs_RW = logits_RW.float().softmax(dim=-1)
     probs_RP, index_RP = probs_RW.topk(topk, dim=-1)
     last_R1 = probs_RP[:, -1:]
     shared_R1 = (probs_RW == last_R1).sum(-1, keepdim=True) > (probs_RP == last_R1).sum(-1, keepdim=True)
-    return probs_RP, index_RP, shared_R1 & (probs_RP == last_R1)
+    return probs_RW, probs_RP, index_RP, shared_R1 & (probs_RP == last_R1)
 
 
 def draft_ids(head: Head) -> Tensor:

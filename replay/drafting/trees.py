@@ -17,6 +17,7 @@ tree.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +48,32 @@ class Candidates:
     scores_AC: Tensor
     parents_AG: Tensor
     tied_AC: Tensor
+
+
+class Choices(Protocol):
+    """What grows: asked step by step, first for proposals, then for what goes on, for all anchors of one block."""
+
+    def propose(self, normed_RE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``topk`` proposals after each row, as ``next_tokens.propose`` gives them: one row per anchor, then P each."""
+
+    def continue_with(self, scores_AC: Tensor) -> Tensor:
+        """Which candidates of a step go into the columns [A, P]. After the first step all do, unasked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """The head's own choices, as a server makes them."""
+
+    head: Head
+    topk: int
+
+    def propose(self, normed_RE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest tokens."""
+        return propose(self.head, normed_RE, self.topk)
+
+    def continue_with(self, scores_AC: Tensor) -> Tensor:
+        """The candidates of the largest cumulative probability."""
+        return scores_AC.topk(self.topk, dim=-1).indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +119,14 @@ def grow_in_blocks(
     head: Head, inputs: Sequence[DraftInput], *, topk: int, steps: int, kv: str, first: FirstPass | None = None
 ) -> Iterator[Candidates]:
     """The candidates of all requests' anchors, some anchors at a time. Those of fewer steps lead those of more."""
+    for block in anchor_blocks(head, inputs, topk=topk, steps=steps, kv=kv, first=first):
+        yield block.grow(steps, Likeliest(head, topk))
+
+
+def anchor_blocks(
+    head: Head, inputs: Sequence[DraftInput], *, topk: int, steps: int, kv: str, first: FirstPass | None = None
+) -> Iterator["AnchorBlock"]:
+    """All requests' anchors in blocks that bound memory, ready to grow ``steps`` steps."""
     counts = [item.anchors for item in inputs]
     if sum(counts) == 0:
         return
@@ -99,7 +134,7 @@ def grow_in_blocks(
     size = max(1, min(_BLOCK_ROWS // topk, _BLOCK_CANDIDATES // count_candidates(topk, steps)))
     for start in range(0, sum(counts), size):
         anchors = slice(start, min(start + size, sum(counts)))
-        yield _Block(head, first, anchors, list(_overlaps(counts, anchors)), topk, kv).grow(steps)
+        yield AnchorBlock(head, first, anchors, list(_overlaps(counts, anchors)), topk, kv)
 
 
 def keep_best(candidates: Candidates, size: TreeSize) -> Trees:
@@ -134,24 +169,24 @@ def _by_request(blocks: Sequence[Trees], counts: Sequence[int]) -> list[Trees]:
     return [Trees(*parts) for parts in zip(drafted, parents, tied, strict=True)]
 
 
-class _Block:
-    """Some of all packed anchors, grown together: their columns, and the KV of these."""
+class AnchorBlock:
+    """Some of all packed anchors, grown together and once: their columns, and the KV of these."""
 
     def __init__(
         self, head: Head, first: FirstPass, anchors: slice, requests: list[tuple[int, int]], topk: int, kv: str
     ) -> None:
         """``requests`` says which requests the ``anchors`` belong to, and how many to each."""
         self._head, self._first, self._topk, self._kv = head, first, topk, kv
-        self._anchors, self._requests = anchors, requests
+        self.anchors, self._requests = anchors, requests
         # Anchor S drafts from row S-1 at position S-1 and sees rows 0..S-1.
         self._reach_R = (first.anchor_rows_A[anchors] + 1).repeat_interleave(topk)
         self._columns: list[KeyValues | None] = [None] * head.config.num_layers
 
-    def grow(self, steps: int) -> Candidates:
+    def grow(self, steps: int, choices: Choices) -> Candidates:
         """The candidates of ``steps`` steps, on the CPU."""
         topk, first = self._topk, self._first
-        feedback_RE = first.output.feedback_RE[self._anchors]
-        scores_AP, ids_AP, tied_AP = propose(self._head, first.output.normed_RE[self._anchors], topk)
+        feedback_RE = first.output.feedback_RE[self.anchors]
+        scores_AP, ids_AP, tied_AP = choices.propose(first.output.normed_RE[self.anchors])
         anchors = len(ids_AP)
         anchor_R = torch.arange(anchors, device=ids_AP.device).repeat_interleave(topk)
         # The candidates that stand in the columns, by their index among those of the step before; each was proposed by
@@ -163,10 +198,11 @@ class _Block:
             embeds_RE = self._head.embed(grown[-1][0].gather(1, best_AP).flatten())
             output = self._head.forward(embeds_RE, feedback_RE[source_R], self._reach_R + step - 1, self._attend)
             feedback_RE = output.feedback_RE
-            probs, ids, tied = (part.view(anchors, topk, topk) for part in propose(self._head, output.normed_RE, topk))
+            probs, ids, tied = (part.view(anchors, topk, topk) for part in choices.propose(output.normed_RE))
             scores_AC = (scores_AP[:, :, None] * probs).flatten(1)
             grown.append((ids.flatten(1), scores_AC, tied.flatten(1)))
-            scores_AP, best_AP = scores_AC.topk(topk, dim=-1)
+            best_AP = choices.continue_with(scores_AC)
+            scores_AP = scores_AC.gather(1, best_AP)
             source_R = anchor_R * topk + (best_AP // topk).flatten()
             parents.append(topk + topk * topk * (step - 1) + best_AP)
             if self._kv == "path":

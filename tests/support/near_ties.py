@@ -21,7 +21,8 @@ import replay
 from replay.drafting.margins import margins_along
 from replay.drafting.product_sizes import served_spans
 from replay.drafting.rows import DraftInput
-from replay.drafting.tree_shape import ROOT, TreeSize
+from replay.drafting.tree_margins import ServedTrees, tree_margins_along
+from replay.drafting.tree_shape import ORPHAN, ROOT, TreeSize
 from replay.drafting.trees import Candidates, grow_in_blocks, keep_best
 from replay.head.model import Head
 from replay.simulator.binding import build_head, resolve
@@ -63,13 +64,17 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """One request as a head is to draft it: at the anchors of the server's rounds, which drafted these tokens."""
+    """One request as a head is to draft it: at the anchors of the server's rounds, which drafted these tokens.
+
+    ``parents`` are those of trees, from the known token (0) as the trace counts them.
+    """
 
     variant: ResolvedVariant
     head: Head
     item: DraftInput
     anchors: list[Anchor]
     drafted: list[list[int]]
+    parents: list[list[int]]
 
 
 def _at_served_anchors(trace: replay.Trace, head_folder: Path, variant: replay.Variant) -> Iterator[ServedRequest]:
@@ -84,7 +89,7 @@ def _at_served_anchors(trace: replay.Trace, head_folder: Path, variant: replay.V
         whole = draft_input(rows, resolved.wiring, spans=spans.get(name, ()))
         item = replace(whole, only=torch.tensor(rounds["anchor"].to_list()))
         anchors = [(name, anchor) for anchor in rounds["anchor"].to_list()]
-        yield ServedRequest(resolved, head, item, anchors, rounds["drafted"].to_list())
+        yield ServedRequest(resolved, head, item, anchors, rounds["drafted"].to_list(), rounds["parents"].to_list())
 
 
 # ---- trees ----
@@ -201,6 +206,21 @@ def tree_margin(served: frozenset[Branch], mine: Grown, others: Sequence[Grown])
         return min(rivals) - mine.scores.get(parent, -math.inf), len(parent)
     siblings = [score for one, score in mine.scores.items() if one[:-1] == parent]
     return min(siblings) - max(other.scores.get(path, -math.inf) for other in others), len(path)
+
+
+def follow_trees(trace: replay.Trace, head_folder: Path, variant: replay.Variant) -> dict[Anchor, tuple[float, bool]]:
+    """The replay grown along the server's own trees: the largest margin at each anchor, and whether both are alike."""
+    found: dict[Anchor, tuple[float, bool]] = {}
+    for request in _at_served_anchors(trace, head_folder, variant):
+        shape, parents_AN = request.variant, torch.tensor(request.parents)
+        served = ServedTrees(torch.tensor(request.drafted), torch.where(parents_AN < 0, ORPHAN, parents_AN - 1))
+        with torch.inference_mode():
+            (read,) = tree_margins_along(
+                request.head, [request.item], [served], topk=shape.topk, steps=shape.steps, kv=shape.kv, scales=[]
+            )
+        largest_A = read.margin_AN.nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
+        found |= dict(zip(request.anchors, zip(largest_A.tolist(), read.alike_A.tolist(), strict=True), strict=True))
+    return found
 
 
 def _log(score: float) -> float:

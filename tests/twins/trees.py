@@ -34,17 +34,22 @@ class _Candidate:
     column: int
 
 
-class _Sequence:
+class InputRows:
     """Input rows of the head, one after the other, each seeing those before it."""
 
     def __init__(self, embeds: list[Tensor], states: list[Tensor]) -> None:
         self.embeds, self.states = embeds, states
 
-    def then(self, embed: Tensor, state: Tensor) -> "_Sequence":
-        return _Sequence([*self.embeds, embed], [*self.states, state])
+    def then(self, embed: Tensor, state: Tensor) -> "InputRows":
+        return InputRows([*self.embeds, embed], [*self.states, state])
 
     def last_row(self, head: Head, topk: int) -> tuple[Tensor, list[tuple[int, np.float32]]]:
         """The last row's feedback, and the likeliest tokens after it with their probabilities."""
+        feedback, tokens = self.every_token(head)
+        return feedback, tokens[:topk]
+
+    def every_token(self, head: Head) -> tuple[Tensor, list[tuple[int, np.float32]]]:
+        """The last row's feedback, and all tokens that can be drafted with their probabilities, likeliest first."""
         output = head.forward(
             torch.stack(self.embeds),
             torch.stack(self.states),
@@ -52,8 +57,13 @@ class _Sequence:
             lambda _, q, k, v: plain_causal_attention(q, k, v, head.numerics),
         )
         probs = head.logits(output.normed_RE[-1:])[0].float().softmax(-1).numpy()
-        best = sorted(range(len(probs)), key=lambda draft_id: -probs[draft_id])[:topk]
+        best = sorted(range(len(probs)), key=lambda draft_id: -probs[draft_id])
         return output.feedback_RE[-1], [(int(head.target_ids_W[index]), probs[index]) for index in best]
+
+
+def committed_rows(head: Head, tokens_T: Tensor, features_RKD: Tensor, anchor: int) -> InputRows:
+    """The rows behind which ``anchor`` drafts."""
+    return InputRows(list(head.embed(tokens_T[1 : anchor + 1])), list(head.fuse(features_RKD[:anchor])))
 
 
 def draft_one_tree(
@@ -71,7 +81,7 @@ def draft_one_tree(
 
     ``kv`` ``slot``: a node sees whatever stood in its column; ``path``: it sees its ancestors.
     """
-    committed = _Sequence(list(head.embed(tokens_T[1 : anchor + 1])), list(head.fuse(features_RKD[:anchor])))
+    committed = committed_rows(head, tokens_T, features_RKD, anchor)
     feedback, likely = committed.last_row(head, topk)
     candidates = [_Candidate(token, score, ROOT, 0) for token, score in likely]
     columns, feedbacks = [committed] * topk, [feedback] * topk

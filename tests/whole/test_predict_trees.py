@@ -5,10 +5,21 @@ it at a near tie, whose margin is measured (support/near_ties.py).
 """
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
-from support.near_ties import Anchor, Grown, Judged, grow_trees, judge_trees, report_judged, served_paths, tree_noise
+from support.near_ties import (
+    Anchor,
+    Grown,
+    Judged,
+    follow_trees,
+    grow_trees,
+    judge_trees,
+    report_judged,
+    served_paths,
+    tree_noise,
+)
 from support.served_traces import served_trace
 
 import replay
@@ -77,6 +88,23 @@ def test_another_layout_is_told_from_rounding(trace: replay.Trace, grown: dict[s
     path = judge_trees("path", trace, grown["path"], noise, grown["path in fp32"])
     assert judge(trace, grown, "served").alike > path.alike
     assert path.unexplained > 0
+
+
+def test_along_the_servers_trees_only_rounding_is_left(
+    trace: replay.Trace, grown: dict[str, dict[Anchor, Grown]]
+) -> None:
+    """Grown along what the server drafted every margin is 0 or near, whatever the order; wired wrongly few are."""
+    orders: dict[str, dict[str, Any]] = {"served": {}, "fp32": {"precision": "fp32"}, "hf": {"numerics": "hf"}}
+    near = 2 * max(tree_noise(grown["served"], grown["fp32"]).values())
+    for order, changes in orders.items():
+        followed = follow_trees(trace, sample_head(), variant(**changes))
+        for row in trace.served_rounds().iter_rows(named=True):
+            anchor = row["request_id"], row["anchor"]
+            margin, alike = followed[anchor]
+            assert alike == (grown[order][anchor].kept == served_paths(row))
+            assert margin == 0 if alike else margin <= near
+    wrong = follow_trees(trace, sample_head(), variant(wiring=replay.parse_wiring("embed,16,3")))
+    assert median(margin for margin, _ in wrong.values()) > 2 * near
 
 
 def test_the_simulation_plays_these_trees(trace: replay.Trace, grown: dict[str, dict[Anchor, Grown]]) -> None:
