@@ -97,7 +97,7 @@ def make_served(
         with torch.inference_mode():
             rounds = replay_request(head, item.tokens_T, item.features_RKD, item.prompt_tokens, STEPS)
         rows += [
-            (request.request_id, number, one.anchor, list(one.drafted), one.accepted, None, None)
+            (request.request_id, number, one.anchor, list(one.drafted), one.accepted, None, None, None, None)
             for number, one in enumerate(rounds)
         ]
     table = pl.DataFrame(rows, schema=served_schema(), orient="row")
