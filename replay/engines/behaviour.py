@@ -10,6 +10,7 @@ anchor row; the rows that its steps add are drafted rows, j = 1 .. K-1 embedding
 """
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 # What a committed row pairs: x[i+1] with its features; its own token x[i]; or the features of the position before.
 PAIRINGS = ("next-token", "own-token", "earlier-features")
@@ -26,6 +27,9 @@ HOLES = ("never", "accepted", "full")
 # that verify rewrote; the last drafted one, accepted or not; or two of them, the last accepted token's for the first
 # drafted token and the first that verify rewrote for the state that the first drafting step is fed.
 NEXT_ROWS = ("accepted", "first", "previous", "drafted", "hidden-only")
+# A prompt came in the pieces that the trace records, request by request, instead of in chunks of one size.
+RECORDED: Literal["recorded"] = "recorded"
+Chunk = int | Literal["recorded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class Behaviour:
     (i, i + half), ``target_lm_head`` the target's output rows stand in for the head's.
 
     Rows: ``pairing``, ``zero_slots`` slots of the wiring that are fed zeros, ``unit_taps`` every tap divided by its
-    root mean square, ``chunk`` the prompt came in chunks whose last rows embed what the target would sample there,
+    root mean square, ``chunk`` the prompt came in chunks (of so many tokens, or RECORDED) whose last rows embed what
+    the target would sample there,
     ``handoff`` the last prompt row has zero features.
 
     Positions: ``offset`` of all rows, ``drafted_offset`` of drafted rows beyond that, ``advance`` per step,
@@ -65,7 +70,7 @@ class Behaviour:
     pairing: str = "next-token"
     zero_slots: tuple[int, ...] = ()
     unit_taps: bool = False
-    chunk: int | None = None
+    chunk: Chunk | None = None
     handoff: bool = False
 
     offset: int = 0
