@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "replay-spool"
-VERSION = 2
+VERSION = 3
 SPOOL = files.SPOOL
 RID_PREFIX = "replay-"  # only requests that a client of ours named so are recorded
 LOGITS = ("topk_ids", "topk_logprobs", "logsumexp")  # tensors with a row for each row that has logits
@@ -49,7 +49,8 @@ _ROWS = re.compile(r"rows-(\d+)-(\d{8})\.safetensors", re.ASCII)
 _RANK = re.compile(r"rank-\d+\.json", re.ASCII)
 _CLIENT = re.compile(rf"{RID_PREFIX}[0-9a-f]{{16}}(?=-)", re.ASCII)
 _LOCK = re.compile(rf"client-{RID_PREFIX}[0-9a-f]{{16}}", re.ASCII)
-MOST = 1 << 31  # no number in a file of the spool is above
+MOST = 1 << 31  # no number in a file of the spool is above, but for
+MOST_PASSES = 1 << 48  # the verify passes of a server that runs for years
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,11 @@ class Entry:
     ``logits`` of them, the last ones, have logits. Of a verify also: the drafted tokens in node order (the root left
     out), for a tree the parent of each (node numbers, 0 is the root, -1 where the server left the node out of its
     tree), how many were accepted, and what was chosen after each row (accepted tokens, then the bonus). ``start`` is
-    then the anchor, and ``batch`` the requests that were verified together, this one included. An entry of kind feed
-    has no rows of the target: ``fed`` names those in which the draft was fed what the tensors of FEED hold, in the
-    prefill that was recorded before it.
+    then the anchor, ``batch`` the requests that were verified together, this one included, ``batch_row`` its place
+    among them, and ``verify_pass`` the number of that verify among all of the process. Of a prefill ``forward_rows``
+    are the rows of the whole forward, those of other requests too. An entry of kind feed has no rows of the target:
+    ``fed`` names those in which the draft was fed what the tensors of FEED hold, in the prefill that was recorded
+    before it.
     """
 
     rid: str
@@ -74,6 +77,9 @@ class Entry:
     accepted: int = 0
     chosen: Sequence[int] = ()
     batch: int = 0
+    batch_row: int = 0
+    verify_pass: int = 0
+    forward_rows: int = 0
     fed: Sequence[int] = ()
 
 
@@ -157,6 +163,13 @@ def row_file_names(folder: Path) -> list[str]:
     return [name for _, _, name in sorted(found)]
 
 
+def pid_of(name: str) -> int:
+    """The process that wrote the file of rows ``name``, one of ``row_file_names``."""
+    match = _ROWS.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
 def read_row_file(path: Path, taps: Sequence[str], width: int) -> RowFile:
     """Parse and check a file of rows; nothing but its header is read. Raises TraceCorruptError naming the file."""
     layout = parse_layout(path)
@@ -223,12 +236,19 @@ def _entry(values: Fields) -> Entry:
         accepted=values.integer("accepted", 0, MOST),
         chosen=values.integers("chosen", 0, MOST),
         batch=values.integer("batch", 0, MOST),
+        batch_row=values.integer("batch_row", 0, MOST),
+        verify_pass=values.integer("verify_pass", 0, MOST_PASSES),
+        forward_rows=values.integer("forward_rows", 0, MOST),
         fed=values.integers("fed", 0, MOST),
     )
     if entry.logits > entry.rows:
         raise values.refuse("logits", f"at most its {entry.rows} rows")
     if entry.kind == "verify" and not entry.accepted + 1 == entry.rows == len(entry.chosen):
         raise values.refuse("accepted", f"one less than its {entry.rows} rows and {len(entry.chosen)} chosen tokens")
+    if entry.kind == "prefill" and entry.forward_rows < entry.rows:
+        raise values.refuse("forward_rows", f"at least its {entry.rows} rows")
+    if entry.kind == "verify" and entry.batch_row >= entry.batch:
+        raise values.refuse("batch_row", f"below its batch of {entry.batch}")
     if (entry.kind == "feed") != bool(entry.fed) or (entry.fed and entry.rows):
         raise values.refuse(
             "fed", f"rows of an entry of kind feed, which has no others ({entry.kind}, {entry.rows} rows)"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from replay.errors import CaptureError
 from replay.traces.feed import Feed, check_feed
 from replay.traces.header import TAP_DTYPES, TraceHeader
-from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, RequestRecord
+from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, Piece, RequestRecord, pieces_problem
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class CapturedRequest:
     ``taps``: name -> [T-1, width] in the dtype that the header announces; ``topk_ids`` int32 [n, k] and
     ``topk_logprobs`` float32 [n, k], most likely first; ``logsumexp`` float32 [n]. ``tail_ids`` is what the target
     would choose after the last output token, where it was recorded; ``feed`` what a draft was fed in the prefill,
-    where that was.
+    where that was; ``pieces`` in what pieces the prompt was prefilled, where that is known.
     """
 
     request_id: str
@@ -53,6 +53,7 @@ class CapturedRequest:
     tail_ids: Sequence[int] = field(default_factory=list)
     server: ServerCounters | None = None
     feed: Feed | None = None
+    pieces: Sequence[Piece] | None = None
 
     def record(self) -> RequestRecord:
         """Its row of ``requests.parquet``, not yet placed in a shard."""
@@ -76,6 +77,8 @@ class CapturedRequest:
             server_verify_rounds=None if server is None else server.verify_rounds,
             server_histogram=None if server is None else tuple(server.histogram),
             server_cached_tokens=None if server is None else server.cached_tokens,
+            server_prefill_rows=None if self.pieces is None else tuple(rows for rows, _ in self.pieces),
+            server_prefill_forward_rows=None if self.pieces is None else tuple(whole for _, whole in self.pieces),
             shard_bytes=0,
             shard_sha256="",
         )
@@ -114,6 +117,11 @@ def check_request(request: CapturedRequest, header: TraceHeader, done: Container
             raise CaptureError(f"{name} holds the token id {outside}, the target's are 0 to {vocab - 1}")
     _check_taps(request, header, name)
     _check_logits(request, header, name)
+    if request.pieces is not None:
+        rows, forward = ([piece[place] for piece in request.pieces] for place in (0, 1))
+        problem = pieces_problem(rows, forward, len(request.prompt_ids))
+        if problem is not None:
+            raise CaptureError(f"{name}: {problem}")
     if request.feed is not None:
         check_feed(request.feed, header, len(request.prompt_ids) + len(request.output_ids), name)
 

@@ -14,7 +14,7 @@ from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
 from replay.traces.header import TraceHeader, read_header
-from replay.traces.records import RequestRecord, check_same, read_table, scan_shards, to_frame
+from replay.traces.records import Piece, RequestRecord, check_same, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.taps import EMBED, sort_taps
 from replay.traces.tensors import Layout, map_rows
@@ -30,7 +30,8 @@ class RequestRows:
     """One request of a trace: L prompt tokens, n output tokens, T = L + n.
 
     ``tokens`` [T] int64; ``taps`` name -> [T-1, width], row i being the target's state at position i; ``tail_ids`` [.]
-    int64 is what the target would choose after the last output token, where recorded.
+    int64 is what the target would choose after the last output token, where recorded; ``pieces`` those in which the
+    server prefilled the prompt, none where that is not known.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class RequestRows:
     tail_ids: "torch.Tensor"
     temperature: float
     source: str
+    pieces: tuple[Piece, ...] = ()
 
 
 class Trace:
@@ -133,6 +135,7 @@ class Trace:
             tail_ids=torch.tensor(record.tail_ids, dtype=torch.int64),
             temperature=record.temperature,
             source=record.source,
+            pieces=record.pieces,
         )
 
     def tap_rows(self, index: int, tap: str, rows: Sequence[int]) -> "torch.Tensor":

@@ -29,6 +29,12 @@ SHARD_FORMAT = "replay-trace-shard"
 MAX_TOKENS = 1 << 31
 MAX_ID = 1024
 
+# Columns that version 1 did not have at first: null where a file lacks them, and left out of a shard where null, so
+# that what knows nothing of them is written as it always was.
+LATER = ("server_prefill_rows", "server_prefill_forward_rows")
+
+Piece = tuple[int, int]  # rows of one piece of a prompt, and of the forward in which a server prefilled it
+
 # columns that say where a request lies; a shard's own records lack them, since they follow from its order
 PLACE = ("shard", "token_start", "row_start", "output_start", "shard_bytes", "shard_sha256")
 
@@ -60,8 +66,15 @@ class RequestRecord:
     server_verify_rounds: int | None
     server_histogram: tuple[int, ...] | None
     server_cached_tokens: int | None
+    server_prefill_rows: tuple[int, ...] | None
+    server_prefill_forward_rows: tuple[int, ...] | None
     shard_bytes: int
     shard_sha256: str
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces in which the server prefilled the prompt, the first one first; none where that is not known."""
+        return tuple(zip(self.server_prefill_rows or (), self.server_prefill_forward_rows or (), strict=True))
 
     @property
     def tokens(self) -> int:
@@ -76,9 +89,16 @@ class RequestRecord:
 
 def shard_metadata(records: Sequence[RequestRecord], data_sha256: str) -> dict[str, str]:
     """The free-text metadata of the shard that holds ``records``."""
-    rows = [{name: value for name, value in asdict(record).items() if name not in PLACE} for record in records]
+    rows = [
+        {name: value for name, value in asdict(record).items() if name not in PLACE and not _is_left_out(name, value)}
+        for record in records
+    ]
     text = json.dumps(rows, separators=(",", ":"), allow_nan=False)
     return {"format": SHARD_FORMAT, "version": str(VERSION), "data_sha256": data_sha256, "requests": text}
+
+
+def _is_left_out(name: str, value: object) -> bool:
+    return name in LATER and value is None
 
 
 def shard_records(layout: Layout, header: TraceHeader) -> list[RequestRecord]:
@@ -150,12 +170,13 @@ def _check_tensors(layout: Layout, header: TraceHeader, tokens: int, rows: int, 
             )
 
 
-def _record(values: Fields, header: TraceHeader) -> RequestRecord:
+def _record(given: Fields, header: TraceHeader) -> RequestRecord:
+    values = Fields(given.where, {**dict.fromkeys(LATER), **given.values})
     if shard_number(values.text("shard")) is None:
         raise values.refuse("shard", "a file name like shard-00000.safetensors")
     if not 0 < len(values.text("request_id")) <= MAX_ID:
         raise values.refuse("request_id", f"1 to {MAX_ID} characters")
-    return RequestRecord(
+    record = RequestRecord(
         request_id=values.text("request_id"),
         category=values.optional_text("category"),
         shard=values.text("shard"),
@@ -174,9 +195,32 @@ def _record(values: Fields, header: TraceHeader) -> RequestRecord:
         server_verify_rounds=values.optional_integer("server_verify_rounds", 0, MAX_COUNT),
         server_histogram=values.optional_integers("server_histogram", 0, MAX_COUNT),
         server_cached_tokens=values.optional_integer("server_cached_tokens", 0, MAX_COUNT),
+        server_prefill_rows=values.optional_integers("server_prefill_rows", 1, MAX_TOKENS),
+        server_prefill_forward_rows=values.optional_integers("server_prefill_forward_rows", 1, MAX_COUNT),
         shard_bytes=values.integer("shard_bytes", 8, MAX_COUNT),
         shard_sha256=values.sha256("shard_sha256"),
     )
+    problem = pieces_problem(record.server_prefill_rows, record.server_prefill_forward_rows, record.prompt_tokens)
+    if problem is not None:
+        raise TraceCorruptError(f"{values.where}: {problem}")
+    return record
+
+
+def pieces_problem(rows: Sequence[int] | None, forward: Sequence[int] | None, prompt_tokens: int) -> str | None:
+    """Why these cannot be the pieces of a prompt and their forwards; None where they can, or where both are None."""
+    if rows is None and forward is None:
+        return None
+    if not rows or not forward or len(rows) != len(forward):
+        return (
+            f"server_prefill_rows holds {len(rows or ())} pieces, server_prefill_forward_rows {len(forward or ())}, "
+            "both must be null or hold as many, one at least"
+        )
+    small = next(((own, whole) for own, whole in zip(rows, forward, strict=True) if not 0 < own <= whole), None)
+    if small is not None:
+        return f"server_prefill_rows holds a piece of {small[0]} rows in a forward of {small[1]}"
+    if sum(rows) > prompt_tokens:
+        return f"server_prefill_rows adds up to {sum(rows)}, the prompt has {prompt_tokens} tokens"
+    return None
 
 
 def check_distinct(records: Sequence[RequestRecord], where: str) -> None:
@@ -194,7 +238,8 @@ def table_schema() -> "pl.Schema":
 
     kinds: dict[Any, pl.DataType] = {str: pl.String(), int: pl.Int64(), float: pl.Float64()}
     kinds |= {str | None: pl.String(), int | None: pl.Int64()}
-    special: dict[str, pl.DataType] = {"tail_ids": pl.List(pl.Int32), "server_histogram": pl.List(pl.Int64)}
+    lists = ("server_histogram", *LATER)
+    special: dict[str, pl.DataType] = {"tail_ids": pl.List(pl.Int32), **dict.fromkeys(lists, pl.List(pl.Int64))}
     return pl.Schema({item.name: special.get(item.name) or kinds[item.type] for item in fields(RequestRecord)})
 
 
@@ -214,6 +259,8 @@ def read_table(data: bytes, header: TraceHeader, where: str) -> list[RequestReco
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise TraceCorruptError(f"{where} is no readable parquet file: {str(error).splitlines()[0]}") from error
     for name, kind in table_schema().items():
+        if name not in frame.columns and name in LATER:
+            continue
         if name not in frame.columns:
             raise TraceCorruptError(f"{where} lacks the column {name}")
         if frame.schema[name] != kind:

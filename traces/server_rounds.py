@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 32
 
 
 # Columns that version 1 did not have at first: null where a file lacks them.
-_LATER = ("parents", "batch")
+_LATER = ("parents", "batch", "verify_pass", "batch_row")
 
 
 def served_schema() -> "pl.Schema":
@@ -31,6 +31,8 @@ def served_schema() -> "pl.Schema":
             "accepted": pl.Int32(),
             "parents": pl.List(pl.Int32),
             "batch": pl.Int32(),
+            "verify_pass": pl.Int64(),
+            "batch_row": pl.Int32(),
         }
     )
 
@@ -64,7 +66,11 @@ def merge_rounds(earlier: "pl.DataFrame | None", later: "pl.DataFrame") -> "pl.D
     later = later.select(served_schema().names())
     if earlier is None:
         return later
-    return pl.concat([earlier.join(later.select("request_id").unique(), on="request_id", how="anti"), later])
+    merged = pl.concat([earlier.join(later.select("request_id").unique(), on="request_id", how="anti"), later])
+    problem = _problem_of_passes(merged)
+    if problem:
+        raise CaptureError(f"the server's rounds, with those before: {problem}")
+    return merged
 
 
 def rounds_of(rounds: "pl.DataFrame", request_ids: Collection[str]) -> "pl.DataFrame":
@@ -96,6 +102,9 @@ def _problem(frame: "pl.DataFrame") -> str | None:
     alone = [value for value in frame["batch"].drop_nulls().to_list() if value < 1]
     if alone:
         return f"the column batch holds {alone[0]}, must be 1 or more"
+    passes = _problem_of_passes(frame)
+    if passes:
+        return passes
     beyond = frame.filter(frame["accepted"] > frame["drafted"].list.len())
     if len(beyond):
         accepted, drafted = int(beyond["accepted"][0]), len(beyond["drafted"].to_list()[0])
@@ -106,4 +115,28 @@ def _problem(frame: "pl.DataFrame") -> str | None:
         wrong = [(i, parent) for i, parent in enumerate(parents, start=1) if parent is None or not -1 <= parent < i]
         if wrong:
             return f"the parent of drafted token {wrong[0][0]} is {wrong[0][1]}, must be a number from -1 below its own"
+    return None
+
+
+def _problem_of_passes(frame: "pl.DataFrame") -> str | None:
+    """What is wrong with the verify passes and the rows in them."""
+    import polars as pl
+
+    for name in ("verify_pass", "batch_row"):
+        negative = [value for value in frame[name].drop_nulls().to_list() if value < 0]
+        if negative:
+            return f"the column {name} holds {negative[0]}, must be 0 or more"
+    half = frame.filter(pl.col("verify_pass").is_null() != pl.col("batch_row").is_null())
+    if len(half):
+        return f"{len(half)} rounds have a verify_pass or a batch_row without the other"
+    told = frame.filter(pl.col("verify_pass").is_not_null())
+    beyond = told.filter(pl.col("batch_row") >= pl.col("batch"))
+    if len(beyond):
+        return f"row {beyond['batch_row'][0]} of a batch of {beyond['batch'][0]}"
+    twice = told.filter(pl.struct("verify_pass", "batch_row").is_duplicated())
+    if len(twice):
+        return f"row {twice['batch_row'][0]} of verify pass {twice['verify_pass'][0]} stands twice"
+    sizes = told.filter(pl.col("batch").n_unique().over("verify_pass") > 1)
+    if len(sizes):
+        return f"the rounds of verify pass {sizes['verify_pass'][0]} differ in batch"
     return None

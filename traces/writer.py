@@ -198,6 +198,15 @@ class TraceWriter:
             self._reopen()
             self._write_bytes(files.ROUNDS, _parquet(merged))
 
+    def next_verify_pass(self) -> int:
+        """A number above that of each verify pass in the rounds kept so far: 0 where there is none.
+
+        A capture that goes on numbers its passes from there, so that they are never taken for those before.
+        """
+        rounds = self._rounds()
+        last = None if rounds is None else rounds["verify_pass"].max()
+        return 0 if last is None else int(last) + 1  # type: ignore[arg-type]
+
     def finish(self) -> None:
         """Make the trace complete: index its requests, mark the header, give the lock back.
 

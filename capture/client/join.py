@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.spool import FEED, LOGITS, Entry, RowFile
+from replay.capture.spool import FEED, LOGITS, Entry, RowFile, pid_of
 from replay.errors import CaptureError
 from replay.traces.captured import ServerCounters
 from replay.traces.feed import Feed
+from replay.traces.records import Piece
 from replay.traces.taps import FINAL
 from replay.traces.tensors import map_rows
 
@@ -66,19 +67,21 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ServedRound:
-    """A round as the server ran it; ``drafted`` in node order, ``parents`` of a tree's nodes, ``batch`` as in Entry."""
+    """A round as the server ran it; ``drafted`` in node order, ``parents`` of a tree's nodes, the rest as in Entry."""
 
     anchor: int
     drafted: tuple[int, ...]
     accepted: int
     parents: tuple[int, ...] = ()
     batch: int = 0
+    batch_row: int = 0
+    verify_pass: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedRequest:
-    """Rows of one request: taps name -> [T-1, H], kept logits of its n output tokens, rounds, the tail, and the feed
-    where a draft was fed."""
+    """Rows of one request: taps name -> [T-1, H], kept logits of its n output tokens, rounds, the tail, the feed
+    where a draft was fed, the pieces of its prompt where they are known, and the process of the server that ran it."""
 
     taps: "dict[str, torch.Tensor]"
     topk_ids: "torch.Tensor"
@@ -87,6 +90,8 @@ class JoinedRequest:
     rounds: tuple[ServedRound, ...]
     tail_ids: tuple[int, ...]
     feed: Feed | None = None
+    pieces: tuple[Piece, ...] | None = None
+    pid: int = 0
 
 
 def first_missing(recorded: Sequence[Recorded], rows: int) -> int | None:
@@ -125,10 +130,33 @@ def rounds_of(entries: Sequence[Entry], tokens: int) -> tuple[ServedRound, ...]:
             prefilled = None
     kept = _before_prefill(kept, prefilled)
     return tuple(
-        ServedRound(one.start, tuple(one.drafted), one.accepted, tuple(one.parents), one.batch)
+        ServedRound(
+            one.start, tuple(one.drafted), one.accepted, tuple(one.parents), one.batch, one.batch_row, one.verify_pass
+        )
         for one in kept
         if one.start < tokens - 1
     )
+
+
+def pieces_of(entries: Sequence[Entry], prompt_tokens: int) -> tuple[Piece, ...] | None:
+    """In what pieces the prompt's rows were prefilled, of ``entries`` in the order they were recorded.
+
+    Of a request that was put back, those of its last prefill: they made the rows that are kept. Such a prefill goes on
+    over the output so far; a piece ends with the prompt, its forward does not. None where a later prefill computed a
+    part of a piece anew, so that no whole pieces make up the prompt.
+    """
+    kept: list[Entry] = []
+    for entry in entries:
+        if entry.kind == "prefill" and entry.start < prompt_tokens:
+            kept = [*(one for one in kept if one.start + one.rows <= entry.start), entry]
+    end = 0
+    pieces = []
+    for one in kept:
+        if one.start != end:
+            return None
+        end = min(one.start + one.rows, prompt_tokens)
+        pieces.append((end - one.start, one.forward_rows))
+    return tuple(pieces) if end == prompt_tokens else None
 
 
 def _before_prefill(rounds: Sequence[Entry], last: int | None) -> list[Entry]:
@@ -197,6 +225,8 @@ def join(
         rounds_of(entries, len(tokens)),
         tail_of(entries, len(tokens)),
         feed_of(recorded, rows),
+        pieces_of(entries, len(prompt_ids)),
+        pid_of(recorded[-1].file.layout.path.name),
     )
 
 

@@ -18,6 +18,7 @@ from replay.capture.client.join import (
     lacks_feed,
     same_histogram,
 )
+from replay.capture.client.passes import PassNumbers
 from replay.capture.client.shard import NextShard
 from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.client.watch import RecordingStoppedError, RecordingWatch
@@ -119,7 +120,8 @@ class ServerClient:
     ) -> None:
         """Until each of ``todo`` is in the trace or refused; what is whole is kept, whatever ends it."""
         waiting: list[Answered] = []
-        shard = NextShard(self.options)
+        passes = PassNumbers(writer.next_verify_pass(), sum(one.writer for one in self.facts.manifests))
+        shard = NextShard(self.options, passes)
         left = len(todo)
         try:
             while left:
@@ -137,7 +139,7 @@ class ServerClient:
                     waiting.remove(one)
                 if shard.is_full or (shard and not left):
                     self._write(shard, writer, requests)
-                    shard = NextShard(self.options)
+                    shard = NextShard(self.options, passes)
                 if waiting and time.monotonic() - waiting[0].since > 1:
                     self.watch.check()
         finally:

@@ -4,7 +4,8 @@ import time
 from typing import TYPE_CHECKING
 
 from replay.capture.client.asking import Answered
-from replay.capture.client.join import JoinedRequest
+from replay.capture.client.join import JoinedRequest, ServedRound
+from replay.capture.client.passes import PassNumbers
 from replay.capture.options import ServerOptions
 from replay.traces.captured import CapturedRequest
 
@@ -21,8 +22,8 @@ _SHARD_SECONDS = 5.0  # or when the first of them is so old
 class NextShard:
     """Requests with their rows, and the rounds in which a server made them; ``rids`` are their ids in the spool."""
 
-    def __init__(self, options: ServerOptions) -> None:
-        self.options = options
+    def __init__(self, options: ServerOptions, passes: PassNumbers) -> None:
+        self.options, self.passes = options, passes
         self.rids: list[str] = []
         self._requests: list[CapturedRequest] = []
         self._joined: list[tuple[str, JoinedRequest]] = []
@@ -62,11 +63,17 @@ class NextShard:
         from replay.traces.server_rounds import served_schema
 
         rows = [
-            (name, number, one.anchor, list(one.drafted), one.accepted, list(one.parents) or None, one.batch or None)
+            (name, number, *_columns(one, self.passes.number(joined.pid, one.verify_pass)))
             for name, joined in self._joined
             for number, one in enumerate(joined.rounds)
         ]
         return DataFrame(rows, schema=served_schema(), orient="row")
+
+
+def _columns(one: ServedRound, verify_pass: int | None) -> tuple[object, ...]:
+    row = None if verify_pass is None else one.batch_row
+    drafted, parents = list(one.drafted), list(one.parents) or None
+    return one.anchor, drafted, one.accepted, parents, one.batch, verify_pass, row
 
 
 def _captured(one: Answered, joined: JoinedRequest, options: ServerOptions) -> CapturedRequest:
@@ -88,4 +95,5 @@ def _captured(one: Answered, joined: JoinedRequest, options: ServerOptions) -> C
         tail_ids=list(joined.tail_ids),
         server=answer.counters,
         feed=joined.feed,
+        pieces=joined.pieces,
     )

@@ -52,7 +52,8 @@ def copy_prefill(batch: Any, forward: TargetForward, columns: Columns, k: int) -
     """Of a prefill: all rows of each request of ours, and the logits of its last one."""
     import torch
 
-    spans = [(i, *span) for i, span in enumerate(_spans(batch)) if span[0].startswith(RID_PREFIX)]
+    every = list(_spans(batch))
+    spans = [(i, *span) for i, span in enumerate(every) if span[0].startswith(RID_PREFIX)]
     places = [slice(begin, end) for *_, begin, end in spans]
     chosen_BV = torch.cat([forward.logits_RV[i : i + 1] for i, *_ in spans])
     tensors = {
@@ -62,7 +63,8 @@ def copy_prefill(batch: Any, forward: TargetForward, columns: Columns, k: int) -
         **summarise_rows(chosen_BV, k),
     }
     known = [(rid, prefix, end - begin) for _, rid, prefix, begin, end in spans]
-    return tensors, partial(prefill_rows, known, columns.taps, columns.width)
+    *_, forward_rows = every[-1]  # where the last request's rows end
+    return tensors, partial(prefill_rows, known, forward_rows, columns.taps, columns.width)
 
 
 def copy_decode(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "Copied":
@@ -83,8 +85,8 @@ def hold_verify(forward: TargetForward, k: int) -> HeldVerify:
     return HeldVerify(forward.hidden_RC, forward.final_RH, summarise_rows(forward.logits_RV, k))
 
 
-def copy_verify(held: HeldVerify, result: Any, batch: Any, columns: Columns) -> "Copied":
-    """The accepted rows of a verify, in the order of their positions."""
+def copy_verify(held: HeldVerify, result: Any, batch: Any, columns: Columns, verify_pass: int) -> "Copied":
+    """The accepted rows of a verify, the process's number ``verify_pass``, in the order of their positions."""
     index_BD = result.accept_index.long().clamp(min=0)  # global node numbers
     size, depth = index_BD.shape
     nodes = result.speculative_num_draft_tokens
@@ -104,7 +106,7 @@ def copy_verify(held: HeldVerify, result: Any, batch: Any, columns: Columns) -> 
     if batch.spec_info.topk > 1:
         for name in ("retrieve_next_token", "retrieve_next_sibling"):
             tensors[name] = _own(getattr(batch.spec_info, name).reshape(size, nodes))
-    return tensors, partial(verify_rows, [req.rid for req in batch.reqs], columns.taps, columns.width)
+    return tensors, partial(verify_rows, [req.rid for req in batch.reqs], verify_pass, columns.taps, columns.width)
 
 
 def copy_feed(batch: Any, width: int) -> "Copied | None":

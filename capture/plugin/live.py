@@ -35,6 +35,7 @@ class LiveRecording:
     def __init__(self, columns: Columns, k: int, recorder: RowRecorder) -> None:
         self.columns, self.k, self.recorder = columns, k, recorder
         self._held: HeldVerify | None = None  # whose forward has run and whose result is not there yet
+        self._verify_passes = 0  # that this process has run, whoever's requests were in them
 
     @property
     def goes_on(self) -> bool:
@@ -69,11 +70,13 @@ class LiveRecording:
     def record_verify(self, result: Any, batch: Any) -> None:
         """Copy the accepted rows of the verify whose forward was held."""
         held, self._held = self._held, None
+        number = self._verify_passes
+        self._verify_passes += 1
         if held is None:
             return
         with self._guarded():
             if not batch.forward_mode.is_idle():
-                self.recorder.submit(*copy_verify(held, result, batch, self.columns))
+                self.recorder.submit(*copy_verify(held, result, batch, self.columns, number))
 
     def record_feed(self, batch: Any) -> None:
         """Copy a few rows of what the draft is fed in a prefill. Raises CaptureError, and what is UNFORESEEN."""

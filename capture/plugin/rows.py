@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 
 
 def prefill_rows(
-    spans: Sequence[tuple[str, int, int]], taps: Sequence[str], width: int, cpu: "Mapping[str, torch.Tensor]"
+    spans: Sequence[tuple[str, int, int]],
+    forward_rows: int,
+    taps: Sequence[str],
+    width: int,
+    cpu: "Mapping[str, torch.Tensor]",
 ) -> "tuple[list[Entry], dict[str, torch.Tensor]]":
-    """Of a prefill: each of ``spans`` (request, first position, rows) has logits for its last row only."""
-    return [Entry(rid, "prefill", start, rows, 1) for rid, start, rows in spans], _tensors(cpu, taps, width)
+    """Of a prefill of ``forward_rows`` in all: each of ``spans`` (request, first position, rows) has logits for its
+    last row only."""
+    entries = [Entry(rid, "prefill", start, rows, 1, forward_rows=forward_rows) for rid, start, rows in spans]
+    return entries, _tensors(cpu, taps, width)
 
 
 def decode_rows(
@@ -33,9 +39,10 @@ def decode_rows(
 
 
 def verify_rows(
-    rids: Sequence[str], taps: Sequence[str], width: int, cpu: "Mapping[str, torch.Tensor]"
+    rids: Sequence[str], verify_pass: int, taps: Sequence[str], width: int, cpu: "Mapping[str, torch.Tensor]"
 ) -> "tuple[list[Entry], dict[str, torch.Tensor]]":
-    """Of a verify: rows [B*D, .] along the accepted paths, of which ``accept_lens`` [B] count; all have logits."""
+    """Of a verify, the process's number ``verify_pass``: rows [B*D, .] along the accepted paths, of which
+    ``accept_lens`` [B] count; all have logits."""
     import torch
 
     size, depth = cpu["chosen"].shape
@@ -61,6 +68,8 @@ def verify_rows(
                 accepted=rows - 1,
                 chosen=chosen[i][:rows],
                 batch=size,
+                batch_row=i,
+                verify_pass=verify_pass,
             )
         )
         places.append(torch.arange(i * depth, i * depth + rows))

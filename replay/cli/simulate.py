@@ -66,8 +66,9 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     "kvs",
     metavar="P",
     help="Draft KV: refresh, rewritten from target features after each verify, or a policy: stale, accumulate, "
-    "last-hole, full-hole, none, overwrite, unseen, hole:P, chunk:N, window:N, row:WHICH. In trees slot (SGLang: a "
-    "node sees what stood in its column) or path (EAGLE: its ancestors).  [default: refresh; in trees the engine's]",
+    "last-hole, full-hole, none, overwrite, unseen, hole:P, chunk:N, chunk:recorded, window:N, row:WHICH. In trees "
+    "slot (SGLang: a node sees what stood in its column) or path (EAGLE: its ancestors).  [default: refresh; in trees "
+    "the engine's]",
 )
 @_repeated(
     "--fault",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from replay.diagnosis.case import Case
+from replay.engines.behaviour import RECORDED
 from replay.faults.table import TREE_FAULT
 from replay.traces.reader import Trace
 
@@ -83,12 +84,16 @@ def _prefixes(case: Case) -> Iterator[str]:
 
 
 def _chunks(case: Case) -> Iterator[str]:
-    """The server's own ``--chunked-prefill-size`` where the trace has it (-1: prompts are whole), else the usual ones.
+    """Where the trace records where prompts were cut, there; then the server's own ``--chunked-prefill-size`` where the
+    trace has it (-1: prompts are whole), else the usual ones.
 
     Prompts that share a prefill share its chunk, so that under load a prompt's own chunks end elsewhere.
     """
+    records = case.trace.records
+    if all(record.pieces for record in records) and any(len(record.pieces) > 1 for record in records):
+        yield RECORDED
     stated = case.trace.header.engine.details.get("chunked_prefill_size", "")
-    longest = max((record.prompt_tokens for record in case.trace.records), default=0)
+    longest = max((record.prompt_tokens for record in records), default=0)
     sizes = (int(stated),) if stated.lstrip("-").isdigit() else (16, 64, 256, 2048, 8192)
     yield from (str(size) for size in sizes if 0 < size < longest)
 

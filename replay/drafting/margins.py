@@ -142,7 +142,11 @@ def read_margins(
         return logit_B.float(), best_B.float(), preferred_B, margin_B.float(), logsumexp_B, spread_BZ
 
     logit_A, best_A, preferred_A, margin_A, logsumexp_A, spread_AZ = read_logits(
-        head, normed_AE, read, sizes, widening=2  # logits in fp32 beside them
+        head,
+        normed_AE,
+        read,
+        sizes,
+        widening=2,  # logits in fp32 beside them
     )
     return logit_A, best_A, head.target_ids_W[preferred_A], margin_A, logsumexp_A, spread_AZ
 

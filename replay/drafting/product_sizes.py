@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replay.drafting.rows import DraftInput, Span
+from replay.drafting.rows import DraftInput, Piece, Span
 from replay.head.products import Execution
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def served_sizes(inputs: Sequence[DraftInput], execution: Execution) -> Tensor |
         return None
     return torch.cat([
         products_of_rows(
-            item.rows, item.prompt_tokens, item.spans,
+            item.rows, item.prompt_tokens, item.spans, item.pieces,
             product_rows=execution.product_rows, prefill_rows=execution.prefill_rows,
         )
         for item in inputs
@@ -45,16 +45,31 @@ def served_sizes(inputs: Sequence[DraftInput], execution: Execution) -> Tensor |
 
 
 def products_of_rows(
-    rows: int, prompt_tokens: int, spans: Sequence[Span], *, product_rows: int, prefill_rows: int | None
+    rows: int,
+    prompt_tokens: int,
+    spans: Sequence[Span],
+    pieces: Sequence[Piece] = (),
+    *,
+    product_rows: int,
+    prefill_rows: int | None,
 ) -> Tensor:
-    """The size of each row's product, of a request's first ``rows``; ``product_rows`` stands for all sizes up to it."""
-    chunks = prefill_sizes(prompt_tokens, prefill_rows)
-    prompt = torch.tensor(chunks, dtype=torch.long).repeat_interleave(torch.tensor(chunks))
+    """The size of each row's product, of a request's first ``rows``; ``product_rows`` stands for all sizes up to it.
+
+    A prompt's rows ran with those of the other requests of their prefill, which ``pieces`` tell.
+    """
     sizes_R = torch.full((max(rows, prompt_tokens),), product_rows)
-    sizes_R[:prompt_tokens] = prompt
+    sizes_R[:prompt_tokens] = prompt_products(prompt_tokens, pieces, prefill_rows)
     for first, count, size in spans:
         sizes_R[first : first + count] = size
     return sizes_R[:rows].clamp_min(product_rows)
+
+
+def prompt_products(prompt_tokens: int, pieces: Sequence[Piece], prefill_rows: int | None) -> Tensor:
+    """The size of each prompt row's product [prompt_tokens]; of rows that no piece holds, as of a prompt by itself."""
+    alone = prefill_sizes(prompt_tokens - sum(rows for rows, _ in pieces), prefill_rows)
+    counts = [*alone, *(rows for rows, _ in pieces)]
+    sizes = [*alone, *(forward for _, forward in pieces)]
+    return torch.tensor(sizes, dtype=torch.long).repeat_interleave(torch.tensor(counts, dtype=torch.long))
 
 
 def prefill_sizes(prompt_tokens: int, prefill_rows: int | None) -> list[int]:

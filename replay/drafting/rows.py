@@ -7,14 +7,17 @@ speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``, ``_draft_extend_fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from replay.engines.behaviour import Behaviour
+from replay.engines.behaviour import RECORDED, Behaviour, Chunk
 
 # First row, rows, and rows of the product that made them.
 Span = tuple[int, int, int]
+# Rows of one piece of a prompt, and rows of the forward in which a server prefilled it.
+Piece = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class DraftInput:
 
     ``sampled_T`` is what the target would choose after each of its prompt positions, needed for ``Behaviour.chunk``
     only. ``only`` names the anchors to draft at, rising (None: every one). ``spans``: in products of how many rows a
-    server made its rows, where it told (product_sizes.py).
+    server made its rows, where it told (product_sizes.py). ``pieces`` in which it prefilled the prompt, none where it
+    did not tell; prompt rows before the first one came from a cache.
     """
 
     tokens_T: Tensor
@@ -32,6 +36,7 @@ class DraftInput:
     sampled_T: Tensor | None = None
     only: Tensor | None = None
     spans: Sequence[Span] = ()
+    pieces: Sequence[Piece] = ()
 
     @property
     def rows(self) -> int:
@@ -91,16 +96,20 @@ def find_dummies(anchor_rows_A: Tensor, behaviour: Behaviour) -> Tensor:
     return anchor_rows_A >= behaviour.dummy_from
 
 
-def chunk_ends(prompt_tokens: int, chunk: int) -> range:
+def chunk_ends(prompt_tokens: int, chunk: Chunk, pieces: Sequence[Piece]) -> Sequence[int]:
     """The last rows of all chunks of a prompt but the final one, whose next token is the first of the output."""
-    return range(chunk - 1, prompt_tokens - 1, chunk)
+    if chunk != RECORDED:
+        return range(chunk - 1, prompt_tokens - 1, chunk)
+    sizes = [rows for rows, _ in pieces]
+    first = prompt_tokens - sum(sizes)
+    return [first + end - 1 for end in accumulate(sizes[:-1])]
 
 
 def _ids(item: DraftInput, behaviour: Behaviour, index_R: Tensor) -> Tensor:
     first = 0 if behaviour.pairing == "own-token" else 1
     ids_R = item.tokens_T[first : first + item.rows]
     if behaviour.chunk is not None and item.sampled_T is not None:
-        ends = [end for end in chunk_ends(item.prompt_tokens, behaviour.chunk) if end < item.rows]
+        ends = [end for end in chunk_ends(item.prompt_tokens, behaviour.chunk, item.pieces) if end < item.rows]
         ends_E = torch.tensor(ends, dtype=torch.long)
         ids_R = ids_R.index_copy(0, ends_E, item.sampled_T[ends_E])
     return ids_R

@@ -10,6 +10,7 @@ anchor row; the rows that its steps add are drafted rows, j = 1 .. K-1 embedding
 """
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 # What a committed row pairs: x[i+1] with its features; its own token x[i]; or the features of the position before.
 PAIRINGS = ("next-token", "own-token", "earlier-features")
@@ -30,6 +31,9 @@ NEXT_ROWS = ("accepted", "first", "previous", "drafted", "hidden-only")
 # the row before it; each one those of the row before it; or all those of the first, or of the last, among them. Rows of
 # the prompt keep theirs.
 STALE_ROWS = ("none", "anchor", "previous", "first", "last")
+# A prompt came in the pieces that the trace records, request by request, instead of in chunks of one size.
+RECORDED: Literal["recorded"] = "recorded"
+Chunk = int | Literal["recorded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,9 @@ class Behaviour:
     ``attention`` or ``mlp`` with its layer (None: every layer).
 
     Rows: ``pairing``, ``zero_slots`` slots of the wiring that are fed zeros, ``unit_taps`` every tap divided by its
-    root mean square, ``chunk`` the prompt came in chunks whose last rows embed what the target would sample there,
-    ``handoff`` the last prompt row has zero features, ``noise`` Gaussian noise on every tap of a row, as a part of that
-    tap's root mean square: the same for the same position and token (drafting/rows.py).
+    root mean square, ``chunk`` the prompt came in chunks (of so many tokens, or RECORDED) whose last rows embed what
+    the target would sample there, ``handoff`` the last prompt row has zero features, ``noise`` Gaussian noise on every
+    tap of a row, as a part of that tap's root mean square: the same for the same position and token (drafting/rows.py).
 
     Positions: ``offset`` of all rows, ``drafted_offset`` of drafted rows beyond that, ``advance`` per step,
     ``max_position`` positions from there on are the last one below, ``dummy_from`` anchors whose row stands there or
@@ -75,7 +79,7 @@ class Behaviour:
     pairing: str = "next-token"
     zero_slots: tuple[int, ...] = ()
     unit_taps: bool = False
-    chunk: int | None = None
+    chunk: Chunk | None = None
     handoff: bool = False
     noise: float = 0.0
 

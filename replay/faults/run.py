@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 from replay.checkpoint.config import Rope
+from replay.engines.behaviour import RECORDED
 from replay.errors import CheckpointError, UsageError
 from replay.faults.change import Change, FaultValueError, Subject, behave, choice, number_of, positive_number
 
@@ -158,7 +159,10 @@ def slot_write(value: str) -> Change:
 
 
 def chunk(value: str) -> Change:
-    return behave(chunk=number_of("kv.chunk-boundary", value, "a number of tokens, the chunk's", least=1))
+    if value == RECORDED:
+        return behave(chunk=RECORDED)
+    possible = f"a number of tokens, the chunk's, or {RECORDED}, the pieces in the trace"
+    return behave(chunk=number_of("kv.chunk-boundary", value, possible, least=1))
 
 
 def no_kv(value: str) -> Change:

@@ -118,8 +118,8 @@ _TABLE: Sequence[FaultKind] = (
         run.slot_write, reports=5, kv={"overwrite": "overwrite", "unseen": "unseen"},
         remedy="update the engine: drafted rows must have a KV slot each, and the attended length must grow by step"),
     FaultKind(
-        "kv.chunk-boundary", "the last row of each prompt chunk embeds a predicted token", "N", None, run.chunk,
-        reports=4, kv={"chunk": ""},
+        "kv.chunk-boundary", "the last row of each prompt chunk embeds a predicted token", "N|recorded", None,
+        run.chunk, reports=4, kv={"chunk": ""},
         remedy="raise --chunked-prefill-size above the prompts, or update to a version with the tail fix"),
     FaultKind(
         "kv.skip-draft", "a span of the output left no draft KV", "START:STOP[:masked]", None, run.skip_draft,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.engines.behaviour import HEALTHY
+from replay.engines.behaviour import HEALTHY, RECORDED
 from replay.engines.precision import PLAIN, parse_precision
 from replay.engines.profiles import NUMERICS, PRECISIONS, EngineProfile, engine_profile, precision_of_dtype
 from replay.engines.wiring import Wiring, default_wiring, sglang_wiring
@@ -90,6 +90,8 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
             f"chunks of {subject.behaviour.chunk} embed what the target would say after them, and the trace holds no "
             f"tap final; capture one with --taps {','.join((*trace.taps, FINAL))}"
         )
+    if subject.behaviour.chunk == RECORDED:
+        _check_pieces(trace)
     if subject.behaviour.follows_walk and samples_drafts(variant.verify, trace):
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(
@@ -97,6 +99,16 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
             "target-only"
         )
     return subject
+
+
+def _check_pieces(trace: Trace) -> None:
+    untold = sum(not record.pieces for record in trace.records)
+    if untold:
+        raise UsageError(
+            f"{trace.path} does not say of {untold} of {len(trace)} requests in what pieces their prompts were "
+            "prefilled, kv.chunk-boundary takes a number of tokens there; type kv.chunk-boundary=N, or record the "
+            "server anew by replay serve"
+        )
 
 
 def build_head(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from replay.drafting.rows import DraftInput, Span, chunk_ends
+from replay.engines.behaviour import Chunk
 from replay.engines.wiring import Wiring
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.taps import FINAL
@@ -45,15 +46,15 @@ def draft_input(
 ) -> DraftInput:
     """One request of the trace as a draft takes it; ``spans`` as ``served_spans`` gave them."""
     features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
-    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T, spans=spans)
+    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T, spans=spans, pieces=rows.pieces)
 
 
-def sampled_after_chunks(rows: RequestRows, trace: Trace, chunk: int) -> torch.Tensor:
+def sampled_after_chunks(rows: RequestRows, trace: Trace, chunk: Chunk) -> torch.Tensor:
     """What the target would say after each chunk's last prompt row [T]; 0 elsewhere. Needs the tap ``final``."""
     from replay.traces.lm_head import recompute
 
     sampled_T = torch.zeros_like(rows.tokens)
-    ends = torch.tensor(list(chunk_ends(rows.prompt_tokens, chunk)), dtype=torch.long)
+    ends = torch.tensor(list(chunk_ends(rows.prompt_tokens, chunk, rows.pieces)), dtype=torch.long)
     if len(ends):
         none = torch.empty((len(ends), 0), dtype=torch.long)
         weight_VE = trace.lm_head_weight()

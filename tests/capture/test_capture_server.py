@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 from click.testing import CliRunner
@@ -95,6 +96,22 @@ def test_trace_holds_what_the_draft_was_fed(options: ServerOptions) -> None:
     assert found.wiring == ("embed", "2") and (found.next_token, found.offset) == (4, 0)
     feed = trace.feed(by_id(trace)["r0"])
     assert feed is not None and (feed.row_F.tolist(), feed.token_F.tolist()) == ([1], [3])
+
+
+def test_trace_holds_the_pieces_of_prompts_and_what_ran_together(options: ServerOptions) -> None:
+    """Two chunks a prompt, each beside 3 rows of somebody else, who stands in row 0 of every verify as well."""
+    capture(options)
+    trace = Trace.open(options.out)
+    for record in trace.records:
+        half = record.prompt_tokens // 2
+        expected = [half, record.prompt_tokens - half] if half else [1]
+        assert record.pieces == tuple((rows, rows + 3) for rows in expected)
+    rounds = trace.served_rounds()
+    assert set(rounds["batch"]) == {2} and set(rounds["batch_row"]) == {1}
+    assert rounds["verify_pass"].n_unique() == len(rounds)
+    for name in rounds["request_id"].unique():
+        passes = rounds.filter(request_id=name).sort("round")["verify_pass"].to_list()
+        assert passes == sorted(passes)
 
 
 def test_a_feed_that_comes_after_a_short_answer_is_waited_for(options: ServerOptions, server: FakeServer) -> None:
@@ -353,12 +370,30 @@ def test_server_started_anew_is_noticed_and_resumed(options: ServerOptions, serv
         capture(replace(options, concurrency=1))
     kept = len(Trace.open(options.out, allow_incomplete=True))
     assert kept <= 2  # rows of the answered two that were not joined yet are gone with the server
-    server.answer, server.rowless = answer, 0  # type: ignore[method-assign]
+    server.answer, server.rowless, server.passes = answer, 0, 0  # type: ignore[method-assign]
     server.manifest()
     result, _ = capture(replace(options, resume=True))
     assert result.recorded == 4 - kept
     ids = [record.request_id for record in Trace.open(options.out).records]
     assert sorted(ids) == ["r0", "r1", "r2", "r3"]
+
+
+def test_passes_of_a_server_started_anew_are_told_from_those_before(
+    options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts from 0 again; the requests that were safe keep their numbers."""
+    monkeypatch.setattr("replay.capture.client.shard.SHARD_REQUESTS", 1)
+    refused, answer = PROMPTS[3], server.answer
+    server.answer = (  # type: ignore[method-assign]
+        lambda body: (400, {"error": {"message": "no"}}) if body["input_ids"] == refused else answer(body)
+    )
+    capture(options)
+    before = Trace.open(options.out).served_rounds()
+    server.answer, server.passes = answer, 0  # type: ignore[method-assign]
+    capture(replace(options, resume=True))
+    rounds = Trace.open(options.out).served_rounds()
+    assert rounds.filter(pl.col("request_id") != "r3").equals(before)
+    assert rounds["verify_pass"].n_unique() == len(rounds) > len(before) > 0
 
 
 def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: FakeServer) -> None:

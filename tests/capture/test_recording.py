@@ -14,10 +14,12 @@ from replay.capture.client.join import (
     first_missing,
     join,
     lacks_feed,
+    pieces_of,
     rounds_of,
     same_histogram,
     tail_of,
 )
+from replay.capture.client.passes import PassNumbers
 from replay.capture.local.sampling import summarise_logits
 from replay.capture.manifest import Manifest, read_manifests, write_manifest
 from replay.capture.plugin import recorder as recorder_module
@@ -52,8 +54,12 @@ def forward(rows: int, logits: int, first: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_prefill_rows() -> None:
-    entries, tensors = prefill_rows([("replay-a", 4, 3), ("replay-b", 0, 2)], TAPS, WIDTH, forward(5, 2))
-    assert entries == [Entry("replay-a", "prefill", 4, 3, 1), Entry("replay-b", "prefill", 0, 2, 1)]
+    """Of 9 rows in all, 4 of them somebody else's."""
+    entries, tensors = prefill_rows([("replay-a", 4, 3), ("replay-b", 0, 2)], 9, TAPS, WIDTH, forward(5, 2))
+    assert entries == [
+        Entry("replay-a", "prefill", 4, 3, 1, forward_rows=9),
+        Entry("replay-b", "prefill", 0, 2, 1, forward_rows=9),
+    ]
     assert tensors["tap.embed"][:, 0].tolist() == [0, 1, 2, 3, 4]
     assert tensors["tap.2"][:, 0].tolist() == [100, 101, 102, 103, 104]
 
@@ -73,10 +79,11 @@ def test_verify_rows_keep_what_was_accepted() -> None:
         "accept_lens": torch.tensor([2, 3, 1], dtype=torch.int32),
         "anchors": torch.tensor([40, 41, 42], dtype=torch.int32),
     }
-    entries, tensors = verify_rows(["replay-a", "b", "replay-c"], TAPS, WIDTH, cpu)
+    entries, tensors = verify_rows(["replay-a", "b", "replay-c"], 17, TAPS, WIDTH, cpu)
+    ours = {"batch": 3, "verify_pass": 17}
     assert entries == [
-        Entry("replay-a", "verify", 40, 2, 2, drafted=[11, 12], accepted=1, chosen=[11, 50], batch=3),
-        Entry("replay-c", "verify", 42, 1, 1, drafted=[31, 32], accepted=0, chosen=[99], batch=3),
+        Entry("replay-a", "verify", 40, 2, 2, drafted=[11, 12], accepted=1, chosen=[11, 50], batch_row=0, **ours),
+        Entry("replay-c", "verify", 42, 1, 1, drafted=[31, 32], accepted=0, chosen=[99], batch_row=2, **ours),
     ]
     assert tensors["input_ids"].tolist() == [0, 1, 6]
 
@@ -136,7 +143,7 @@ def test_feed_rows() -> None:
 
 
 def rows(name: str, cpu: dict[str, torch.Tensor]) -> tuple[list[Entry], dict[str, torch.Tensor]]:
-    return prefill_rows([(name, 0, len(cpu["final"]))], TAPS, WIDTH, cpu)
+    return prefill_rows([(name, 0, len(cpu["final"]))], len(cpu["final"]), TAPS, WIDTH, cpu)
 
 
 def test_recorder_writes_what_it_was_given(tmp_path: Path) -> None:
@@ -231,7 +238,7 @@ def test_recorder_gives_every_client_files_of_its_own(tmp_path: Path) -> None:
     }
     cpu["logsumexp"] = torch.arange(8.0)
     recorder = RowRecorder(tmp_path, 5, lambda _: None)
-    recorder.submit(cpu, lambda given: verify_rows(rids, TAPS, WIDTH, given))
+    recorder.submit(cpu, lambda given: verify_rows(rids, 0, TAPS, WIDTH, given))
     recorder.close()
     found = {}
     for name in row_file_names(tmp_path):
@@ -277,11 +284,11 @@ def test_a_feed_that_is_not_whole_is_refused(tmp_path: Path, lacking: str) -> No
 def verify(anchor: int, accepted: int, token: int = 0) -> Entry:
     """A round whose chosen tokens are ``token``, ``token`` + 1, ..."""
     chosen = [token + i for i in range(accepted + 1)]
-    return Entry("r", "verify", anchor, accepted + 1, accepted + 1, [1, 2], (), accepted, chosen)
+    return Entry("r", "verify", anchor, accepted + 1, accepted + 1, [1, 2], (), accepted, chosen, batch=1)
 
 
-def prefill(start: int, stop: int) -> Entry:
-    return Entry("r", "prefill", start, stop - start, 1)
+def prefill(start: int, stop: int, forward_rows: int | None = None) -> Entry:
+    return Entry("r", "prefill", start, stop - start, 1, forward_rows=forward_rows or stop - start)
 
 
 def test_rounds_in_order_without_the_one_that_overlapped_the_end() -> None:
@@ -302,6 +309,29 @@ def test_retraction_before_a_round_was_taken_drops_it() -> None:
     assert [one.anchor for one in rounds_of(entries[:5], 9)] == [5]  # and nothing came after
 
 
+def test_pieces_are_those_that_made_the_prompts_rows() -> None:
+    """Of a prompt of 7 tokens."""
+    first = [prefill(0, 4, 9), prefill(4, 7, 3)]
+    assert pieces_of(first, 7) == ((4, 9), (3, 3))
+    assert pieces_of([*first, verify(7, 1), verify(9, 0)], 7) == ((4, 9), (3, 3))
+    # put back: the last prefill goes on over two tokens of the output
+    assert pieces_of([*first, verify(7, 1), prefill(0, 3, 8), prefill(3, 9, 6)], 7) == ((3, 8), (4, 6))
+    assert pieces_of([*first, verify(7, 1), prefill(0, 7, 8), prefill(7, 9, 6)], 7) == ((7, 8),)
+    # put back in the middle of its prefill; then only a part is prefilled anew, from a cached piece on, or inside it
+    assert pieces_of([prefill(0, 4, 9), prefill(0, 6, 6), prefill(6, 7, 6)], 7) == ((6, 6), (1, 6))
+    assert pieces_of([*first, prefill(4, 8, 5)], 7) == ((4, 9), (3, 5))
+    assert pieces_of([*first, prefill(2, 8, 6)], 7) is None
+    assert pieces_of([prefill(3, 7, 4)], 7) is None and pieces_of([prefill(0, 4, 4)], 7) is None
+    assert pieces_of([], 7) is None
+
+
+def test_passes_of_processes_and_captures_are_told_apart() -> None:
+    passes = PassNumbers(100, 2)
+    assert [passes.number(pid, count) for pid, count in ((8, 0), (9, 0), (8, 1), (9, 7))] == [100, 101, 102, 115]
+    assert passes.number(10, 0) is None  # more processes than there should be
+    assert PassNumbers(0, 1).number(8, 5) == 5
+
+
 def test_tail_is_what_was_chosen_beyond_the_output() -> None:
     entries = [prefill(0, 5), verify(5, 1, 60), verify(7, 2, 70)]  # tokens 6, 7 are 60, 61; 8, 9, 10 are 70, 71, 72
     assert tail_of(entries, 9) == (71, 72)
@@ -318,7 +348,8 @@ def test_histograms_agree_but_for_zeros_at_the_end() -> None:
 
 
 def write_one(folder: Path, entry: Entry, first: int = 0) -> Path:
-    _, tensors = prefill_rows([(entry.rid, entry.start, entry.rows)], TAPS, WIDTH, forward(entry.rows, 1, first))
+    spans = [(entry.rid, entry.start, entry.rows)]
+    _, tensors = prefill_rows(spans, entry.rows, TAPS, WIDTH, forward(entry.rows, 1, first))
     write_row_file(folder, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
     return folder / row_file_names(folder)[0]
 
@@ -328,13 +359,14 @@ def test_final_stays_with_the_logits_when_rows_are_computed_again(tmp_path: Path
     recorded = []
     for number, (start, count, logits, shift) in enumerate([(0, 2, 1, 0), (2, 2, 2, 10), (0, 5, 1, 20)]):
         cpu = forward(count, logits, shift) | {"input_ids": torch.arange(start, start + count, dtype=torch.int32)}
-        _, tensors = prefill_rows([("r", start, count)], TAPS, WIDTH, cpu)
-        kind = Entry("r", "prefill", start, count, logits)
+        _, tensors = prefill_rows([("r", start, count)], count, TAPS, WIDTH, cpu)
+        kind = Entry("r", "prefill", start, count, logits, forward_rows=count + 5)
         write_row_file(tmp_path, 3, number, [kind], {name: [part] for name, part in tensors.items()})
         recorded.append(Recorded(read_row_file(tmp_path / row_file_names(tmp_path)[-1], TAPS, WIDTH), 0))
     joined = join("r", [0, 1], [2, 3, 4, 5], recorded, ("2", "final"))
     assert joined.taps["2"][:, 0].tolist() == [120, 121, 122, 123, 124]
     assert joined.taps["final"][:, 0].tolist() == [20, 1, 10, 11, 24]
+    assert joined.pieces == ((2, 10),) and joined.pid == 3
 
 
 def test_a_feed_counts_beside_the_rows_it_was_made_of(tmp_path: Path) -> None:
@@ -349,7 +381,7 @@ def test_a_feed_counts_beside_the_rows_it_was_made_of(tmp_path: Path) -> None:
             (entry,), tensors = feed_rows([("r", feed[1])], fed(feed[0], len(feed[1])))
         else:
             assert entry is not None
-            _, tensors = prefill_rows([], TAPS, WIDTH, forward(entry.rows, entry.logits))
+            _, tensors = prefill_rows([], 0, TAPS, WIDTH, forward(entry.rows, entry.logits))
         write_row_file(tmp_path, 3, number, [entry], {name: [part] for name, part in tensors.items()})
         recorded.append(Recorded(read_row_file(tmp_path / row_file_names(tmp_path)[-1], TAPS, WIDTH), 0))
     found = feed_of(recorded, 12)
@@ -370,15 +402,15 @@ def test_a_feed_is_due_after_each_prefill_from_the_start() -> None:
 
 
 def test_missing_rows_are_seen(tmp_path: Path) -> None:
-    file = read_row_file(write_one(tmp_path, Entry("r", "prefill", 2, 4, 1)), TAPS, WIDTH)
+    file = read_row_file(write_one(tmp_path, prefill(2, 6)), TAPS, WIDTH)
     assert first_missing([Recorded(file, 0)], 6) == 0
-    whole = read_row_file(write_one(tmp_path, Entry("r", "prefill", 0, 4, 1)), TAPS, WIDTH)
+    whole = read_row_file(write_one(tmp_path, prefill(0, 4)), TAPS, WIDTH)
     assert first_missing([Recorded(whole, 0)], 6) == 4 and first_missing([Recorded(whole, 0)], 4) is None
 
 
 @pytest.mark.parametrize("cut", [0, 7, 8, 60, -1])
 def test_torn_rows_are_refused_by_name(tmp_path: Path, cut: int) -> None:
-    path = write_one(tmp_path, Entry("r", "prefill", 0, 4, 1))
+    path = write_one(tmp_path, prefill(0, 4))
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(TraceCorruptError, match=path.name):
         read_row_file(path, TAPS, WIDTH)
@@ -387,17 +419,19 @@ def test_torn_rows_are_refused_by_name(tmp_path: Path, cut: int) -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        Entry("r", "prefill", 0, 5, 1),  # more rows than there are
-        Entry("r", "prefill", 0, 4, 5),  # more logits than rows
-        Entry("r", "verify", 0, 4, 1, accepted=1, chosen=[1, 2]),
+        Entry("r", "prefill", 0, 5, 1, forward_rows=5),  # more rows than there are
+        Entry("r", "prefill", 0, 4, 5, forward_rows=4),  # more logits than rows
+        Entry("r", "prefill", 0, 4, 1, forward_rows=3),  # more rows than its forward
+        Entry("r", "verify", 0, 4, 1, accepted=1, chosen=[1, 2], batch=1),
+        Entry("r", "verify", 0, 4, 1, accepted=3, chosen=[1, 2, 3, 4], batch=2, batch_row=2),
         Entry("r", "guess", 0, 4, 1),
-        Entry("r", "prefill", 0, 4, 1, fed=[2]),
+        Entry("r", "prefill", 0, 4, 1, fed=[2], forward_rows=4),
         Entry("r", "feed", 0, 4, 1, fed=[2]),
         Entry("r", "feed", 0, 0, 0),
     ],
 )
 def test_entries_that_disagree_are_refused(tmp_path: Path, entry: Entry) -> None:
-    _, tensors = prefill_rows([("r", 0, 4)], TAPS, WIDTH, forward(4, 1))
+    _, tensors = prefill_rows([("r", 0, 4)], 4, TAPS, WIDTH, forward(4, 1))
     write_row_file(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
     with pytest.raises(TraceCorruptError):
         read_row_file(tmp_path / row_file_names(tmp_path)[0], TAPS, WIDTH)
@@ -408,7 +442,7 @@ def test_manifest_goes_and_comes(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest)
     assert read_manifests(tmp_path) == [manifest]
     text = (tmp_path / "rank-12.json").read_text()
-    (tmp_path / "rank-12.json").write_text(text.replace('"version": 2', '"version": 1'))
+    (tmp_path / "rank-12.json").write_text(text.replace('"version": 3', '"version": 2'))
     with pytest.raises(CaptureError, match="same replay"):
         read_manifests(tmp_path)
     (tmp_path / "rank-12.json").write_text(text[:50])
@@ -426,7 +460,7 @@ def test_a_new_start_clears_what_earlier_ones_left(tmp_path: Path) -> None:
     old, new = (launch_folder(tmp_path, digit * 16) for digit in "01")
     for folder in (old, new):
         folder.mkdir(parents=True)
-        write_one(folder, Entry("r", "prefill", 0, 4, 1))
+        write_one(folder, prefill(0, 4))
     (tmp_path / "spool" / "notes").mkdir()
     (tmp_path / "spool" / ("2" * 16)).symlink_to(new)
     drop_launches(tmp_path, "1" * 16)

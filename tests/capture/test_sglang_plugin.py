@@ -572,6 +572,49 @@ class Submitted:
         self.failure = reason
 
 
+def test_rows_and_passes_of_others_are_counted(tmp_path: Path) -> None:
+    """A prefill of 2 + 3 + 1 rows, the first 2 somebody else's; of three verifies the second has no request of ours."""
+    from types import SimpleNamespace
+
+    import torch
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32)
+
+    plugin, seen = plugin_of(tmp_path), Submitted()
+    recording_to(plugin, seen)
+    given = SimpleNamespace(
+        hidden_states=torch.ones(6, 4), last_hidden_states=torch.ones(6, 2), next_token_logits=torch.ones(6, 16)
+    )
+    result = SimpleNamespace(
+        accept_index=numbers(3, 2), speculative_num_draft_tokens=2, next_token_ids=numbers(6),
+        accept_lens=numbers(3) + 1, new_seq_lens=numbers(3) + 9,
+    )  # fmt: skip
+    for kind, names in (("prefill", "xab"), ("verify", "axb"), ("verify", "xyz"), ("verify", "xyb")):
+        rids = [f"replay-{name}" if name in "ab" else name for name in names]
+        mode = SimpleNamespace(
+            is_idle=lambda: False, is_target_verify=lambda kind=kind: kind == "verify",
+            is_extend=lambda kind=kind: kind == "prefill",
+        )  # fmt: skip
+        batch = SimpleNamespace(
+            rids=rids, reqs=[SimpleNamespace(rid=rid) for rid in rids], forward_mode=mode, input_ids=numbers(6),
+            extend_seq_lens_cpu=[2, 3, 1], extend_prefix_lens_cpu=[0, 4, 0],
+            spec_info=SimpleNamespace(topk=1, draft_token=numbers(6)),
+        )  # fmt: skip
+        out = SimpleNamespace(logits_output=SimpleNamespace(**vars(given)))
+        plugin.after_forward(out, SimpleNamespace(is_draft_worker=False), batch)
+        if kind == "verify":
+            plugin.after_verify(result, None, batch)
+    entries = [entry for made, _ in seen.made for entry in made]
+    assert seen.failure is None
+    assert [(one.rid, one.start, one.rows, one.forward_rows) for one in entries[:2]] == [
+        ("replay-a", 4, 3, 6), ("replay-b", 0, 1, 6),
+    ]  # fmt: skip
+    assert [(one.rid, one.verify_pass, one.batch, one.batch_row) for one in entries[2:]] == [
+        ("replay-a", 0, 3, 0), ("replay-b", 0, 3, 2), ("replay-b", 2, 3, 2),
+    ]  # fmt: skip
+
+
 def test_few_rows_of_a_prompt_are_kept_as_the_draft_gets_them(tmp_path: Path) -> None:
     """Of a prefill of five requests: two of ours, one of 30 rows and one of a single row; not those of a later piece of
     a prompt, of somebody else, or of no row."""

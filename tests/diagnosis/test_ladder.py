@@ -131,7 +131,7 @@ def test_right_from_the_start_is_what_the_walk_of_all_anchors_accepts(trace: Tra
 def _every_anchor(trace: Trace, request_id: str) -> pl.DataFrame:
     (record,) = [record for record in trace.records if record.request_id == request_id]
     anchors = range(record.prompt_tokens, record.prompt_tokens + record.output_tokens - 1)
-    rows = [(request_id, place, anchor, [0], 0, None, None) for place, anchor in enumerate(anchors)]
+    rows = [(request_id, place, anchor, [0], 0, *[None] * 4) for place, anchor in enumerate(anchors)]
     return pl.DataFrame(rows, schema=trace.served_rounds().schema, orient="row")
 
 

@@ -74,6 +74,12 @@ def test_products_are_as_large_as_the_servers() -> None:
     chunked = products_of_rows(52, 47, spans["a"], product_rows=8, prefill_rows=20)
     assert chunked.tolist() == [20] * 40 + [8] * 7 + [40] * 3 + [8] * 2
     assert products_of_rows(45, 47, (), product_rows=8, prefill_rows=None).tolist() == [47] * 45
+    # cut by a chunk that was shared: 12 rows beside 20 of another prompt, 32 by themselves, 3 beside 25
+    told = products_of_rows(52, 47, spans["a"], [(12, 32), (32, 32), (3, 28)], product_rows=8, prefill_rows=32)
+    assert told.tolist() == [32] * 44 + [28] * 3 + [40] * 3 + [8] * 2
+    # the first 7 rows came from a cache
+    cached = products_of_rows(47, 47, (), [(12, 30), (28, 28)], product_rows=1, prefill_rows=5)
+    assert cached.tolist() == [5] * 5 + [2] * 2 + [30] * 12 + [28] * 28
 
 
 @pytest.mark.parametrize(("prefill_rows", "prefill"), [(None, [9]), (4, [1, 4, 4]), (3, [3, 3, 3]), (9, [9])])
@@ -90,6 +96,19 @@ def test_prompts_are_prefilled_in_the_servers_chunks(
     seen.clear()
     replay_in_order(head, item, 1)
     assert seen[: len(prefill)] == prefill
+
+
+def test_prompts_run_in_products_of_the_forward_they_were_prefilled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """9 prompt tokens: 3 of them in a forward of 4 rows, 4 in one of 4, 2 in one of 5."""
+    head = make_head("plain", execution=Execution(product_rows=1, prefill_rows=4))
+    (item,) = requests(head, [(9, 4)])
+    item = replace(item, pieces=[(3, 4), (4, 4), (2, 5)])
+    seen = products_seen(monkeypatch)
+    draft_every_anchor(head, [item], 1)
+    assert sorted(seen[:5]) == [1, 1, 4, 4, 5]
+    seen.clear()
+    replay_in_order(head, item, 1)
+    assert seen[:3] == [4, 4, 5]
 
 
 def test_rows_of_a_round_run_with_as_many_as_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

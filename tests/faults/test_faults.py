@@ -26,6 +26,8 @@ from replay.head.products import Execution
 
 STEPS = 4
 SHAPES = ((7, 16), (3, 10), (2, 1), (5, 2))
+# By prompt, the pieces in which it was prefilled; of the prompt of 5 the first row came from a cache.
+PIECES = {7: [(2, 2), (1, 6), (4, 4)], 3: [(1, 6), (2, 2)], 2: [(2, 6)], 5: [(3, 3), (1, 8)]}
 
 
 def bound(changed: Subject) -> Head:
@@ -91,13 +93,21 @@ def inputs(changed: Subject, healthy: Subject) -> list[DraftInput]:
     for (prompt, output), tokens_T in zip(SHAPES, outputs(healthy), strict=True):
         _, taps, sampled_T = request(prompt, output)
         features_RKD = torch.cat([taps[tap] for tap in changed.wiring.taps], dim=-1)
-        made.append(DraftInput(tokens_T, features_RKD, prompt, sampled_T))
+        made.append(DraftInput(tokens_T, features_RKD, prompt, sampled_T, pieces=PIECES[prompt]))
     return made
 
 
 def twin_rounds(head: Head, items: list[DraftInput]) -> list[list[TwinRound]]:
     return [
-        replay_request(head, item.tokens_T, item.features_RKD, item.prompt_tokens, STEPS, sampled_T=item.sampled_T)
+        replay_request(
+            head,
+            item.tokens_T,
+            item.features_RKD,
+            item.prompt_tokens,
+            STEPS,
+            sampled_T=item.sampled_T,
+            piece_rows=[rows for rows, _ in item.pieces],
+        )
         for item in items
     ]
 

@@ -86,6 +86,7 @@ def test_a_fault_that_does_not_fit_the_head_is_refused(case: str, said: str) -> 
         ("hole:16", "kv.prefix-reuse=16"),
         ("hole:16:masked", "kv.prefix-reuse=16:masked"),
         ("chunk:8", "kv.chunk-boundary=8"),
+        ("chunk:recorded", "kv.chunk-boundary=recorded"),
         ("window:4", "attn.window=4"),
         ("full-hole", "kv.rollback=full-hole"),
         ("row:first", "state.hidden-row=first"),

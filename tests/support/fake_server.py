@@ -63,6 +63,7 @@ class FakeServer:
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     numbers: int = 0
+    passes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def manifest(self, **changes: Any) -> None:
@@ -131,7 +132,8 @@ class FakeServer:
         """The prompt in two chunks, then every round, each forward a file; a foreign request's rows between them."""
         half = prompt // 2
         chunks = [(0, half), (half, prompt)] if half else [(0, prompt)]
-        entries = [Entry(rid, "prefill", start, stop - start, 1) for start, stop in chunks]
+        sizes = [(start, stop - start) for start, stop in chunks]
+        entries = [Entry(rid, "prefill", start, rows, 1, forward_rows=rows + 3) for start, rows in sizes]
         for anchor, accepted in rounds:
             right = tokens[anchor + 1 : anchor + 1 + accepted]
             wrong = [(tokens[anchor + 1 + accepted] + 1) % VOCABULARY] * (STEPS - accepted)
@@ -145,12 +147,21 @@ class FakeServer:
                     drafted=[*right, *wrong],
                     accepted=accepted,
                     chosen=tokens[anchor + 1 : anchor + 2 + accepted],
+                    batch=2,
+                    batch_row=1,
+                    verify_pass=self._next_pass(),
                 )
             )
         self._write(entries[0], tokens)
         self._write_feed(rid, entries[0].rows, tokens)
         for entry in entries[1:]:
             self._write(entry, tokens)
+
+    def _next_pass(self) -> int:
+        """Its verifies, counted; each time a foreign request stands in row 0 and ours in row 1."""
+        with self.lock:
+            self.passes += 1
+            return self.passes - 1
 
     def _write(self, entry: Entry, tokens: list[int]) -> None:
         ids = tokens[entry.start : entry.start + entry.rows]

@@ -87,6 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kv.slot-write=overwrite": TWO_LAYERS,
     "kv.slot-write=unseen": {},
     "kv.chunk-boundary=3": {},
+    "kv.chunk-boundary=recorded": {},
     "kv.skip-draft=2:6": {},
     "kv.skip-draft=2:6:masked": TWO_LAYERS,
     "kv.handoff=empty": {},

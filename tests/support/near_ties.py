@@ -26,8 +26,9 @@ from replay.drafting.tree_shape import ORPHAN, ROOT, TreeSize
 from replay.drafting.trees import Candidates, grow_in_blocks, keep_best
 from replay.head.model import Head
 from replay.simulator.binding import build_head, resolve
-from replay.simulator.inputs import draft_input
+from replay.simulator.inputs import draft_input, sampled_after_chunks
 from replay.simulator.variant import ResolvedVariant
+from replay.traces.taps import FINAL
 
 Anchor = tuple[str, int]  # request id, anchor
 Branch = tuple[int, ...]  # drafted tokens from the known one on
@@ -85,8 +86,10 @@ def _at_served_anchors(trace: replay.Trace, head_folder: Path, variant: replay.V
     for index, record in enumerate(trace.records):
         name = record.request_id
         rounds = trace.served_rounds().filter(request_id=name).sort("round")
-        rows = trace.read(index, resolved.wiring.taps)
-        whole = draft_input(rows, resolved.wiring, spans=spans.get(name, ()))
+        chunk = head.behaviour.chunk
+        rows = trace.read(index, (*resolved.wiring.taps, *([] if chunk is None else [FINAL])))
+        sampled_T = None if chunk is None else sampled_after_chunks(rows, trace, chunk)
+        whole = draft_input(rows, resolved.wiring, sampled_T, spans.get(name, ()))
         item = replace(whole, only=torch.tensor(rounds["anchor"].to_list()))
         anchors = [(name, anchor) for anchor in rounds["anchor"].to_list()]
         yield ServedRequest(resolved, head, item, anchors, rounds["drafted"].to_list(), rounds["parents"].to_list())

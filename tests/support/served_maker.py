@@ -5,6 +5,7 @@ What is recorded of the target never depends on the fault; the served rounds are
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import polars as pl
@@ -17,13 +18,15 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.wiring import Wiring
 from replay.faults.table import parse_faults
 from replay.simulator.binding import bind, build_head, resolve
-from replay.simulator.inputs import draft_input
+from replay.simulator.inputs import draft_input, sampled_after_chunks
 from replay.simulator.variant import Variant
 from replay.traces.captured import CapturedRequest
 from replay.traces.feed import Feed
 from replay.traces.header import TapInfo, TraceHeader
 from replay.traces.reader import Trace
+from replay.traces.records import Piece
 from replay.traces.server_rounds import served_schema
+from replay.traces.taps import FINAL
 from replay.traces.writer import TraceWriter
 
 LAYERS, WIDTH = 8, 16
@@ -47,12 +50,14 @@ def make_served(
     output: int = 16,
     fed: Sequence[str] = (),
     fed_offset: int = 0,
+    pieces: Sequence[Sequence[Piece] | None] = (),
     **engine: str,
 ) -> Trace:
     """A trace whose server drafted under ``fault``; outputs follow the healthy head's drafts half of the time.
 
     ``fed``: the taps that its draft was seen to be fed with the prompts, slot by slot, whatever the fault says;
-    ``zeros`` for none. Their rows stood ``fed_offset`` positions further on.
+    ``zeros`` for none. Their rows stood ``fed_offset`` positions further on. ``pieces`` in which the first prompts, of
+    6 to 9 tokens, were prefilled.
     """
     header = make_header("float32")
     header = dataclasses.replace(
@@ -71,6 +76,7 @@ def make_served(
         taps={tap: TapInfo("float32", WIDTH) for tap in TAPS},
     )
     made = [_request(f"r{seed}", seed, 6 + seed % 4, output) for seed in range(requests)]
+    made = [dataclasses.replace(one, pieces=told) for one, told in zip_longest(made, pieces)]
     bare = Trace.open(_write(folder / "bare", header, made))
     variant = resolve(Variant("h", WIRING, STEPS), checkpoint, bare)
     healthy = build_head(checkpoint, variant, bare)
@@ -93,11 +99,16 @@ def make_served(
     head = build_head(checkpoint, changed, plain, subject=subject)
     rows = []
     for index, request in enumerate(followed):
-        item = draft_input(plain.read(index, subject.wiring.taps), subject.wiring)
+        read = plain.read(index, (*subject.wiring.taps, FINAL))
+        item, chunk = draft_input(read, subject.wiring), subject.behaviour.chunk
         with torch.inference_mode():
-            rounds = replay_request(head, item.tokens_T, item.features_RKD, item.prompt_tokens, STEPS)
+            rounds = replay_request(
+                head, item.tokens_T, item.features_RKD, item.prompt_tokens, STEPS,
+                sampled_T=None if chunk is None else sampled_after_chunks(read, plain, chunk),
+                piece_rows=[rows for rows, _ in read.pieces],
+            )  # fmt: skip
         rows += [
-            (request.request_id, number, one.anchor, list(one.drafted), one.accepted, None, None)
+            (request.request_id, number, one.anchor, list(one.drafted), one.accepted, None, None, None, None)
             for number, one in enumerate(rounds)
         ]
     table = pl.DataFrame(rows, schema=served_schema(), orient="row")

@@ -1,5 +1,6 @@
-"""Traces of a real server that drafts with the sample head, one request at a time."""
+"""Traces of a real server that drafts with the sample head."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rig.server import start_server
@@ -14,11 +15,12 @@ from replay.traces.sample_files import sample_head, sample_prompts
 
 def served_trace(
     target_dir: Path, folder: Path, *, taps: str, wiring: str | None = None, topk: int = 1, steps: int,
-    num_draft_tokens: int, prompts: int, new_tokens: int,
+    num_draft_tokens: int, prompts: int, new_tokens: int, concurrency: int = 1, extra_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> replay.Trace:  # fmt: skip
     """Some prompts of the demo, captured into ``folder`` from a server started for them, as by `replay serve`.
 
-    ``wiring`` None: what the head states.
+    ``wiring`` None: what the head states. ``concurrency`` requests are asked for at a time.
     """
     asked = folder / "prompts.jsonl"
     asked.write_text("\n".join(sample_prompts().read_text().splitlines()[1::6][:prompts]))
@@ -27,8 +29,8 @@ def served_trace(
     made = prepare(ServeOptions(folder / "trace", arguments, taps=taps, wiring=wiring), {})
     with start_server(
         target_dir, sample_head(), log=folder / "log", steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
-        env={RECORD_VARIABLE: made.environment[RECORD_VARIABLE]},
+        env={RECORD_VARIABLE: made.environment[RECORD_VARIABLE], **(env or {})}, extra_args=extra_args,
     ) as server:  # fmt: skip
-        options = ServerOptions(server.url, asked, folder / "trace", max_new_tokens=new_tokens, concurrency=1)
+        options = ServerOptions(server.url, asked, folder / "trace", max_new_tokens=new_tokens, concurrency=concurrency)
         capture_server(options, lambda _: None)
     return replay.Trace.open(folder / "trace")

@@ -25,7 +25,10 @@ SHARD = "shard-00000.safetensors"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_trace(tmp_path / "t", [make_requests(2), make_requests(4)[2:]])
+    """Of four requests; in what pieces its prompt was prefilled is known of the second."""
+    requests = make_requests(4)
+    requests[1] = changed(requests[1], pieces=[(2, 2), (1, 9)])
+    return write_trace(tmp_path / "t", [requests[:2], requests[2:]])
 
 
 def test_the_good_trace_opens(folder: Path) -> None:
@@ -209,6 +212,18 @@ def put(column: str, row: int, value: Any) -> Callable[[pl.DataFrame], pl.DataFr
         (put("top_p", 0, 1.5), r"top_p is 1\.5, must be a number from 0 to 1"),
         (put("tail_ids", 0, [64]), r"tail_ids is \[64\], must be a list of integers from 0 to 63"),
         (put("server_histogram", 0, [-1]), r"server_histogram is \[-1\]"),
+        (put("server_prefill_rows", 0, [1]), r"holds 1 pieces, server_prefill_forward_rows 0, both must be null or"),
+        (put("server_prefill_forward_rows", 0, [1, 4]), r"server_prefill_rows holds 0 pieces, .*_forward_rows 2, both"),
+        (put("server_prefill_rows", 1, [2]), r"holds 1 pieces, server_prefill_forward_rows 2, both must be null or"),
+        (put("server_prefill_rows", 1, [2, 0]), r"server_prefill_rows is \[2, 0\], must be a list of integers from 1"),
+        (put("server_prefill_rows", 1, [2, -1]), r"server_prefill_rows is \[2, -1\], must be a list of integers"),
+        (put("server_prefill_rows", 1, [2, None]), r"server_prefill_rows is \[2, None\], must be a list of integers"),
+        (put("server_prefill_rows", 1, [2, 2]), r"server_prefill_rows adds up to 4, the prompt has 3 tokens"),
+        (put("server_prefill_forward_rows", 1, [1, 9]), r"holds a piece of 2 rows in a forward of 1"),
+        (
+            put("server_prefill_forward_rows", 1, [3, 9]),
+            r"server_prefill_forward_rows of request 'r1' is \(3, 9\), its shard says \(2, 9\)",
+        ),
         (put("shard_sha256", 0, "0" * 64), r"shard_sha256 of request 'r0' is '0{64}', its shard says"),
         (put("shard_bytes", 0, 9), r"shard_bytes of request 'r0' is 9, its shard says \d+"),
         (lambda frame: frame.drop("row_start"), r"lacks the column row_start"),
@@ -323,6 +338,16 @@ def edit_own_records(change: Callable[[list[dict[str, Any]]], object]) -> Callab
         ),
         (lambda h: h["__metadata__"].update(requests="{"), TraceCorruptError, r"requests is not valid JSON"),
         (lambda h: h["__metadata__"].update(data_sha256="0" * 64), TraceCorruptError, r"shard_sha256 of request 'r0'"),
+        (
+            edit_own_records(lambda r: r[1].update(server_prefill_rows=[2, 2])),
+            TraceCorruptError,
+            r"request 1: server_prefill_rows adds up to 4, the prompt has 3 tokens",
+        ),
+        (
+            edit_own_records(lambda r: r[1].pop("server_prefill_rows")),
+            TraceCorruptError,
+            r"request 1: server_prefill_rows holds 0 pieces, server_prefill_forward_rows 2",
+        ),
         (
             edit_own_records(lambda r: r[0].update(prompt_tokens=3)),
             TraceCorruptError,

@@ -1,6 +1,8 @@
 """What was written is what is read, bit for bit; who may write where; where the target's weights come from."""
 
 import dataclasses
+import hashlib
+import io
 import json
 import os
 import subprocess
@@ -375,6 +377,9 @@ def test_no_request_twice(tmp_path: Path) -> None:
             writer.add([make_request("b", 1), make_request("b", 2)])
 
 
+LATER = ["parents", "batch", "verify_pass", "batch_row"]  # columns that rounds did not have at first
+
+
 def rounds(*rows: tuple[str, int, int, list[int], int]) -> pl.DataFrame:
     kinds = {"request_id": pl.String, "round": pl.Int32, "anchor": pl.Int32}
     return pl.DataFrame(rows, schema=kinds | {"drafted": pl.List(pl.Int32), "accepted": pl.Int32}, orient="row")
@@ -394,8 +399,8 @@ def test_the_servers_rounds(tmp_path: Path) -> None:
         writer.finish()
     trace = Trace.open(tmp_path / "t")
     assert trace.header.rounds
-    assert trace.served_rounds().drop("parents", "batch").equals(kept)
-    assert trace.served_rounds().select("parents", "batch").null_count().row(0) == (2, 2)  # nothing was said of these
+    assert trace.served_rounds().drop(LATER).equals(kept)
+    assert trace.served_rounds().select(LATER).null_count().row(0) == (2, 2, 2, 2)  # nothing was said of these
     with TraceWriter.resume(tmp_path / "t", make_header()) as writer:
         writer.add_rounds(rounds(("r1", 0, 3, [8], 1)))
         writer.add(make_requests(2)[1:])
@@ -412,7 +417,7 @@ def test_parents_of_a_servers_trees(tmp_path: Path) -> None:
         writer.add_rounds(kept)
         writer.add(make_requests(2))
         writer.finish()
-    assert Trace.open(tmp_path / "t").served_rounds().drop("batch").filter(request_id="r0").equals(kept)
+    assert Trace.open(tmp_path / "t").served_rounds().drop(LATER[1:]).filter(request_id="r0").equals(kept)
     assert Trace.open(tmp_path / "t").served_rounds()["parents"].to_list() == [None, [0, 0, 1, 3, -1, 2]]
 
 
@@ -444,6 +449,90 @@ def test_requests_that_were_verified_together(tmp_path: Path) -> None:
         writer.add(make_requests(1))
         writer.finish()
     assert Trace.open(tmp_path / "t").served_rounds()["batch"].to_list() == [3]
+
+
+def together(*rows: tuple[str, int | None, int | None, int | None]) -> pl.DataFrame:
+    """One round of each of these requests, in ``batch`` of ``verify_pass`` as ``batch_row``."""
+    names = {"request_id": pl.String, "batch": pl.Int32, "verify_pass": pl.Int64, "batch_row": pl.Int32}
+    told = pl.DataFrame(rows, schema=names, orient="row")
+    return rounds(*((name, 0, 2, [5, 6], 1) for name, *_ in rows)).with_columns(told.drop("request_id"))
+
+
+def test_which_rounds_ran_together(tmp_path: Path) -> None:
+    kept = together(("r0", 3, 7, 2), ("r1", 3, 7, 0), ("r2", 1, 8, 0), ("r3", 2, None, None))
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer:
+        assert writer.next_verify_pass() == 0
+        writer.add_rounds(kept)
+        assert writer.next_verify_pass() == 9
+        with pytest.raises(CaptureError, match=r"with those before: row 0 of verify pass 7 stands twice"):
+            writer.add_rounds(together(("r5", 3, 7, 0)))
+        writer.add(make_requests(4))
+        writer.finish()
+    found = Trace.open(tmp_path / "t").served_rounds()
+    assert found.drop("parents").equals(kept.select(found.drop("parents").columns))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([("r0", 3, -1, 0)], r"the column verify_pass holds -1, must be 0 or more"),
+        ([("r0", 3, 1, -1)], r"the column batch_row holds -1, must be 0 or more"),
+        ([("r0", 3, 1, None)], r"1 rounds have a verify_pass or a batch_row without the other"),
+        ([("r0", 3, None, 1), ("r1", 3, 4, None)], r"2 rounds have a verify_pass or a batch_row without the other"),
+        ([("r0", 3, 1, 3)], r"row 3 of a batch of 3"),
+        ([("r0", 3, 1, 2), ("r1", 3, 1, 2)], r"row 2 of verify pass 1 stands twice"),
+        ([("r0", 3, 1, 2), ("r1", 2, 1, 1)], r"the rounds of verify pass 1 differ in batch"),
+    ],
+)
+def test_passes_that_cannot_be(
+    tmp_path: Path, rows: list[tuple[str, int | None, int | None, int | None]], message: str
+) -> None:
+    together(*rows).write_parquet(tmp_path / "rounds.parquet")
+    with pytest.raises(TraceCorruptError, match=message):
+        read_served(tmp_path / "rounds.parquet")
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer, pytest.raises(CaptureError, match=message):
+        writer.add_rounds(together(*rows))
+
+
+def test_pieces_of_a_prompt_come_back(tmp_path: Path) -> None:
+    """Where they are not known nothing is said of them: a shard is then what it was before there were pieces."""
+    pieces: list[list[tuple[int, int]] | None] = [[(1, 32), (1, 4)], None, [(4, 4)], [(1, 7)]]
+    plain = write_trace(tmp_path / "plain", [make_requests(4)])
+    requests = [changed(one, pieces=told) for one, told in zip(make_requests(4), pieces, strict=True)]
+    folder = write_trace(tmp_path / "t", [requests[:2], requests[2:]])
+    trace = Trace.open(folder)
+    assert [record.pieces for record in trace.records] == [((1, 32), (1, 4)), (), ((4, 4),), ((1, 7),)]
+    assert [trace.read(index, ()).pieces for index in range(4)] == [record.pieces for record in trace.records]
+    assert trace.requests["server_prefill_rows"].to_list() == [[1, 1], None, [4], [1]]
+    assert trace.requests["server_prefill_forward_rows"].to_list() == [[32, 4], None, [4], [7]]
+    assert b"server_prefill" in (folder / "shard-00000.safetensors").read_bytes()
+    assert b"server_prefill" not in (plain / "shard-00000.safetensors").read_bytes()
+
+
+def test_a_table_without_pieces_is_an_older_one(tmp_path: Path) -> None:
+    folder = write_trace(tmp_path / "t", [make_requests(2)])
+    buffer = io.BytesIO()
+    table = pl.read_parquet(folder / "requests.parquet")
+    table.drop("server_prefill_rows", "server_prefill_forward_rows").write_parquet(buffer)
+    (folder / "requests.parquet").write_bytes(buffer.getvalue())
+    header = json.loads((folder / "trace.json").read_text())
+    header["requests_sha256"] = hashlib.sha256(buffer.getvalue()).hexdigest()
+    (folder / "trace.json").write_text(json.dumps(header))
+    assert [record.pieces for record in Trace.open(folder).records] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ([], r"request 'r1': server_prefill_rows holds 0 pieces, server_prefill_forward_rows 0"),
+        ([(2, 1)], r"holds a piece of 2 rows in a forward of 1"),
+        ([(0, 4), (2, 4)], r"holds a piece of 0 rows in a forward of 4"),
+        ([(2, 4), (2, 4)], r"server_prefill_rows adds up to 4, the prompt has 3 tokens"),
+    ],
+)
+def test_pieces_that_cannot_be_are_not_written(tmp_path: Path, pieces: list[tuple[int, int]], says: str) -> None:
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer, pytest.raises(CaptureError, match=says):
+        writer.add([changed(make_requests(2)[1], pieces=pieces)])
 
 
 def test_parents_of_another_kind(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ No cache, no batching: every drafted token recomputes the head over all rows so 
 is made which rows it sees. Tests hold both functions equal to it, whatever the behaviour (engines/behaviour.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -71,11 +72,11 @@ class Twin:
     """One request under a head's behaviour: its rows, and the rounds that they lead to."""
 
     def __init__(self, head: Head, tokens_T: Tensor, features_RKD: Tensor, prompt_tokens: int,
-                 sampled_T: Tensor | None = None) -> None:  # fmt: skip
-        """Prefill: a row for each prompt token."""
+                 sampled_T: Tensor | None = None, piece_rows: Sequence[int] = ()) -> None:  # fmt: skip
+        """Prefill: a row for each prompt token; ``piece_rows`` are the rows of the pieces in which it came."""
         self._head, self._behaviour = head, head.behaviour
         self._tokens, self._features, self._prompt = tokens_T, features_RKD, prompt_tokens
-        self._sampled = sampled_T
+        self._sampled, self._piece_rows = sampled_T, piece_rows
         self.rows: list[TwinRow] = []
         self.anchor = prompt_tokens
         self._next_row = self._next_state = prompt_tokens - 1
@@ -89,7 +90,7 @@ class Twin:
         token = index if behaviour.pairing == "own-token" else index + 1
         last_prompt_row = self._prompt - 1
         embedded = self._tokens[token]
-        if behaviour.chunk is not None and index < last_prompt_row and (index + 1) % behaviour.chunk == 0:
+        if index < last_prompt_row and self._ends_chunk(index):
             assert self._sampled is not None
             embedded = self._sampled[index]
         features = self._features_of(index if fed_from is None else fed_from)
@@ -121,6 +122,20 @@ class Twin:
         if behaviour.handoff and index == self._prompt - 1:
             features = torch.zeros_like(features)
         return features
+
+    def _ends_chunk(self, index: int) -> bool:
+        """Whether a prompt row is the last of a chunk that is played."""
+        chunk = self._behaviour.chunk
+        if chunk is None:
+            return False
+        if chunk != "recorded":
+            return (index + 1) % chunk == 0
+        row = self._prompt
+        for rows in reversed(self._piece_rows):  # from the prompt's end back, since rows before the first were cached
+            if index == row - 1:
+                return True
+            row -= rows
+        return False
 
     def _drafted_row(self, step: int, token: int, state_E: Tensor) -> TwinRow:
         """The row that embeds the drafted token number ``step``."""
@@ -225,12 +240,14 @@ def draft_one_round(
     *,
     prompt_tokens: int | None = None,
     sampled_T: Tensor | None = None,
+    piece_rows: Sequence[int] = (),
 ) -> list[int]:
     """The target ids that ``head`` drafts when ``anchor`` tokens are committed and token x[anchor] is known.
 
     ``prompt_tokens`` of these are the prompt (None: all), which matters only to behaviour that speaks of it.
     """
-    twin = Twin(head, tokens_T, features_RKD, anchor if prompt_tokens is None else prompt_tokens, sampled_T)
+    prompt_tokens = anchor if prompt_tokens is None else prompt_tokens
+    twin = Twin(head, tokens_T, features_RKD, prompt_tokens, sampled_T, piece_rows)
     while twin.anchor < anchor:
         twin.commit(1, 0)  # one token after the other, as if nothing were ever accepted
     return twin.draft(steps)
@@ -244,13 +261,14 @@ def replay_request(
     steps: int,
     tail: tuple[int, ...] = (),
     sampled_T: Tensor | None = None,
+    piece_rows: Sequence[int] = (),
 ) -> list[TwinRound]:
     """The served walk of one request: draft, compare with what the target chose, jump, until the output ends."""
     chosen = [int(token) for token in tokens_T] + list(tail)
     rounds: list[TwinRound] = []
     if prompt_tokens >= len(tokens_T) - 1:
         return rounds
-    twin = Twin(head, tokens_T, features_RKD, prompt_tokens, sampled_T)
+    twin = Twin(head, tokens_T, features_RKD, prompt_tokens, sampled_T, piece_rows)
     while twin.anchor < len(tokens_T) - 1:
         drafted = twin.draft(steps)
         anchor, accepted = twin.anchor, 0

@@ -55,8 +55,9 @@ class OrderedRequest:
         self._products = {first: size for first, _, size in item.spans}
         self._size = 0  # of the product that logits of the next first draft come from, where it is not their own
         if not self.done:
-            chunks = torch.tensor(prefill_sizes(self.anchor, head.execution.prefill_rows))
-            sizes = chunks.repeat_interleave(chunks)
+            whole = [(size, size) for size in prefill_sizes(self.anchor, head.execution.prefill_rows)]
+            counts, products = torch.tensor(item.pieces or whole).unbind(1)
+            sizes = products.repeat_interleave(counts)
             self._last = self._extend(item.tokens_T[1 : self.anchor + 1], self.anchor, self.anchor - 1, sizes)
 
     @property
