@@ -5,9 +5,9 @@ nats, 0 where both agree. Two machines round the same head in two ways, so where
 may choose otherwise. How far rounding goes is measured, not assumed:
 
 - The **noise** of a token is how far its log-probability moves between the replay as the server rounds it and the same
-  replay in fp32, which stands for exact arithmetic. A margin compares the server's choice with the replay's, and each of
-  the two is off the exact numbers by at most the noise. So rounding explains margins up to twice the largest noise that
-  was seen in the trace; of trees, up to twice the largest of that depth, because branches meet other rows there.
+  replay in fp32, which stands for exact arithmetic. A margin compares the server's choice with the replay's, and each
+  of the two is off the exact numbers by at most the noise. So rounding explains margins up to twice the largest noise
+  that was seen in the trace; of trees, up to twice the largest of that depth, because branches meet other rows there.
 - A round is **alike** where the replay drafts just what the server did, a **near tie** where each of its margins is
   explained by rounding, else **unexplained**.
 - The **noise scale** is the temperature of a softmax that flips choices as that noise does. It predicts how many tokens
@@ -80,8 +80,9 @@ class Noise:
 
     def limit(self, depth_N: Ints) -> Floats:
         """Up to which margin rounding explains a token of each depth [N]."""
-        most = np.array(self.largest)
-        return BOTH_SIDES * most[np.minimum(depth_N, len(most)) - 1]
+        most = np.array(self.largest, dtype=np.float64)
+        limit_N: Floats = BOTH_SIDES * most[np.minimum(depth_N, len(most)) - 1]
+        return limit_N
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +165,15 @@ def expected_flips(followed: Followed, scale: int) -> float:
 
 def join(parts: Sequence[Followed]) -> Followed:
     """Those of several packs of requests, their rounds numbered through."""
-    first = parts[0]
     offsets = np.cumsum([0, *(part.rounds for part in parts[:-1])])
-    names = ("request_N", "depth_N", "margin_N", "log_prob_N", "spread_NZ", "same_N", "alike_R")
-    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    rounds_N = np.concatenate([part.round_N + offset for part, offset in zip(parts, offsets, strict=True)])
-    return replace(first, round_N=rounds_N, **joined)
+    return replace(
+        parts[0],
+        request_N=np.concatenate([part.request_N for part in parts]),
+        round_N=np.concatenate([part.round_N + offset for part, offset in zip(parts, offsets, strict=True)]),
+        depth_N=np.concatenate([part.depth_N for part in parts]),
+        margin_N=np.concatenate([part.margin_N for part in parts]),
+        log_prob_N=np.concatenate([part.log_prob_N for part in parts]),
+        spread_NZ=np.concatenate([part.spread_NZ for part in parts]),
+        same_N=np.concatenate([part.same_N for part in parts]),
+        alike_R=np.concatenate([part.alike_R for part in parts]),
+    )

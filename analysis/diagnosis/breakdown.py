@@ -115,11 +115,11 @@ def say_profile(found: Profile) -> Iterator[str]:
         first, last = shares[0], shares[-1]
         if first == 0 and max(shares) > 0:
             start = next(depth.depth for depth in told if depth.unexplained)
-            yield f"it is not in the first drafted token: it begins at token {start}, with what is fed back or kept in the KV"
+            yield f"not in the first drafted token: it begins at token {start}, with what is fed back or kept in the KV"
         elif last > 1.5 * first:
-            yield f"it is there from the first drafted token ({first:.0%}) and grows with depth ({last:.0%} of the last)"
+            yield f"from the first drafted token on ({first:.0%}), and it grows with depth ({last:.0%} of the last)"
         else:
-            yield f"it is there from the first drafted token ({first:.0%}) and does not grow with depth ({last:.0%})"
+            yield f"from the first drafted token on ({first:.0%}), and not more with depth ({last:.0%} of the last)"
     seen: set[str] = set()
     for part in found.strata:
         if part.by in seen:
@@ -131,14 +131,15 @@ def say_profile(found: Profile) -> Iterator[str]:
         most, least = parts[0], parts[-1]
         yield (
             f"{part.by}: {1 - most.agreeing / most.rounds:.0%} of {most.rounds} rounds with {most.value}, "
-            f"{1 - least.agreeing / least.rounds:.0%} of {least.rounds} with {least.value} ({part.information:.3f} bits)"
+            f"{1 - least.agreeing / least.rounds:.0%} of {least.rounds} with {least.value} "
+            f"({part.information:.3f} bits)"
         )
 
 
 def profile_json(found: Profile | None) -> JsonObject:
     """``depths`` and ``strata`` of the document; empty where nothing was profiled."""
     none: JsonObject = {"depths": [], "strata": []}
-    return none if found is None else json_value(found)  # type: ignore[no-any-return]
+    return none if found is None else json_value(found)
 
 
 def separate(kind: str, verdict: str, names: Sequence[str], *, gains: bool, steps: int) -> Iterator[str]:

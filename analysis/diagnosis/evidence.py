@@ -38,7 +38,7 @@ OUTLIER_ROUNDS = 2 / 5284
 OUTLIER_TOKENS = OUTLIER_ROUNDS / 5
 # Multiples of the measured noise scale: on the server's own kernels hardly anything flips, on other ones more may than
 # what two orders on one machine show. Equally likely beforehand.
-ROUNDING = (0.25, 1.0, 2.0)
+ROUNDING = (0.25, 1.0, 2.0, 4.0)
 # Shares of outlying tokens that something unknown may cause, equally likely beforehand.
 _SHARES = (OUTLIER_TOKENS, 0.003, 0.01, 0.03, 0.1, 0.3, 0.9)
 _LENGTH_ERROR = 0.02  # relative: what a log or gauge of another workload is off beside sampling
@@ -58,8 +58,8 @@ RoundKey = tuple[str, int]  # request id and anchor
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Something unknown on top of a hypothesis: noise of so many nats on its draft logits (``scale``, the temperature of
-    a softmax), and a ``share`` of tokens that have nothing to do with it."""
+    """Something unknown on top of a hypothesis: noise of ``scale`` nats on its draft logits (the temperature of a
+    softmax), and a ``share`` of tokens that have nothing to do with it."""
 
     scale: float
     share: float
@@ -215,7 +215,7 @@ def design_effect(nats_N: Floats, request_N: Ints) -> float:
 
 
 def scale_up(evidence: Evidence, times: float) -> Evidence:
-    """Likelihoods as of so many ``times`` as many tokens, for a hypothesis that only some of them were compared with."""
+    """Likelihoods as of ``times`` as many tokens, for a hypothesis that only some of them were compared with."""
     if times == 1:
         return evidence
     return replace(
@@ -308,7 +308,7 @@ def taken_likelihood(ours: Sequence[int], theirs: Sequence[int], steps: int) -> 
 
 
 def taken_by_any_cause(accepted: Sequence[int], steps: int) -> float:
-    """The same at the server's own rates, less what it takes to fit them (Schwarz, 1978): the best that any cause does."""
+    """The same at the server's own rates, less what fitting them costs (Schwarz, 1978): the best any cause can do."""
     return taken_likelihood(accepted, accepted, steps) - steps / 2 * math.log(max(2, len(accepted)))
 
 

@@ -16,7 +16,7 @@ _UNKNOWN = 25 / (136 + 25)
 # succession for one that does.
 _FED_OTHERWISE = 1 / (12 + 2)
 # What has less is not told from nothing: the order is then by nearness.
-_NOTHING = 1e-3
+NOTHING = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Scored:
     over the whole trace where it was replayed so (nan: not), ``fix`` what to type.
 
     ``contradicted`` says how the bits of what the draft was fed in its prompts contradict it (empty: not),
-    ``borne_out`` whether they show just what it says. ``unknowable``: its drafts depend on what is in no trace, so it is
-    never named; ``taken`` is then the log-likelihood of how many of them are (nan: not compared).
+    ``borne_out`` whether they show just what it says. ``unknowable``: its drafts depend on what is in no trace, so it
+    is never named; ``taken`` is then the log-likelihood of how many of them are (nan: not compared).
     """
 
     name: str
@@ -65,8 +65,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Something that no hypothesis says: its ``probability``, and its ``size`` on top of the healthy server; ``nearest``
-    is the hypothesis on top of which it is smallest, with its size there. A size is None where the evidence has none."""
+    """Something that no hypothesis says: its ``probability``, and its ``size`` on top of the healthy server.
+
+    ``nearest`` is the hypothesis on top of which it is smallest, with its size there. A size is None where the evidence
+    has none.
+    """
 
     probability: float
     size: Disturbance | None
@@ -92,7 +95,7 @@ def rank(scored: Sequence[Scored], *, taken_by_any: float = math.nan) -> tuple[l
     nearest = max(told, key=lambda item: item.nearness)
     named = [replace(item, probability=weight / total) for item, weight in zip(told, weights, strict=True)]
     named += _shares(scored, nearest, sum(more) / total, taken_by_any)
-    ordered = sorted(named, key=lambda item: (-max(item.probability, _NOTHING), -item.nearness))
+    ordered = sorted(named, key=lambda item: (-max(item.probability, NOTHING), -item.nearness))
     rest = max(0.0, 1 - sum(item.probability for item in named))
     return ordered, Unknown(rest, told[0].evidence.disturbance, nearest.name, nearest.evidence.disturbance)
 
@@ -111,6 +114,16 @@ def _shares(scored: Sequence[Scored], nearest: Scored, unknown: float, taken_by_
     ]
 
 
+def explained(scored: Sequence[Scored]) -> bool:
+    """Whether one of them fits, and does so better than each would with something unknown besides.
+
+    A replay whose logits are all alike leaves no margin, and explains nothing.
+    """
+    told = [item for item in scored if not item.unknowable]
+    beside = max(item.nearness for item in told) + math.log(_UNKNOWN)
+    return any(item.fits and item.log_posterior > beside for item in told)
+
+
 def odds(first: Scored, second: Scored) -> float:
     """Nats of posterior odds of ``first`` over ``second``, tokens of one request counted as they count."""
     return first.beforehand - second.beforehand + lead(first.evidence, second.evidence)
@@ -123,7 +136,7 @@ def _odds_of_more(first: Scored, second: Scored) -> float:
 
 
 def undecided(ranked: Sequence[Scored]) -> list[Scored]:
-    """What is not told apart from the best of ``ranked``: others that fit as it does, without clear odds against them."""
+    """What is not told apart from the best of ``ranked``: others that fit as it does, and are hardly less likely."""
     best = next(item for item in ranked if not item.unknowable)
     others = [item for item in ranked if item is not best and not item.unknowable]
     return [item for item in others if item.fits == best.fits and odds(best, item) < _APART]

@@ -9,7 +9,7 @@ from statistics import NormalDist
 from replay.analysis.diagnosis.breakdown import Profile, profile_json
 from replay.analysis.diagnosis.evidence import DRAFTED, Disturbance
 from replay.analysis.diagnosis.feed import Feeding, feeding_json
-from replay.analysis.diagnosis.scored import CERTAIN, Scored, Unknown, rank, undecided
+from replay.analysis.diagnosis.scored import CERTAIN, NOTHING, Scored, Unknown, rank, undecided
 from replay.analysis.followed import Agreement
 from replay.analysis.json_document import JsonObject, interval_json, object_json
 from replay.analysis.ladder.ladder import Ladder, ladder_json
@@ -51,9 +51,9 @@ class Diagnosis:
     ``certainty`` is the probability of the named kind among all that were tried and something unknown (nan where it was
     named by what it would accept instead, or by what the draft was fed). ``healthy`` is the replay of what was served,
     ``expected`` the accept length once it is mended, ``mending`` what that gains a round at the same anchors, with its
-    interval. ``ranked`` best first, ``unknown`` what none of them says; ``undecided`` names what cannot be told from the
-    best, ``separate`` how to tell it. ``agreement`` counts the rounds of the healthy replay; ``profile`` says where a
-    server parts from it. ``feeding`` is what the draft was really fed, where that was recorded; ``values`` are the
+    interval. ``ranked`` best first, ``unknown`` what none of them says; ``undecided`` names what cannot be told from
+    the best, ``separate`` how to tell it. ``agreement`` counts the rounds of the healthy replay; ``profile`` says where
+    a server parts from it. ``feeding`` is what the draft was really fed, where that was recorded; ``values`` are the
     lowest and the highest value of a named kind that explains the server as well.
     """
 
@@ -104,23 +104,25 @@ def judge(
     - The feed contradicts the healthy replay and shows, bit for bit, what a single fault feeds: ``fault``, though the
       rounds hold more than that.
     - Some hypotheses fit, and none of them stands out: ``undetermined``.
-    - None fits: ``engine``.
+    - None fits, or something unknown is as good as certain: ``engine``.
     """
     ranking, unknown = rank(scored, taken_by_any=taken_by_any)
     ranked = tuple(ranking)
     healthy = next(item for item in ranked if item.kind == HEALTHY_NAME)
     blank = Diagnosis("engine", "", None, math.nan, healthy.evidence.served, healthy, ranked, unknown=unknown)
-    fitting = [item for item in ranked if item.fits]
+    fitting = [item for item in ranked if item.fits and item.probability >= NOTHING]
     leading = next((item for item in fitting if item is not healthy), None)
     if leading is not None and certainty(ranked, leading.kind) >= CERTAIN:
         return _fault_of_rounds(blank, leading)
-    if healthy.fits and not healthy.contradicted:
+    if healthy in fitting and unknown.probability < CERTAIN and not healthy.contradicted:
         clear = _clear_gains(blank, gains, tried=1 if stated else len(ranked))
         return _made_for_another(blank, clear) if clear else _as_served(blank, gains, first_rate)
     shown = [item for item in ranked if item.borne_out and "+" not in item.name and item is not healthy]
     if healthy.contradicted and shown:
         return _fault_of_feed(blank, shown)
-    return _undetermined(blank, fitting) if fitting else _unexplained(blank)
+    if fitting and unknown.probability < CERTAIN:
+        return _undetermined(blank, fitting)
+    return _unexplained(blank)
 
 
 def certainty(ranked: Sequence[Scored], kind: str) -> float:
@@ -214,6 +216,11 @@ def _unexplained(blank: Diagnosis) -> Diagnosis:
     assert unknown is not None
     evidence = healthy.evidence
     nearest = next(item for item in blank.ranked if item.name == unknown.nearest)
+    parted = (
+        f"{evidence.unexplained} of {evidence.rounds} rounds are not what the healthy replay does"
+        if evidence.unexplained
+        else f"{evidence.near_tie} of {evidence.rounds} rounds part at a near tie, more than rounding does"
+    )
     near = ""
     if nearest is not healthy:
         near = (
@@ -222,8 +229,8 @@ def _unexplained(blank: Diagnosis) -> Diagnosis:
         )
     return replace(
         blank,
-        why=f"{evidence.unexplained} of {evidence.rounds} rounds are not what the healthy replay does, and no fault of "
-        f"the table explains them{_of_size(unknown.size)}{near}{_of_feed(healthy, healthy)}",
+        why=f"{parted}, and no fault of the table explains them{_of_size(unknown.size)}{near}"
+        f"{_of_feed(healthy, healthy)}",
     )
 
 

@@ -42,9 +42,9 @@ def diagnose_server(
     """Why a server that ran ``served`` accepted what it did.
 
     ``trained`` is the wiring the head was made for, where known; ``observed`` an accept length from elsewhere, else
-    the trace's own server is explained; kinds of faults in ``without`` are not tried. With ``ladder`` the way from the training metric down to what was observed
-    follows (ladder.py). Raises TraceError where nothing was observed, UsageError where the two differ
-    in steps, and whatever ``simulate`` raises.
+    the trace's own server is explained; kinds of faults in ``without`` are not tried. With ``ladder`` the way from the
+    training metric down to what was observed follows (ladder.py). Raises TraceError where nothing was observed,
+    UsageError where the two differ in steps, and whatever ``simulate`` raises.
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
     reference = measure(case) if case.observation.kind == DRAFTED else None

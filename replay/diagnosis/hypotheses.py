@@ -45,9 +45,9 @@ class Hypothesis:
         return self.value if "+" in self.kind else f"{self.kind}={self.value}"
 
     @property
-    def changes_weights(self) -> bool:
-        """Whether its head needs weights of its own in memory."""
-        return self.kind != HEALTHY_NAME and any(FAULTS[kind].changes_weights for kind in self.kind.split("+"))
+    def weights(self) -> tuple[Fault, ...]:
+        """Its faults that give the head weights of its own; hypotheses that are alike in these share a copy."""
+        return tuple(fault for fault in self.variant.faults if FAULTS[fault.kind].changes_weights)
 
 
 def share_of(kind: str) -> float:

@@ -132,7 +132,7 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     "weights.missing": always(
         "lm_head", "fc", "norm", "layers.0.hidden_norm", "layers.0.input_layernorm",
         "layers.0.post_attention_layernorm", "layers.0.self_attn.o_proj",
-        "lm_head:zero", "fc:zero", "layers.0.self_attn.o_proj:zero",
+        "lm_head:zero", "fc:zero",  # o_proj of zeros is state.dropped=attention
     ),
     "weights.layout": always("qkv-interleaved"),
     "kv.rollback": always("stale", "accumulate", "hole", "full-hole"),

@@ -9,6 +9,7 @@ one, because its likelihood allows for something unknown besides (analysis/diagn
 import math
 from collections.abc import Callable, Sequence
 
+from replay.analysis.diagnosis.scored import explained
 from replay.diagnosis.case import Case
 from replay.diagnosis.feed import as_fed
 from replay.diagnosis.hypotheses import (
@@ -38,7 +39,7 @@ from replay.diagnosis.value_search import neighbours
 # How often the distance to a finer value is halved, and how many kinds are refined.
 _HALVINGS, _REFINED = 6, 2
 # So many singles grow by a second fault, one after the other until one pair explains the server.
-_GROWN = 3
+_GROWN = 2
 # Times that the search for a wiring starts again from its own winner.
 _RESTARTS = 4
 _FINALISTS = 6
@@ -71,7 +72,7 @@ def search(case: Case, reference: Reference | None, tell: Tell) -> tuple[list[Tr
         if _explained(final):
             return tried, final
     tried += _refine(case, tried, attempt)
-    partners = [one.hypothesis for one in tried if "+" not in one.hypothesis.kind]
+    partners = [one.hypothesis for one in tried]
     for base in _bases(tried):
         if _explained(tried):
             break
@@ -114,14 +115,18 @@ def unknowable(case: Case) -> list[Hypothesis]:
 
 
 def _explained(tried: Sequence[Trial]) -> bool:
-    return any(one.scored.fits for one in tried)
+    return explained([one.scored for one in tried])
 
 
 def _bases(tried: Sequence[Trial]) -> list[Trial]:
-    """The nearest singles, one of each kind."""
+    """The nearest singles, one of each kind, of those that are nearer to the server than the healthy replay is.
+
+    The best of many is nearer by luck; it counts where it is by more than the logarithm of how many were tried.
+    """
+    least = healthy(tried).scored.evidence.disturbed + math.log(len(tried))
     found: dict[str, Trial] = {}
     for one in nearest_first(tried):
-        if not one.is_healthy and "+" not in one.hypothesis.kind:
+        if not one.is_healthy and one.scored.evidence.disturbed > least:
             found.setdefault(one.hypothesis.kind, one)
     return list(found.values())[:_GROWN]
 

@@ -25,6 +25,7 @@ from replay.diagnosis.feed import held_against_feed
 from replay.diagnosis.hypotheses import Hypothesis, drafts_noise
 from replay.diagnosis.observed import count_by_request
 from replay.diagnosis.reference import Reference, follow, noise_of
+from replay.faults.table import Fault
 from replay.simulator.simulation import simulate
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 # The extents to which hypotheses are tried.
 GLANCE, SCREENING, WHOLE = "glance", "screening", "whole"
-# How much more than the healthy replay rounding may move another one: a quantised cache, whose steps are 2^-4 where bf16
-# has 2^-9, turns a deviation d into about sqrt(d * step), sqrt(32) times as much.
+# How much more than the healthy replay rounding may move another one: a quantised cache, whose steps are 2^-4 where
+# bf16 has 2^-9, turns a deviation d into about sqrt(d * step), sqrt(32) times as much.
 _MORE_NOISE = 32**0.5
 
 
@@ -123,11 +124,11 @@ def own_drafts(
 
 
 def _batches(hypotheses: Sequence[Hypothesis]) -> Iterator[list[Hypothesis]]:
-    """Those that share weights at once, the others one by one, so that few copies of the head are in memory."""
-    shared = [item for item in hypotheses if not item.changes_weights]
-    if shared:
-        yield shared
-    yield from ([item] for item in hypotheses if item.changes_weights)
+    """Those that share weights at once, so that few copies of the head are in memory."""
+    shared: dict[tuple[Fault, ...], list[Hypothesis]] = {}
+    for item in hypotheses:
+        shared.setdefault(item.weights, []).append(item)
+    yield from shared.values()
 
 
 def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], extent: str) -> Iterator[Trial]:

@@ -69,10 +69,11 @@ def margins_along(
     """Margins at every anchor of every request, in the order of ``inputs``.
 
     ``served`` are the target ids that a server drafted there, [A, K] for each request with one K for all; -1 for none.
-    ``scales`` are the noise scales [Z] for which ``spread_AKZ`` is wanted. ``first`` is the first pass over the same inputs, where it was made before. Equal to following each anchor by itself
-    (tests/twins/margins.py) up to the rounding of products over other numbers of rows; along ``draft_every_anchor``'s
-    own drafts every margin is 0. Raises UsageError for behaviour that follows the walk, and for tokens that are none of
-    the head's vocabulary or of another shape.
+    ``scales`` are the noise scales [Z] for which ``spread_AKZ`` is wanted. ``first`` is the first pass over the same
+    inputs, where it was made before. Equal to following each anchor by itself (tests/twins/margins.py) up to the
+    rounding of products over other numbers of rows; along ``draft_every_anchor``'s own drafts every margin is 0. Raises
+    UsageError for behaviour that follows the walk, and for tokens that are none of the head's vocabulary or of another
+    shape.
     """
     _check(head, inputs, served)
     counts = [item.anchors for item in inputs]

@@ -50,7 +50,7 @@ def follow_with_noise(
 
 
 def other_orders(variant: ResolvedVariant, trace: Trace) -> list[ResolvedVariant]:
-    """The variants beside ``variant`` from which its noise is measured: exact arithmetic first, then the server's order.
+    """The variants beside ``variant`` from which its noise is measured: exact arithmetic, then the server's order.
 
     A variant in fp32 of a target in fp32 is measured against Transformers' order.
     """
