@@ -8,7 +8,16 @@ import pytest
 import torch
 from rig.injections.attention import View, attend
 from rig.injections.faults import HARMLESS, OF_THE_TABLE, OUTSIDE
-from support.calibration_cases import HEALTHY, OUTSIDE_THE_TABLE, TABLE, Case, every_case, read_cases, write_case
+from support.calibration_cases import (
+    HEALTHY,
+    OUTSIDE_THE_TABLE,
+    SAME_IN_EFFECT,
+    TABLE,
+    Case,
+    every_case,
+    read_cases,
+    write_case,
+)
 from support.calibration_judge import LEFT_OUT, Outcome
 from support.calibration_made import FAULTS, perturbed_head, write_recording
 from support.calibration_report import document, figures, render
@@ -42,9 +51,9 @@ def test_every_kind_of_the_table_can_be_made() -> None:
 def outcome(
     group: str, true: str, named: str | None, certainty: float | None, *kinds: str, differing: int = 9
 ) -> Outcome:
-    kind, _, value = true.partition("=")
+    kind = true.partition("=")[0] if group in (TABLE, LEFT_OUT) else None
     verdict = "fault" if named else "engine" if group != HEALTHY else "healthy"
-    return Outcome(f"f/{true}", group, kind or None, value, verdict, named, certainty, kinds, "v", differing, 10, 2.0)
+    return Outcome(f"f/{true}", group, true, kind, verdict, named, certainty, kinds, "v", differing, 10, 2.0)
 
 
 def test_the_counts_are_those_of_the_outcomes() -> None:
@@ -59,10 +68,10 @@ def test_the_counts_are_those_of_the_outcomes() -> None:
             ),
             outcome(TABLE, "vocab.d2t=absolute", None, None, "vocab.d2t", differing=0),
             outcome(LEFT_OUT, "kv.rollback=stale", "attn.window=8", 0.5, "attn.window"),
-            outcome(OUTSIDE_THE_TABLE, "", None, None, "healthy"),
-            outcome(OUTSIDE_THE_TABLE, "", "attn.window=8", None, "attn.window"),
-            outcome(HEALTHY, "", "attn.window=8", 0.3, "attn.window"),
-            outcome(HEALTHY, "", None, 0.99, "healthy"),
+            outcome(OUTSIDE_THE_TABLE, "x.rope-off", None, None, "healthy"),
+            outcome(OUTSIDE_THE_TABLE, "x.rope-off", "attn.window=8", None, "attn.window"),
+            outcome(HEALTHY, "healthy.a", "attn.window=8", 0.3, "attn.window"),
+            outcome(HEALTHY, "healthy.a", None, 0.99, "healthy"),
         ]
     )
     assert (found.table, found.named_right, found.value_right, found.ranked_first, found.among_three) == (5, 2, 1, 3, 4)
@@ -75,6 +84,17 @@ def test_the_counts_are_those_of_the_outcomes() -> None:
     assert (found.uncertain_said, found.uncertain_right) == (1, 0)
     squares = 0.1**2 + 0.4**2 + 0.8**2 + 1.0**2 + 0.5**2 + 0.3**2
     assert found.brier == pytest.approx(squares / 6)
+
+
+def test_only_listed_names_are_the_same_in_effect() -> None:
+    lost = "x.attention-lost"
+    alike, other = "weights.missing=layers.0.self_attn.o_proj", "weights.missing=norm"
+    found = [outcome(OUTSIDE_THE_TABLE, lost, name, 0.9, "weights.missing") for name in (alike, other)]
+    assert [one.right for one in found] == [True, False]
+    assert figures(found).false_outside == figures(found[1:]).false_outside
+    for pair in SAME_IN_EFFECT:  # each is a name of an injection outside, and one of the table
+        outside, inside = sorted(pair, key=lambda name: name not in OUTSIDE)
+        assert outside in OUTSIDE and parse_faults(inside)
 
 
 def test_what_is_not_counted_is_said() -> None:

@@ -55,8 +55,15 @@ def read_cases(folder: Path) -> list[tuple[Case, Path]]:
     return sorted(found, key=lambda pair: (pair[0].group, pair[0].name, str(pair[1])))
 
 
-# Two faults that are the same in effect, by kind and value, with the reason. Only what stands here counts as one.
-SAME_IN_EFFECT: Mapping[frozenset[str], str] = {}
+# Two names of one effect, with the reason. A name is right for the other only if the pair stands here.
+SAME_IN_EFFECT: Mapping[frozenset[str], str] = {
+    frozenset({"x.attention-lost", "weights.missing=layers.0.self_attn.o_proj"}): (
+        "an output projection that holds zeros gives no attention output"
+    ),
+    frozenset({"x.mlp-lost", "weights.missing=layers.0.mlp.down_proj"}): (
+        "a down projection that holds zeros gives no MLP output"
+    ),
+}
 
 
 def healthy_cases() -> list[Case]:

@@ -22,7 +22,7 @@ LEFT_OUT = "left out"  # the group of a recording of the table, diagnosed withou
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One diagnosis. ``kind`` and ``value`` are true (None: the table has none of it), the rest is what was said.
+    """One diagnosis. ``true`` names the case, ``kind`` its kind (None: the table has none), the rest is what was said.
 
     ``named`` is KIND=VALUE, or several joined by ``+``; ``kinds`` those of the hypotheses, best first, each once;
     ``first_value`` the first value of the first kind. ``differing`` of ``rounds`` are not as a healthy server's.
@@ -30,8 +30,8 @@ class Outcome:
 
     recording: str
     group: str
+    true: str
     kind: str | None
-    value: str
     verdict: str
     named: str | None
     certainty: float | None
@@ -43,8 +43,8 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        """Whether a fault was named, alone, and it is of the true kind."""
-        return self.named is not None and self.kind is not None and self.group == TABLE and self._is(self.named)
+        """Whether a fault was named, alone, and it is of the true kind, or the same in effect."""
+        return self.named is not None and self._is(self.named)
 
     @property
     def first(self) -> bool:
@@ -62,9 +62,10 @@ class Outcome:
         return self.named is not None and not self.right
 
     def _is(self, name: str) -> bool:
-        kind, _, _ = name.partition("=")
-        same = frozenset({name, f"{self.kind}={self.value}"}) in SAME_IN_EFFECT
-        return "+" not in name and (kind == self.kind or same)
+        if "+" in name:
+            return False
+        of_kind = self.kind is not None and name.partition("=")[0] == self.kind
+        return of_kind or frozenset({name, self.true}) in SAME_IN_EFFECT
 
 
 def can_leave_out() -> bool:
@@ -100,8 +101,8 @@ def _diagnose(case: Case, path: Path, trace: replay.Trace, checkpoint: Checkpoin
     return Outcome(
         recording=str(path.parent),
         group=LEFT_OUT if without else case.group,
+        true=case.name,
         kind=case.kind,
-        value=case.value,
         verdict=said["verdict"],
         named=said["fault"],
         certainty=_number(said["certainty"]),

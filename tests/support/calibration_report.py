@@ -65,8 +65,8 @@ def figures(outcomes: Sequence[Outcome]) -> Figures:
         named_right=sum(one.right for one in table),
         ranked_first=sum(one.first for one in table),
         among_three=sum(one.third for one in table),
-        value_right=sum(one.named == f"{one.kind}={one.value}" for one in table),
-        unseen=tuple(_true(one) for one in table if not one.differing),
+        value_right=sum(one.named == one.true for one in table),
+        unseen=tuple(one.true for one in table if not one.differing),
         false_in_table=_said([one for one in table if one.false_name]),
         not_named=_said([one for one in table if one.named is None]),
         left_out=len(groups[LEFT_OUT]),
@@ -92,14 +92,9 @@ def _bucket(low: float, high: float, certain: Sequence[tuple[float, bool]]) -> B
     return Bucket(low, high, len(inside), sum(right for _, right in inside), mean)
 
 
-def _true(one: Outcome) -> str:
-    """The name of what is true of a recording."""
-    return f"{one.kind}={one.value}" if one.kind else one.recording.rpartition("/")[2]
-
-
 def _said(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     return tuple(
-        f"{_true(one)}: {one.verdict}"
+        f"{one.true}: {one.verdict}"
         + (f" {one.named}" if one.named else f", best {one.kinds[0]}={one.first_value}")
         + (f" ({one.certainty:.3f})" if one.certainty is not None else "")
         + f", {one.differing} of {one.rounds} rounds differ"
