@@ -68,6 +68,8 @@ def no_rows(which: Callable[[Live, View], Tensor], *, masked: bool = False) -> I
 
     def change(live: Live, view: View) -> None:
         gone = which(live, view) & (view.rows_L != own_row(view)) & view.seen_TL
+        if view.anchor is not None:  # drafted rows are written whatever became of committed ones
+            gone &= view.rows_L < view.anchor
         if masked:
             view.seen_TL &= ~gone
         else:
