@@ -6,8 +6,9 @@ rounds are those of a replay under a fault, in another rounding order than the o
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import torch
@@ -44,7 +45,7 @@ FAULTS = (
     "precision.draft-weights=fp8", "precision.draft-weights=int8", "precision.draft-weights=w4a16",
     "precision.draft-kv=fp8_e4m3", "precision.dtype-cast=fp16", "tree.parent-kv=path",
 )  # fmt: skip
-ORDERS = {"hf": {"numerics": "hf"}, "fp32": {"precision": "fp32"}}
+ORDERS: Mapping[str, Mapping[str, Any]] = {"hf": {"numerics": "hf"}, "fp32": {"precision": "fp32"}}
 
 
 def make_recordings(source: Path, head: Path, folder: Path, order: str, faults: Sequence[str], tell: Tell) -> list[str]:
@@ -81,7 +82,7 @@ def served_rounds(trace: replay.Trace, checkpoint: Checkpoint, variant: Variant)
     rows = table.with_columns(
         parents=pl.lit(None, dtype=pl.List(pl.Int32)), batch=pl.lit(None, dtype=pl.Int32)
     ).select(served_schema().names())  # fmt: skip
-    return rows.cast(dict(served_schema()))
+    return rows.cast(served_schema())
 
 
 def write_recording(trace: replay.Trace, rounds: pl.DataFrame, folder: Path) -> None:

@@ -158,7 +158,12 @@ def int4(weight: Tensor) -> Tensor:
 
 
 def in_fp16(live: Live) -> None:
-    """The head runs in fp16; its KV cache keeps its format."""
+    """The head runs in fp16, its KV cache as well."""
+    pool = live.runner.token_to_kv_pool
+    for name in ("k_buffer", "v_buffer"):
+        live.replace(pool, name, [buffer.half() for buffer in getattr(pool, name)])
+    for name in ("dtype", "store_dtype"):
+        live.replace(pool, name, torch.float16)
     model = live.model.model
     for name, module in [*model.named_modules(), ("lm_head", live.model.lm_head)]:
         if name == "embed_tokens":
@@ -227,7 +232,8 @@ def negated_fuse(every: int) -> Install:
         def run(x: Tensor) -> Tensor:
             assert live.call is not None
             sign = torch.where(live.call.positions_R % every == 0, -1, 1).to(x.dtype)
-            return forward(x) * sign[:, None]
+            fused: Tensor = forward(x)
+            return fused * sign[:, None]
 
         live.replace(fc, "forward", run)
 

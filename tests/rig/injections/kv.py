@@ -271,4 +271,5 @@ def _buffers(live: Live) -> tuple[Tensor, Tensor]:
 
 def _slots(live: Live, span: Span, rows: int) -> Tensor:
     """KV slots of the first rows that a round drafted."""
-    return live.drafter.req_to_token_pool.req_to_token[span.pool, span.first : span.first + rows].long()
+    table: Tensor = live.drafter.req_to_token_pool.req_to_token
+    return table[span.pool, span.first : span.first + rows].long()

@@ -221,8 +221,8 @@ def _run_draft(live: Live, batch: Any, run: Callable[[], Any]) -> Any:
         out = run()
     finally:
         batch.input_ids, batch.spec_info.hidden_states, batch.positions = given
-    for hook in live.answers:
-        hook(call, out.logits_output)
+    for answer in live.answers:
+        answer(call, out.logits_output)
     _remember(live, call, given[0], given[1])
     return out
 
