@@ -1,10 +1,10 @@
 """What accepts more than what is served: variants that the head may have been made for."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from replay.analysis.diagnosis.evidence import RoundDraft, RoundKey, accepted_gain, length_gain
+from replay.analysis.diagnosis.evidence import accepted_gain, length_gain
 from replay.analysis.diagnosis.verdict import Gain
 from replay.diagnosis.case import Case
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis, nearby_wirings, singles, wirings
@@ -16,11 +16,11 @@ from replay.traces.rounds import HEALTHY_NAME
 if TYPE_CHECKING:
     import polars as pl
 
-Drafts = Mapping[RoundKey, RoundDraft]
 Over = Callable[[str, str], tuple[float, float, float]]  # how much more the one accepts than the other, and interval
 
-# Rounds on which every such variant is tried, and how many of the best are tried on all of them.
-_TRIED_ROUNDS, _BEST = 200, 5
+# Rounds on which every such variant is tried, on which the likely ones are, and how many are left for all of them.
+_GLANCED_ROUNDS, _LIKELY = 80, 15
+_TRIED_ROUNDS, _BEST = 250, 5
 # Kinds of which a value may be how a head was trained. A head is not made for a broken draft KV, nor for a lost tensor.
 _TRAINED_SO = ("wiring.", "shift.", "position.", "attn.", "vocab.", "weights.overwritten", "weights.layout")
 
@@ -29,7 +29,6 @@ _TRAINED_SO = ("wiring.", "shift.", "position.", "attn.", "vocab.", "weights.ove
 class _Better:
     hypothesis: Hypothesis
     gain: float
-    drafts: Drafts
 
 
 def gains_at_anchors(case: Case, tell: Tell) -> list[Gain]:
@@ -44,8 +43,9 @@ def gains_at_anchors(case: Case, tell: Tell) -> list[Gain]:
     if case.trained is not None:
         best = wirings(case)
     else:
-        some = first_rounds(case.trace, rounds, _TRIED_ROUNDS)
-        best = [one.hypothesis for one in _search(case, healthy, some, tell)[:_BEST]]
+        few, some = (first_rounds(case.trace, rounds, most) for most in (_GLANCED_ROUNDS, _TRIED_ROUNDS))
+        likely = [one.hypothesis for one in _search(case, healthy, few, tell)[:_LIKELY]]
+        best = [one.hypothesis for one in _compare(case, healthy, likely, some)[:_BEST]]
     drafts = own_drafts(case, [healthy, *best], rounds)
     return _ordered(case, best, lambda one, other: accepted_gain(drafts[one], drafts[other]))
 
@@ -53,19 +53,23 @@ def gains_at_anchors(case: Case, tell: Tell) -> list[Gain]:
 def _search(case: Case, served: Hypothesis, rounds: "pl.DataFrame", tell: Tell) -> list[_Better]:
     known = [item for item in singles(case) if item.kind.startswith(_TRAINED_SO)]
     fresh = distinct([*known, *wirings(case)])
-    base = own_drafts(case, [served], rounds)[HEALTHY_NAME]
     found: list[_Better] = []
     seen: set[str] = set()
     while fresh:
         seen |= {item.name for item in fresh}
-        drafts = own_drafts(case, fresh, rounds)
-        found += [_Better(item, accepted_gain(drafts[item.name], base)[0], drafts[item.name]) for item in fresh]
+        found = sorted([*found, *_compare(case, served, fresh, rounds)], key=lambda one: -one.gain)
         tell(Trying("what accepts more", len(found), len(found)))
-        found.sort(key=lambda one: -one.gain)
         best = found[0].hypothesis
         around = nearby_wirings(case, best.variant.wiring) if best.kind == WIRED_OTHERWISE else []
         fresh = [item for item in around if item.name not in seen]
     return [one for one in found if one.gain > 0]
+
+
+def _compare(case: Case, served: Hypothesis, items: Sequence[Hypothesis], rounds: "pl.DataFrame") -> list[_Better]:
+    """What each accepts more than what was served, at the anchors of these rounds, most first."""
+    drafts = own_drafts(case, distinct([served, *items]), rounds)
+    found = [_Better(item, accepted_gain(drafts[item.name], drafts[HEALTHY_NAME])[0]) for item in items]
+    return sorted(found, key=lambda one: -one.gain)
 
 
 def gains_of_walks(case: Case, final: Sequence[Trial]) -> list[Gain]:

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
     from replay.capture.observed import Observed
 
-# Served rounds at which every hypothesis is glanced, on which the likely ones are tried, and the best of them.
-GLANCED_ROUNDS = 40
-SCREENING_ROUNDS = 120
-FINAL_ROUNDS = 2000
+FINAL_ROUNDS = 2000  # served rounds on which the likeliest hypotheses are tried
 SCREENING_TOKENS = 2500  # output tokens, where no rounds were recorded
 
 

@@ -1,7 +1,7 @@
 """What every hypothesis is held against where a server's drafts are known: the healthy replay along them, how far
 rounding moves it, and the rounds on which all are tried."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ import numpy as np
 from replay.analysis.diagnosis.evidence import noise_scales
 from replay.analysis.followed import Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
-from replay.diagnosis.observed import GLANCED_ROUNDS, SCREENING_ROUNDS
 from replay.simulator.following import follow_server
 from replay.simulator.rounding import noise_between, other_orders
 from replay.simulator.variant import ResolvedVariant
@@ -18,8 +17,9 @@ from replay.simulator.variant import ResolvedVariant
 if TYPE_CHECKING:
     import polars as pl
 
-# The fewest requests of each: one odd request decides nothing.
-_GLANCED, _SCREENED = 2, 4
+# Requests, and rounds of each, at which every hypothesis is glanced, and on which the likely ones are tried. One odd
+# request decides nothing; some hypotheses play rounds one after the other, so that many of few requests take long.
+_GLANCE, _SCREENING = (4, 12), (5, 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,9 @@ def measure(case: Case) -> Reference:
     noise = noise_of(case, case.served, healthy, rounds)
     scales = noise_scales(noise.scale)
     healthy = follow(case, [case.served], rounds, scales)[0]
-    ordered = _most_telling(healthy, noise, case)
-    glance, screening = (
-        rounds.filter(rounds["request_id"].is_in(_enough(ordered, rounds, *least)))
-        for least in ((_GLANCED, GLANCED_ROUNDS), (_SCREENED, SCREENING_ROUNDS))
-    )
+    told = _unexplained_rounds(case, healthy, noise)
+    ordered = _most_telling(told)
+    glance, screening = (_some_rounds(rounds, ordered, told, *few) for few in (_GLANCE, _SCREENING))
     return Reference(healthy, noise, scales, glance, screening)
 
 
@@ -74,26 +72,41 @@ def noise_of(case: Case, variant: ResolvedVariant, followed: Followed, rounds: "
     return noise_between(followed, *(follow(case, [one], rounds, ())[0] for one in orders))
 
 
-def _most_telling(healthy: Followed, noise: Noise, case: Case) -> list[str]:
+def _unexplained_rounds(case: Case, healthy: Followed, noise: Noise) -> dict[str, list[bool]]:
+    """By request, whether the healthy replay leaves each of its rounds unexplained."""
+    _, unexplained_R = judge_rounds(healthy, noise)
+    request_R = np.zeros(healthy.rounds, dtype=np.int64)
+    request_R[healthy.round_N] = healthy.request_N
+    return {
+        case.trace.records[number].request_id: unexplained_R[request_R == number].tolist()
+        for number in np.unique(request_R)
+    }
+
+
+def _most_telling(told: Mapping[str, Sequence[bool]]) -> list[str]:
     """Requests by turns: those whose rounds the healthy replay leaves unexplained most often, and least often.
 
     The first ones show what is wrong, the others rule out what would show everywhere.
     """
-    _, unexplained_R = judge_rounds(healthy, noise)
-    request_R = np.zeros(healthy.rounds, dtype=np.int64)
-    request_R[healthy.round_N] = healthy.request_N
-    shares = {int(number): float(unexplained_R[request_R == number].mean()) for number in np.unique(request_R)}
-    ordered = sorted(shares, key=lambda number: -shares[number])
-    turns = [number for pair in zip(ordered, reversed(ordered), strict=True) for number in pair]
-    return [case.trace.records[number].request_id for number in dict.fromkeys(turns)]
+    ordered = sorted(told, key=lambda name: -sum(told[name]) / len(told[name]))
+    return list(dict.fromkeys(name for pair in zip(ordered, reversed(ordered), strict=True) for name in pair))
 
 
-def _enough(ordered: Sequence[str], rounds: "pl.DataFrame", requests: int, least: int) -> list[str]:
-    """The first of them, as many as it takes to have so many ``requests`` and so many rounds at ``least``."""
-    counts = dict(rounds.group_by("request_id").len().iter_rows())
-    kept: list[str] = []
+def _some_rounds(
+    rounds: "pl.DataFrame", ordered: Sequence[str], told: Mapping[str, Sequence[bool]], requests: int, each: int
+) -> "pl.DataFrame":
+    """The first rounds of so many requests, ``each`` of each, and on to the third that is unexplained.
+
+    Where outputs are short there are more requests, so that there are as many rounds.
+    """
+    import polars as pl
+
+    kept: dict[str, int] = {}
     for name in ordered:
-        if len(kept) >= requests and sum(counts[one] for one in kept) >= least:
+        if len(kept) >= requests and sum(kept.values()) >= requests * each:
             break
-        kept.append(name)
-    return kept
+        third = [place for place, unexplained in enumerate(told[name]) if unexplained][:3]
+        kept[name] = min(len(told[name]), max(each, third[-1] + 1 if third else 0))
+    number = pl.col("round") - pl.col("round").min().over("request_id")
+    most = pl.col("request_id").replace_strict(kept, default=0, return_dtype=pl.Int64)
+    return rounds.filter(number < most)
