@@ -36,9 +36,9 @@ DRAFTED, HISTOGRAM, LENGTH = "drafted", "histogram", "length"  # the kinds above
 # a reason that nobody knows; a round had five tokens.
 OUTLIER_ROUNDS = 2 / 5284
 OUTLIER_TOKENS = OUTLIER_ROUNDS / 5
-# Multiples of the measured noise scale: on the server's own kernels hardly anything flips, on other ones more may than
-# what two orders on one machine show. Equally likely beforehand.
-ROUNDING = (0.25, 1.0, 2.0, 4.0)
+# Rounding is at most so many times what was measured. Two orders on one machine flip as many tokens as the measured
+# scale says (docs/accuracy.md); other hardware has the same formats, and other kernels.
+_ROUNDING = 2.0
 # Shares of outlying tokens that something unknown may cause, equally likely beforehand.
 _SHARES = (OUTLIER_TOKENS, 0.003, 0.01, 0.03, 0.1, 0.3, 0.9)
 _LENGTH_ERROR = 0.02  # relative: what a log or gauge of another workload is off beside sampling
@@ -121,12 +121,17 @@ def outliers_allowed(rounds: int, share: float = OUTLIER_ROUNDS, level: float = 
 
 
 def noise_scales(scale: float) -> tuple[float, ...]:
-    """The noise scales at which tokens are judged: those of ``ROUNDING``, then fourfold up to 1 nat."""
-    measured = max(scale, LEAST_SCALE)
-    found = [measured * by for by in ROUNDING]
-    while found[-1] * 4 < 1:
-        found.append(found[-1] * 4)
+    """The noise scales at which tokens are judged: a quarter of the measured ``scale``, then twofold up to 1 nat.
+
+    The least is for a server on the replay's own kernels, where hardly anything flips.
+    """
+    found = [max(scale, LEAST_SCALE) / 4]
+    while found[-1] * 2 < 1:
+        found.append(found[-1] * 2)
     return (*found, 1.0)
+
+
+MEASURED = 2  # the measured scale's place among them
 
 
 def followed_evidence(followed: Followed, noise: Noise, served: float, accept_length: float = math.nan) -> Evidence:
@@ -136,7 +141,9 @@ def followed_evidence(followed: Followed, noise: Noise, served: float, accept_le
     """
     near_R, unexplained_R = judge_rounds(followed, noise)
     outlier = -math.log(followed.choices)
-    exact_ZN = [_mixed(followed, place, OUTLIER_TOKENS, outlier) for place in range(len(ROUNDING))]
+    most = _ROUNDING * max(noise.scale, LEAST_SCALE) * (1 + 1e-9)
+    places = [place for place, scale in enumerate(followed.scales) if scale <= most] or [0]
+    exact_ZN = [_mixed(followed, place, OUTLIER_TOKENS, outlier) for place in places]
     exact_N = max(exact_ZN, key=lambda nats_N: float(nats_N.sum()))
     log_likelihood = _log_mean([float(nats_N.sum()) for nats_N in exact_ZN])
     disturbance, disturbed_N, disturbed = _disturbed(followed, outlier)

@@ -149,22 +149,23 @@ def _as_served(blank: Diagnosis, gains: Sequence[Gain], first_rate: float) -> Di
     """The replay of what was served agrees with the server, and nothing else does clearly better."""
     weak = first_rate < WEAK_FIRST
     limit = f"the head itself is the limit ({first_rate:.0%} of its first tokens are taken)" if weak else "all is well"
-    more = [gain for gain in gains if gain.gain > 0]
-    better = (
-        "no variant of the table does better"
-        if not more
-        else (
-            f"of other variants {more[0].label} accepts most, {more[0].gain:+.2f} tokens a round at the same anchors, "
-            "which more requests would have to show to be more than luck"
+    found = replace(blank, certainty=blank.healthy.probability, gains=tuple(gains))
+    may_be = [gain for gain in gains if _is_worth_it(blank, gain) and _stands_out(gain, len(blank.ranked), one=0.5)]
+    if may_be:
+        best = may_be[0]
+        return replace(
+            found,
+            verdict="undetermined",
+            why=f"the server does what the replay predicts, and the head may have been made for something else: as "
+            f"{best.label} it accepts {best.gain:+.2f} tokens a round at the same anchors, which is more than the best "
+            f"of {len(blank.ranked)} usually gains by luck, and less than luck can",
+            undecided=(HEALTHY_NAME, *(gain.label for gain in may_be)),
         )
-    )
     return replace(
-        blank,
+        found,
         verdict="head" if weak else "healthy",
-        why=f"the server does what the replay predicts, and {better}: {limit}",
-        certainty=blank.healthy.probability,
+        why=f"the server does what the replay predicts, and no variant of the table does clearly better: {limit}",
         undecided=tuple(item.name for item in blank.ranked if _alike(item, blank.healthy)),
-        gains=tuple(gains),
     )
 
 
@@ -256,13 +257,20 @@ def _alike(item: Scored, healthy: Scored) -> bool:
 
 def _clear_gains(blank: Diagnosis, gains: Sequence[Gain], tried: int) -> list[Gain]:
     """Those that are worth it, and more than the luck of the best of ``tried``."""
-    return [gain for gain in gains if gain.gain >= BETTER_BY * blank.served and _stands_out(gain, tried)]
+    return [gain for gain in gains if _is_worth_it(blank, gain) and _stands_out(gain, tried)]
 
 
-def _stands_out(gain: Gain, tried: int) -> bool:
-    """Whether a gain is more than the luck of the best of ``tried`` variants: Bonferroni, on the interval's width."""
+def _is_worth_it(blank: Diagnosis, gain: Gain) -> bool:
+    return gain.gain >= BETTER_BY * blank.served
+
+
+def _stands_out(gain: Gain, tried: int, *, one: float = 0.025) -> bool:
+    """Whether a gain is more than the luck of the best of ``tried`` variants: Bonferroni, on the interval's width.
+
+    ``one`` is how often luck alone would do as well.
+    """
     error = (gain.ci95[1] - gain.ci95[0]) / (2 * _NORMAL.inv_cdf(0.975))
-    return gain.ci95[0] > 0 and gain.gain > _NORMAL.inv_cdf(1 - 0.025 / tried) * error
+    return gain.ci95[0] > 0 and gain.gain > _NORMAL.inv_cdf(1 - one / tried) * error
 
 
 def to_json(diagnosis: Diagnosis) -> JsonObject:

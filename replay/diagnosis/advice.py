@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from replay.analysis.diagnosis.breakdown import Profile, limits, profile, separate
 from replay.analysis.diagnosis.evidence import (
     LENGTH,
+    MEASURED,
     RoundDraft,
     RoundKey,
     accepted_gain,
@@ -90,7 +91,7 @@ def conclude(
         limits=_limits(case, rounds, summary.name) if found.verdict == "head" else (),
         profile=_profile(case, reference) if found.verdict == "engine" and reference is not None else None,
         feeding=case.feeding,
-        agreement=None if reference is None else agreement(reference.healthy, reference.noise, 1),
+        agreement=None if reference is None else agreement(reference.healthy, reference.noise, MEASURED),
         mending=_mending(case, found, mended),
         values=_values(found, [*tried, *final]),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from replay.analysis.diagnosis.evidence import DRAFTED
+from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM
 from replay.analysis.diagnosis.verdict import Diagnosis
 from replay.analysis.ladder.ladder import Ladder
 from replay.checkpoint.checkpoint import Checkpoint
@@ -15,7 +15,7 @@ from replay.diagnosis.gains import gains_at_anchors, gains_of_walks
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis
 from replay.diagnosis.ladder import climb
 from replay.diagnosis.observed import observe
-from replay.diagnosis.reference import measure
+from replay.diagnosis.reference import measure, measure_discordance
 from replay.diagnosis.search import search
 from replay.diagnosis.trials import Tell, Trial, Trying, healthy
 from replay.engines.wiring import Wiring, parse_wiring
@@ -48,6 +48,8 @@ def diagnose_server(
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
     reference = measure(case) if case.observation.kind == DRAFTED else None
+    if case.observation.kind == HISTOGRAM:
+        case = replace(case, observation=replace(case.observation, discordant=measure_discordance(case)))
     tried, final = search(case, reference, on_event)
     if reference is None:
         gains = gains_of_walks(case, final)

@@ -22,7 +22,7 @@ from replay.traces.taps import EMBED, sort_taps, tap_name
 
 WIRED_OTHERWISE = "wiring.aux-layer-id"  # as what kind another wiring is said; its value may then be the whole wiring
 _P_HEALTHY = 0.5
-_P_PAIR = 0.05  # two independent faults at once, relative to the likelier of them alone
+_P_PAIR = 0.05  # a second, independent fault beside one
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ def joined(case: Case, first: Hypothesis, second: Hypothesis) -> Hypothesis | No
     variant = replace(served, wiring=wirings.pop() if wirings else served.wiring, faults=(*served.faults, *faults))
     if not _plays(variant, case):
         return None
-    prior = max(first.log_prior, second.log_prior) + log(_P_PAIR)
+    # The second one is any of all faults, as likely among them as it is alone.
+    prior = first.log_prior + log(_P_PAIR) + second.log_prior - log(1 - _P_HEALTHY)
     return Hypothesis(f"{first.kind}+{second.kind}", f"{first.name}+{second.name}", variant, prior)
 
 

@@ -146,10 +146,10 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     "state.dropped": _dropped_blocks,
     "state.noise": CANNOT_BE_GUESSED,  # its drafts are nobody's
     "precision.draft-weights": always(
-        "fp8", "fp8:channel", "weights=fp8:channel", "int8", "w8a8", "w4a16:g128", "w4a16:g128:sym7", "w4a16:g128:asym",
-        "w4a16:g64", "w4a16:g32", "w4a16:g32:asym", "nvfp4", "mxfp4",
+        "fp8", "fp8:channel", "weights=fp8", "weights=fp8:channel", "int8", "w8a8", "w4a16:g128", "w4a16:g128:sym7",
+        "w4a16:g128:asym", "w4a16:g64", "w4a16:g32", "w4a16:g32:asym", "nvfp4", "mxfp4",
     ),
-    "precision.draft-kv": always("fp8_e4m3", "fp8_e5m2"),
+    "precision.draft-kv": always("fp8_e4m3", "fp8_e5m2", "int8", "int4"),
     "precision.dtype-cast": always("fp16", "bf16"),
     TREE_FAULT: _tree_layouts,
 }  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH
+from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH, OUTLIER_ROUNDS
 from replay.errors import TraceError, UsageError
 from replay.traces.reader import Trace
 
@@ -24,7 +24,8 @@ class Observation:
 
     ``rounds`` (``drafted`` only) are those that finalists are held against; without rounds hypotheses are screened on
     ``screening_requests``. ``histograms`` [steps + 1] count all rounds of each request by accepted tokens; ``given`` is
-    the accept length from elsewhere (``length`` only).
+    the accept length from elsewhere (``length`` only). ``discordant`` is the share of rounds that rounding may set
+    apart from a replay's (``histogram`` only).
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Observation:
     histograms: Mapping[str, Sequence[int]]
     rounds: "pl.DataFrame | None" = None
     given: "Observed | None" = None
+    discordant: float = OUTLIER_ROUNDS
 
     @property
     def accepted(self) -> float | dict[str, list[int]]:

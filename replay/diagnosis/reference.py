@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from replay.analysis.diagnosis.evidence import noise_scales
-from replay.analysis.followed import Followed, Noise, judge_rounds
+from replay.analysis.followed import BOTH_SIDES, Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
+from replay.diagnosis.observed import count_by_request
 from replay.simulator.following import follow_server
 from replay.simulator.rounding import noise_between, other_orders
+from replay.simulator.simulation import simulate
 from replay.simulator.variant import ResolvedVariant
 
 if TYPE_CHECKING:
@@ -51,6 +53,22 @@ def measure(case: Case) -> Reference:
     ordered = _most_telling(told)
     glance, screening = (_some_rounds(rounds, ordered, told, *few) for few in (_GLANCE, _SCREENING))
     return Reference(healthy, noise, scales, glance, screening)
+
+
+def measure_discordance(case: Case) -> float:
+    """The share of rounds that rounding sets apart in histograms by request: the healthy replay against exact numbers.
+
+    Twice what is seen, because server and replay are both rounded (analysis/followed.py), with one round added.
+    """
+    orders = [case.served, other_orders(case.served, case.trace)[0]]
+    played = simulate(case.trace, {case.served.draft: case.checkpoint}, orders, served_products=False)
+    ours, exact = (
+        count_by_request(played.table.filter(played.table["variant"] == info.name), case.served.steps)
+        for info in played.variants
+    )
+    rounds = sum(sum(counts) for counts in ours.values())
+    matched = sum(min(pair) for name in ours for pair in zip(ours[name], exact.get(name, ours[name]), strict=True))
+    return min(0.5, BOTH_SIDES * (rounds - matched + 1) / (rounds + 2))
 
 
 def follow(

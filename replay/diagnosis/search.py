@@ -72,7 +72,7 @@ def search(case: Case, reference: Reference | None, tell: Tell) -> tuple[list[Tr
         if _explained(final):
             return tried, final
     tried += _refine(case, tried, attempt)
-    partners = [one.hypothesis for one in tried]
+    partners = [one.hypothesis for one in tried if _shows(one, healthy(tried))]
     for base in _bases(tried):
         if _explained(tried):
             break
@@ -129,6 +129,11 @@ def _bases(tried: Sequence[Trial]) -> list[Trial]:
         if not one.is_healthy and one.scored.evidence.disturbed > least:
             found.setdefault(one.hypothesis.kind, one)
     return list(found.values())[:_GROWN]
+
+
+def _shows(one: Trial, healthy_one: Trial) -> bool:
+    """Whether it drafts otherwise than the healthy replay, as far as both followed the same rounds."""
+    return one.is_healthy or _adds(one, healthy_one)
 
 
 def _adds(pair: Trial, base: Trial) -> bool:

@@ -175,7 +175,9 @@ def _walk(case: Case, batch: Sequence[Hypothesis], whole: bool) -> Iterator[Tria
             evidence = length_evidence(counts[info.name], seen.given.accept_length, seen.given.rounds, steps)
         else:
             table = played.table.filter(played.table["variant"] == info.name)
-            evidence = histogram_evidence(count_by_request(table, steps), seen.histograms, steps)
+            evidence = histogram_evidence(
+                count_by_request(table, steps), seen.histograms, steps, discordant=seen.discordant
+            )
         yield Trial(item, _scored(case, item, evidence), counts=counts[info.name])
 
 
