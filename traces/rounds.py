@@ -75,8 +75,8 @@ class VariantInfo(VariantSettings):
 
     ``anchors`` positions were tried in the all-anchors pass and had ``anchors_accepted`` drafted tokens accepted in
     sum; ``ties`` drafted tokens were chosen between exactly equal logits; ``seconds`` is wall-clock time.
-    ``expected`` is None under the greedy rule, whose rounds leave nothing to chance; ``agreement`` where the variant was
-    not held against a server's own rounds.
+    ``expected`` is None under the greedy rule, whose rounds leave nothing to chance, ``agreement`` where the variant
+    was not held against a server's own rounds.
     """
 
     seconds: float

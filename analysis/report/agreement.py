@@ -15,9 +15,9 @@ def agreement_sentence(summaries: Sequence[VariantSummary]) -> str:
     differ = "differs" if found.flips == 1 else "differ"
     return (
         f"Against the server's {wording.counted(found.rounds, 'round')}: {wording.count(found.alike)} alike, "
-        f"{wording.count(found.near_tie)} at a near tie, {wording.count(found.unexplained)} unexplained (rounding flips "
-        f"about {wording.count(round(found.flips_expected))} of {wording.counted(found.tokens, 'drafted token')}, "
-        f"{wording.count(found.flips)} {differ})."
+        f"{wording.count(found.near_tie)} at a near tie, {wording.count(found.unexplained)} unexplained "
+        f"(rounding flips about {wording.count(round(found.flips_expected))} of "
+        f"{wording.counted(found.tokens, 'drafted token')}, {wording.count(found.flips)} {differ})."
     )
 
 
@@ -27,8 +27,8 @@ def agreement_legend(summaries: Sequence[VariantSummary]) -> str:
     if len(summaries) == 1 or not told:
         return ""
     return (
-        f"against the server: how many of its {wording.counted(told[0].rounds, 'round')} the variant drafts alike / parts "
-        "from at a near tie / leaves unexplained"
+        f"against the server: how many of its {wording.counted(told[0].rounds, 'round')} the variant drafts alike / "
+        "parts from at a near tie / leaves unexplained"
     )
 
 

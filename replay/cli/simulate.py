@@ -91,7 +91,8 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @click.option(
     "--no-agreement",
     is_flag=True,
-    help="Leave out how many rounds of the trace's own server each variant explains, which takes as long again.",
+    help="Leave out how many rounds of the trace's own server each variant explains, which takes two to three times "
+    "as long as the simulation itself.",
 )
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")

@@ -113,9 +113,7 @@ def served_drafts(rounds: "pl.DataFrame") -> dict[str, ServedDrafts]:
     }
 
 
-def served_shape(
-    drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int] | None]
-) -> tuple[bool, int]:
+def served_shape(drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int] | None]) -> tuple[bool, int]:
     """Of a server's rounds whether they drafted trees, and the most tokens that one of them drafted."""
     return any(one is not None for one in parents), max(map(len, drafted), default=0)
 
