@@ -24,6 +24,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from replay.traces.agreement import Agreement
+
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -83,27 +85,6 @@ class Noise:
         most = np.array(self.largest, dtype=np.float64)
         limit_N: Floats = BOTH_SIDES * most[np.minimum(depth_N, len(most)) - 1]
         return limit_N
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Rounds of a server against a replay: ``alike``, first parted at a ``near_tie``, ``unexplained``.
-
-    ``noise`` is the largest that was measured, ``noise_scale`` its scale, both in nats; ``largest`` is the largest
-    margin of a near tie over that noise (0 where there is none). ``flips`` tokens differ from what the replay prefers,
-    ``flips_expected`` is how many rounding flips at that scale.
-    """
-
-    rounds: int
-    alike: int
-    near_tie: int
-    unexplained: int
-    noise: float
-    noise_scale: float
-    largest: float
-    tokens: int
-    flips: int
-    flips_expected: float
 
 
 def measure_noise(rounded: Followed, exact: Followed, *others: Followed) -> Noise:

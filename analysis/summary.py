@@ -23,6 +23,7 @@ from replay.analysis.counts import (
 )
 from replay.analysis.expected_length import ExpectedSummary, summarise_expected
 from replay.analysis.json_document import JsonObject, object_json
+from replay.traces.agreement import Agreement
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
 
 
@@ -42,7 +43,7 @@ class ServerCounts:
 
 @dataclass(frozen=True, slots=True)
 class VariantSummary(VariantSettings):
-    """One variant, its counts and ratios; the fields down to ``expected`` are the JSON of ``replay simulate --json``.
+    """One variant, its counts and ratios; the fields down to ``agreement`` are the JSON of ``replay simulate --json``.
 
     ``position_joint[j-1]`` = rounds with at least j accepted / rounds; ``position_conditional[j-1]`` = the same
     over the rounds with at least j-1. ``accept_length_server`` = completion tokens / verify rounds as SGLang's
@@ -66,6 +67,7 @@ class VariantSummary(VariantSettings):
     seconds: float
     observed: ServerCounts | None
     expected: ExpectedSummary | None
+    agreement: Agreement | None
     played_requests: int
     cut_rounds: int
     anchors: int
@@ -164,6 +166,7 @@ def _summary(
         seconds=variant.seconds,
         observed=observed(requests),
         expected=expected,
+        agreement=variant.agreement,
         played_requests=len(played),
         cut_rounds=cut,
         anchors=variant.anchors,

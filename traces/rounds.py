@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import OutputError, TraceCorruptError, TraceError, TraceVersionError
+from replay.traces.agreement import Agreement, problem, read_agreement
 from replay.traces.fields import Fields, is_number, parse_json, show
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class VariantInfo(VariantSettings):
 
     ``anchors`` positions were tried in the all-anchors pass and had ``anchors_accepted`` drafted tokens accepted in
     sum; ``ties`` drafted tokens were chosen between exactly equal logits; ``seconds`` is wall-clock time.
-    ``expected`` is None under the greedy rule, whose rounds leave nothing to chance.
+    ``expected`` is None under the greedy rule, whose rounds leave nothing to chance, ``agreement`` where the variant
+    was not held against a server's own rounds.
     """
 
     seconds: float
@@ -82,6 +84,7 @@ class VariantInfo(VariantSettings):
     anchors_accepted: int
     ties: int
     expected: Expected | None = None
+    agreement: Agreement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +252,9 @@ def _variant(values: Fields) -> VariantInfo:
         anchors=values.integer("anchors", 0, _MOST),
         anchors_accepted=values.integer("anchors_accepted", 0, _MOST),
         ties=values.integer("ties", 0, _MOST),
-        # files from before there was one are of the same version
+        # files from before there were these are of the same version
         expected=_expected(values.object("expected")) if values.values.get("expected") is not None else None,
+        agreement=read_agreement(values.object("agreement")) if values.values.get("agreement") is not None else None,
     )
 
 
@@ -298,6 +302,8 @@ def _check(rounds: Rounds, path: Path) -> None:
     for variant in rounds.variants:
         if variant.expected is not None:
             _check_expected(variant.name, variant.expected, len(rounds.requests), path)
+        if variant.agreement is not None and (wrong := problem(variant.agreement)):
+            raise _corrupt(path, f"variant {variant.name!r} has {wrong}")
     _known(table["request_id"], {request.request_id for request in rounds.requests}, "request", path)
 
     drafted = pl.col("drafted").list.len()

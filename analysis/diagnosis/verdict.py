@@ -10,9 +10,9 @@ from replay.analysis.diagnosis.breakdown import Profile, profile_json
 from replay.analysis.diagnosis.evidence import DRAFTED, Disturbance
 from replay.analysis.diagnosis.feed import Feeding, feeding_json
 from replay.analysis.diagnosis.scored import CERTAIN, NOTHING, Scored, Unknown, rank, undecided
-from replay.analysis.followed import Agreement
 from replay.analysis.json_document import JsonObject, interval_json, object_json
 from replay.analysis.ladder.ladder import Ladder, ladder_json
+from replay.traces.agreement import Agreement
 from replay.traces.rounds import HEALTHY_NAME
 
 # A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.

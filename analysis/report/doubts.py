@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.gaps import Gap
+from replay.analysis.report.agreement import agreement_doubts
 from replay.analysis.report.expected import expectation_doubts
 from replay.analysis.summary import VariantSummary
 from replay.analysis.wording import count, counted, decimal, interval, listed, percent, varying
@@ -49,6 +50,10 @@ def _observed_disagrees(results: Results) -> Iterator[str]:
         f"requests (95 % interval {interval((low, high), 3)}): the server does something that no variant here does, "
         "try other wirings, precisions and heads."
     )
+
+
+def _unexplained(results: Results) -> Iterator[str]:
+    yield from agreement_doubts(results.summaries)
 
 
 def _observed_partly(results: Results) -> Iterator[str]:
@@ -180,6 +185,7 @@ def _missing(results: Results) -> Iterator[str]:
 
 _CHECKS: tuple[Callable[[Results], Iterator[str]], ...] = (
     _observed_disagrees,
+    _unexplained,
     _few_requests,
     _wide_interval,
     _longer_drafts,

@@ -13,6 +13,7 @@ from rich.text import Text
 from replay.analysis import wording
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.gaps import Gap, gaps, observed_gaps
+from replay.analysis.report.agreement import agreement_legend, agreement_sentence
 from replay.analysis.report.doubts import Results, doubts
 from replay.analysis.report.expected import expected_sentence
 from replay.analysis.report.provenance import provenance
@@ -89,13 +90,18 @@ def lay_out(report: Report) -> RenderableType:
     """The report as a renderable."""
     parts: list[RenderableType] = [Text(answer(report), style="bold")]
     parts += [
-        Text(sentence) for sentence in (expected_sentence(report.summaries), observed_sentence(report)) if sentence
-    ]
+        Text(sentence)
+        for sentence in (
+            expected_sentence(report.summaries), observed_sentence(report), agreement_sentence(report.summaries),
+        )
+        if sentence
+    ]  # fmt: skip
     parts += [Text(sentence) for sentence in report.layouts]
     parts += [Text(), Text(_shared(report), style="dim"), Text()]
     parts.append(variant_table(report.summaries, report.facts, report.gaps, report.best))
     if len(report.summaries) > 1:
-        parts += [Text(), Text(_LOST, style="dim")]
+        legends = [_LOST, agreement_legend(report.summaries)]
+        parts += [Text(), *(Text(legend, style="dim") for legend in legends if legend)]
     elif report.best is not None:
         parts += [Text(), position_table(report.best)]
     parts += [Text(), heading("Doubts")]

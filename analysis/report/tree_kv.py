@@ -14,7 +14,7 @@ from replay.analysis.summary import VariantSummary
 from replay.traces.rounds import Rounds, VariantInfo
 
 # What two variants that differ in nothing but kv may differ in besides: their name and their results.
-_OWN = {"name", "kv", "seconds", "anchors", "anchors_accepted", "ties"}
+_OWN = {"name", "kv", "seconds", "anchors", "anchors_accepted", "ties", "agreement"}
 
 
 def layout_sentences(

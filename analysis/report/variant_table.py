@@ -10,6 +10,7 @@ from rich.text import Text
 from replay.analysis import wording
 from replay.analysis.counts import position_rates, reached_positions
 from replay.analysis.gaps import Gap
+from replay.analysis.report.agreement import agreement_cell
 from replay.analysis.report.expected import expected_cell
 from replay.analysis.summary import ServerCounts, VariantSummary
 from replay.analysis.tables import Column, Fitted, column
@@ -115,7 +116,13 @@ def _shape(rows: _Rows) -> tuple[Column, ...]:
         return (histogram,)
     rates = _aligned([*(row.position_conditional for row in rows.summaries), position_rates(rows.histogram or (0,))[1]])
     heading = "% accepted at position 1, 2, ...\nof the rounds that got there"
-    return histogram, rows.column(heading, rates[:-1], rates[-1], left=True)
+    return histogram, rows.column(heading, rates[:-1], rates[-1], left=True), *_agreements(rows)
+
+
+def _agreements(rows: _Rows) -> Iterator[Column]:
+    """How each of several variants fares against the rounds of the trace's own server, where one does."""
+    if any(row.agreement is not None for row in rows.summaries):
+        yield rows.column("against\nthe server", [agreement_cell(row) for row in rows.summaries])
 
 
 def position_table(summary: VariantSummary) -> Fitted:

@@ -88,6 +88,12 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @click.option("--temperature", type=float, metavar="X", help="Must be the one that the trace was recorded at.")
 @click.option("--engine", default="sglang", show_default=True, metavar="PROFILE", help="sglang or eagle.")
 @click.option("--device", default="cpu", show_default=True, help="Where the head runs, e.g. cpu or cuda.")
+@click.option(
+    "--no-agreement",
+    is_flag=True,
+    help="Leave out how many rounds of the trace's own server each variant explains, which takes two to three times "
+    "as long as the simulation itself.",
+)
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @json_option
@@ -95,8 +101,8 @@ def simulate(
     trace: Path, drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...], topk: tuple[int, ...],
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
-    rules: tuple[str, ...], temperature: float | None, engine: str, device: str, output: Path | None, force: bool,
-    as_json: bool,
+    rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
+    output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -136,7 +142,8 @@ def simulate(
         from replay.simulator.precision_ranking import one_by_one
 
         variants, ranked = one_by_one(variants, rank_precision, checkpoints)
-    rounds = run_simulation(opened, checkpoints, variants, device)
+    agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
+    rounds = run_simulation(opened, checkpoints, variants, device, agreement=agreement)
     show_rounds(rounds, as_json) if ranked is None else show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
@@ -166,11 +173,20 @@ def _name_drafts(paths: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def run_simulation(
-    trace: "Trace", checkpoints: "Mapping[str, Checkpoint]", variants: "Sequence[Variant]", device: str
+    trace: "Trace",
+    checkpoints: "Mapping[str, Checkpoint]",
+    variants: "Sequence[Variant]",
+    device: str,
+    *,
+    agreement: bool = True,
 ) -> "Rounds":
-    """Simulate with a progress bar on stderr. Raises UsageError for a device that cannot be used here."""
+    """Simulate with a progress bar on stderr; ``agreement`` also holds the variants against the trace's own server.
+
+    Raises UsageError for a device that cannot be used here.
+    """
     from rich.console import Console
 
+    from replay.simulator.agreement import with_agreement
     from replay.simulator.simulation import ReplayProgress, simulate
 
     _check_device(device)
@@ -178,9 +194,12 @@ def run_simulation(
         task = progress.add_task("replaying", total=None, rate="requests")
 
         def on_event(event: ReplayProgress) -> None:
-            progress.update(task, completed=event.done, total=event.total)
+            progress.update(task, description=event.stage, completed=event.done, total=event.total)
 
-        return simulate(trace, checkpoints, variants, device=device, on_event=on_event)
+        rounds = simulate(trace, checkpoints, variants, device=device, on_event=on_event)
+        if not agreement:
+            return rounds
+        return with_agreement(rounds, trace, checkpoints, variants, device=device, on_event=on_event)
 
 
 def _check_device(device: str) -> None:

@@ -113,6 +113,11 @@ def served_drafts(rounds: "pl.DataFrame") -> dict[str, ServedDrafts]:
     }
 
 
+def served_shape(drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int] | None]) -> tuple[bool, int]:
+    """Of a server's rounds whether they drafted trees, and the most tokens that one of them drafted."""
+    return any(one is not None for one in parents), max(map(len, drafted), default=0)
+
+
 def _check_shapes(
     variants: Sequence[ResolvedVariant], groups: Sequence[Group], served: Mapping[str, ServedDrafts]
 ) -> None:
@@ -120,8 +125,8 @@ def _check_shapes(
         raise UsageError("no round of a server is left to follow; give a trace whose server drafted")
     if any(group.sampled for group in groups):
         raise UsageError("a head that samples its drafts follows no other run's; type --verify target-only")
-    most = max((len(drafted) for one in served.values() for drafted in one.drafted), default=0)
-    trees = any(parents is not None for one in served.values() for parents in one.parents)
+    rounds = served.values()
+    trees, most = served_shape([d for one in rounds for d in one.drafted], [p for one in rounds for p in one.parents])
     for variant in variants:
         here = variant.num_draft_tokens - 1
         if trees != (variant.topk > 1) or (here != most):

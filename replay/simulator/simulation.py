@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgress:
-    """``done`` of ``total`` requests replayed under all variants."""
+    """``done`` of ``total`` requests replayed under all variants; ``stage`` says in a few words for what."""
 
     done: int
     total: int
+    stage: str = "replaying"
 
 
 def simulate(

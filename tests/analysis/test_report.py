@@ -7,10 +7,24 @@ from html import unescape
 
 import pytest
 from rich.console import Console
-from support.report_cases import CASES, GOLDEN, WIDTHS, doubtful, many, nothing, plain, report, single, sweep
+from support.report_cases import (
+    CASES,
+    GOLDEN,
+    WIDTHS,
+    doubtful,
+    many,
+    nothing,
+    plain,
+    report,
+    rewired,
+    served,
+    single,
+    sweep,
+)
 from support.rounds_maker import make_rounds, make_variant
 
 from replay.analysis import wording
+from replay.analysis.report.agreement import agreement_legend, agreement_sentence
 from replay.analysis.report.report import Report, answer, assess, observed_sentence
 from replay.analysis.summary import summarise
 from replay.traces.rounds import Rounds
@@ -101,6 +115,37 @@ def test_what_the_server_reported_is_set_against_the_nearest_variant() -> None:
     assert observed_sentence(_assess(replace(rounds, requests=silent))) == ""
 
 
+def test_what_is_said_of_the_servers_own_rounds() -> None:
+    (row,) = summarise(served(), resamples=100)
+    assert agreement_sentence([row]) == (
+        "Against the server's 1,440 rounds: 1,385 alike, 55 at a near tie, 0 unexplained (rounding flips about 50 of "
+        "7,200 drafted tokens, 56 differ)."
+    )
+    assert agreement_legend([row]) == ""
+    rows = summarise(rewired(), resamples=100)
+    assert agreement_sentence(rows) == ""
+    assert "how many of its 1,200 rounds" in agreement_legend(rows)
+    assert "1,190 / 7 / 3" in plain("rewired", 120)
+    for rounds in (single(), sweep()):
+        rows = summarise(rounds, resamples=100)
+        assert (agreement_sentence(rows), agreement_legend(rows)) == ("", "")
+
+
+def test_unexplained_rounds_are_a_doubt_where_no_variant_explains_them() -> None:
+    def raised(rounds: Rounds) -> list[str]:
+        return [doubt for doubt in _assess(rounds).doubts if "unexplained" in doubt]
+
+    (doubt,) = raised(rewired())
+    assert doubt.startswith("3 of 1,200 rounds of the server are unexplained even in the variant that explains most")
+    assert "`replay diagnose`" in doubt
+    assert raised(served()) == []
+    rounds = rewired()
+    last = rounds.variants[-1]
+    assert last.agreement is not None
+    healed = replace(last, agreement=replace(last.agreement, alike=1105, unexplained=0))
+    assert raised(replace(rounds, variants=(*rounds.variants[:-1], healed))) == []
+
+
 DOUBTS = (
     "than the server did", "Only 6 requests", "interval of the accept length is wide", "teacher-forced",
     "were sampled (temperature 0.7)", "6 of 48 rounds (12 %) were cut", "9 of 240 drafted tokens (3.8 %)",
@@ -127,7 +172,7 @@ def test_doubts_of_a_sweep() -> None:
 
 
 def test_every_doubt_is_one_sentence() -> None:
-    for rounds in (doubtful(), many(), nothing(), sweep()):
+    for rounds in (doubtful(), many(), nothing(), sweep(), served(), rewired()):
         for doubt in _assess(rounds).doubts:
             assert doubt.endswith(".") and ". " not in doubt and "\n" not in doubt
 

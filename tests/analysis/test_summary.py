@@ -84,7 +84,7 @@ def test_the_json_is_the_documented_one() -> None:
         "faults": list, "requests": int, "rounds": int, "drafted": int, "accepted": int, "output_tokens": int,
         "accept_length": float, "accept_length_ci95": list, "accept_length_server": float, "histogram": list,
         "position_joint": list, "position_conditional": list, "all_anchors_accept_length": float, "ties": int,
-        "seconds": float, "observed": dict, "expected": type(None),
+        "seconds": float, "observed": dict, "expected": type(None), "agreement": type(None),
     }  # fmt: skip
     assert {key: type(value) for key, value in far.items()} == kinds
     assert list(far) == list(kinds)

@@ -15,7 +15,7 @@ from support.fake_server import FakeServer, fake_server, make_target
 from support.heads import INVENTED, tiny_config, write_head
 from support.report_cases import nothing, sweep
 from support.rounds_maker import make_rounds, make_variant
-from support.served_maker import WIDTH, make_checkpoint, make_served
+from support.served_maker import HEAD, STEPS, WIDTH, WIRING, make_checkpoint, make_served
 from support.trace_maker import V, changed, make_four, make_header, make_request, make_weights, write_trace
 
 from replay.analysis.diagnosis.evidence import Evidence
@@ -96,7 +96,9 @@ def written(rounds: Rounds, path: Path) -> Path:
 def simulate_documents(folder: Path) -> list[Document]:
     draft = write_head(folder / "draft", INVENTED)
     counted, sampled = counted_trace(folder / "counted"), sampled_trace(folder / "sampled")
+    served, made = make_served(folder / "served", make_checkpoint()), write_head(folder / "made", HEAD)
     return [
+        run("simulate", served.path, "--draft", made, "--wiring", WIRING, "--steps", STEPS, "--steps", 1),
         run("simulate", counted, "--draft", draft, "--steps", 1, "--steps", 3),
         run("simulate", counted, "--draft", draft, "--steps", 2, "--rank-precision", "w4a16:g32"),
         run("simulate", sampled, "--draft", draft, "--verify", "rejection", "--verify", "target-only:acc=0.5"),

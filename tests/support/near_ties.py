@@ -7,6 +7,9 @@ by how much the same numbers move at most, anywhere in the trace, between two ro
 margin compares two numbers, each of which the server and the replay have rounded in their own way: it is a near tie up
 to twice the noise. The replay in the server's order is judged by what fp32 changes in it. One in another order is
 judged by the noise between two of which it is none, or it could not fail.
+
+This is the independent twin of what `replay simulate` counts (simulator/agreement.py, analysis/followed.py): rounds as
+dictionaries and loops, the noise in a way of its own. ``count_in_production`` has that count, to hold it against this.
 """
 
 import math
@@ -25,9 +28,11 @@ from replay.drafting.tree_margins import ServedTrees, tree_margins_along
 from replay.drafting.tree_shape import ORPHAN, ROOT, TreeSize
 from replay.drafting.trees import Candidates, grow_in_blocks, keep_best
 from replay.head.model import Head
+from replay.simulator.agreement import with_agreement
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.inputs import draft_input, sampled_after_chunks
 from replay.simulator.variant import ResolvedVariant
+from replay.traces.agreement import Agreement
 from replay.traces.taps import FINAL
 
 Anchor = tuple[str, int]  # request id, anchor
@@ -283,6 +288,19 @@ def chain_noise(mine: Mapping[Anchor, Followed], other: Mapping[Anchor, Followed
         for here, there in zip(one.log_probs, other[anchor].log_probs, strict=True)
         if max(here, there) <= math.log(0.5)
     )
+
+
+# ---- what production says ----
+
+
+def count_in_production(trace: replay.Trace, head_folder: Path, variants: Sequence[replay.Variant]) -> list[Agreement]:
+    """The agreement of each variant as `replay simulate` counts it; all of them must be in the server's shape."""
+    heads = {variant.draft: replay.load_head(head_folder) for variant in variants}
+    rounds = with_agreement(replay.simulate(trace, heads, variants), trace, heads, variants)
+    found = [one.agreement for one in rounds.variants]
+    told = [one for one in found if one is not None]
+    assert len(told) == len(found)
+    return told
 
 
 # ---- what a test shows of it ----

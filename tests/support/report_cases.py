@@ -2,6 +2,7 @@
 
 import io
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from support.rounds_maker import Accepted, make_rounds, make_variant
 from replay.analysis.report.peers import peer_metrics, render_peers
 from replay.analysis.report.report import render
 from replay.analysis.summary import summarise
+from replay.traces.agreement import Agreement
 from replay.traces.rounds import Rounds
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -98,6 +100,23 @@ def sweep() -> Rounds:
     )
 
 
+def served() -> Rounds:
+    """One variant on a trace whose server's rounds are recorded, replayed on other hardware."""
+    rounds = single()
+    (variant,) = rounds.variants
+    agreement = Agreement(1440, 1385, 55, 0, 0.12, 0.0156, 0.67, 7200, 56, 50.5)
+    return replace(rounds, variants=(replace(variant, agreement=agreement),))
+
+
+def rewired() -> Rounds:
+    """A sweep in which no variant explains all rounds of the server, and one drafts in another shape."""
+    rounds = sweep()
+    counts = ((0, 2, 1198), (0, 2, 1198), None, (1190, 7, 3), (1102, 95, 3))
+    agreements = [one and Agreement(1200, *one, 0.12, 0.0156, 0.67, 6000, 90, 41.5) for one in counts]
+    pairs = zip(rounds.variants, agreements, strict=True)
+    return replace(rounds, variants=tuple(replace(variant, agreement=one) for variant, one in pairs))
+
+
 def many() -> Rounds:
     """Thirty-two variants of long names that differ in four facts."""
     facts = [
@@ -121,7 +140,8 @@ def nothing() -> Rounds:
     return make_rounds({make_variant("story"): [[], [], []]}, trace=STORY_TRACE | {"missing": []})
 
 
-CASES = {"single": single, "doubtful": doubtful, "sweep": sweep, "many": many, "nothing": nothing, "peers": single}
+CASES = {"single": single, "doubtful": doubtful, "sweep": sweep, "served": served, "rewired": rewired, "many": many,
+         "nothing": nothing, "peers": single}  # fmt: skip
 
 
 @cache

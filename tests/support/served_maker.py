@@ -1,6 +1,7 @@
 """Traces of an imagined server: a small random head drafts for an invented target, healthy or under a fault.
 
-What is recorded of the target never depends on the fault; the served rounds are those that the head's twin plays.
+What is recorded of the target never depends on the fault; the served rounds are those that the head's twin plays, of
+chains or of trees.
 """
 
 import dataclasses
@@ -10,13 +11,16 @@ from pathlib import Path
 
 import polars as pl
 import torch
-from support.heads import tiny_checkpoint
+from support.heads import tiny_checkpoint, tiny_config
 from support.trace_maker import make_header, make_request, make_weights
 from twins.rounds import draft_one_round, replay_request
+from twins.trees import accept_in_tree, draft_one_tree
 
 from replay.checkpoint.checkpoint import Checkpoint
+from replay.drafting.rows import DraftInput
 from replay.engines.wiring import Wiring
 from replay.faults.table import parse_faults
+from replay.head.model import Head
 from replay.simulator.binding import bind, build_head, resolve
 from replay.simulator.inputs import draft_input, sampled_after_chunks
 from replay.simulator.variant import Variant
@@ -33,12 +37,13 @@ LAYERS, WIDTH = 8, 16
 WIRING = Wiring(("2", "4", "5"))
 TAPS = ("1", "2", "3", "4", "5", "6", "final")
 STEPS = 3
+_SIZES = {"hidden_size": WIDTH, "vocab_size": 64, "draft_vocab_size": 48, "intermediate_size": 24, "head_dim": 8}
+HEAD = tiny_config(**_SIZES, eagle_config={})  # that of ``make_checkpoint``
 
 
 def make_checkpoint(seed: int = 0, **changes: object) -> Checkpoint:
     """A head of the invented target, one layer, own lm_head."""
-    sizes = {"hidden_size": WIDTH, "vocab_size": 64, "draft_vocab_size": 48, "intermediate_size": 24, "head_dim": 8}
-    return tiny_checkpoint(seed, **{**sizes, "eagle_config": {}, **changes})
+    return tiny_checkpoint(seed, **{**_SIZES, "eagle_config": {}, **changes})
 
 
 def make_served(
@@ -51,13 +56,15 @@ def make_served(
     fed: Sequence[str] = (),
     fed_offset: int = 0,
     pieces: Sequence[Sequence[Piece] | None] = (),
+    topk: int = 1,
+    nodes: int = 8,
     **engine: str,
 ) -> Trace:
     """A trace whose server drafted under ``fault``; outputs follow the healthy head's drafts half of the time.
 
     ``fed``: the taps that its draft was seen to be fed with the prompts, slot by slot, whatever the fault says;
     ``zeros`` for none. Their rows stood ``fed_offset`` positions further on. ``pieces`` in which the first prompts, of
-    6 to 9 tokens, were prefilled.
+    6 to 9 tokens, were prefilled. With a ``topk`` above 1 the server drafts trees of so many ``nodes``.
     """
     header = make_header("float32")
     header = dataclasses.replace(
@@ -69,7 +76,7 @@ def make_served(
             details={
                 "wiring": str(WIRING),
                 "speculative_num_steps": str(STEPS),
-                "speculative_eagle_topk": "1",
+                "speculative_eagle_topk": str(topk),
                 **engine,
             },
         ),
@@ -101,6 +108,9 @@ def make_served(
     for index, request in enumerate(followed):
         read = plain.read(index, (*subject.wiring.taps, FINAL))
         item, chunk = draft_input(read, subject.wiring), subject.behaviour.chunk
+        if topk > 1:
+            rows += _tree_rounds(request.request_id, head, item, topk, nodes)
+            continue
         with torch.inference_mode():
             rounds = replay_request(
                 head, item.tokens_T, item.features_RKD, item.prompt_tokens, STEPS,
@@ -115,6 +125,23 @@ def make_served(
     if fed:
         followed = [dataclasses.replace(request, feed=_feed(request, fed, fed_offset)) for request in followed]
     return Trace.open(_write(folder / "served", header, followed, table))
+
+
+def _tree_rounds(name: str, head: Head, item: DraftInput, topk: int, nodes: int) -> list[tuple[object, ...]]:
+    """Rows of the table of rounds: parents count from the known token (0), and -1 is one that was left out."""
+    rows: list[tuple[object, ...]] = []
+    anchor, tokens = item.prompt_tokens, item.tokens_T.tolist()
+    while anchor < len(tokens) - 1:
+        with torch.inference_mode():
+            tree = draft_one_tree(
+                head, item.tokens_T, item.features_RKD, anchor, topk=topk, steps=STEPS, num_draft_tokens=nodes + 1,
+                kv="slot",
+            )  # fmt: skip
+        accepted = accept_in_tree(tree, tokens[anchor + 1 :])
+        drafted, parents = [node.token for node in tree], [max(node.parent + 1, -1) for node in tree]
+        rows.append((name, len(rows), anchor, drafted, accepted, parents, None, None, None))
+        anchor += accepted + 1
+    return rows
 
 
 def _feed(request: CapturedRequest, fed: Sequence[str], offset: int) -> Feed:

@@ -1,6 +1,7 @@
 """The rounds file: what was written is read back, and whatever does not hold together is refused in one sentence."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 from support.rounds_maker import make_rounds, make_variant
 
 from replay.errors import OutputError, ReplayError, TraceCorruptError, TraceError, TraceVersionError
+from replay.traces.agreement import Agreement
 from replay.traces.rounds import METADATA_KEY, Rounds, read_rounds, table_schema, write_rounds
 
 
 @pytest.fixture
 def rounds() -> Rounds:
-    near, far = make_variant("near"), make_variant("far", steps=5, faults=("kv.rollback",), wiring=("3", "final"))
+    near = make_variant("near", agreement=Agreement(9, 6, 2, 1, 0.125, 0.015625, 0.75, 27, 4, 1.5))
+    far = make_variant("far", steps=5, faults=("kv.rollback",), wiring=("3", "final"))
     return make_rounds({near: [[3, 0], [1]], far: [[5], [0, 0]]}, observed=[[3, 0], [1]], category="chat")
 
 
@@ -88,6 +91,22 @@ def test_no_file_a_folder_and_no_parquet_are_refused(rounds: Rounds, tmp_path: P
         _refused(path, TraceCorruptError, "no whole parquet file")
 
 
+def test_a_file_from_before_there_was_an_agreement_has_none(rounds: Rounds, tmp_path: Path) -> None:
+    path = tmp_path / "rounds.parquet"
+    _rewrite(rounds, path, head=lambda head: [variant.pop("agreement") for variant in head["variants"]])
+    assert [variant.agreement for variant in read_rounds(path).variants] == [None, None]
+
+
+def test_an_agreement_that_does_not_hold_together_is_not_written(rounds: Rounds, tmp_path: Path) -> None:
+    near, far = rounds.variants
+    assert near.agreement is not None
+    for wrong in (replace(near.agreement, noise=math.inf), replace(near.agreement, alike=7)):
+        broken = replace(rounds, variants=(replace(near, agreement=wrong), far))
+        with pytest.raises(TraceCorruptError, match="variant 'near' has"):
+            write_rounds(broken, tmp_path / "rounds.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_foreign_parquet_is_refused(rounds: Rounds, tmp_path: Path) -> None:
     path = tmp_path / "foreign.parquet"
     rounds.table.write_parquet(path)
@@ -100,6 +119,11 @@ def test_foreign_parquet_is_refused(rounds: Rounds, tmp_path: Path) -> None:
 
 
 Break = Callable[[dict[str, Any]], object]
+
+
+def _agreed(head: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = head["variants"][0]["agreement"]
+    return found
 
 
 def _rewrite(rounds: Rounds, path: Path, *, head: Break = lambda _: None, table: pl.DataFrame | None = None) -> None:
@@ -129,6 +153,13 @@ def _rewrite(rounds: Rounds, path: Path, *, head: Break = lambda _: None, table:
             TraceCorruptError,
             "requests[0]: observed_histogram is [1.5]",
         ),
+        (lambda head: _agreed(head).pop("alike"), TraceCorruptError, "variants[0]: agreement lacks the field alike"),
+        (lambda head: _agreed(head).update(more=1), TraceCorruptError, "variants[0]: agreement has the field more"),
+        (lambda head: _agreed(head).update(flips=-1), TraceCorruptError, "variants[0]: agreement: flips is -1"),
+        (lambda head: _agreed(head).update(noise="0"), TraceCorruptError, "variants[0]: agreement: noise is '0'"),
+        (lambda head: _agreed(head).update(alike=7), TraceCorruptError, "10 rounds alike, near a tie or unexplained"),
+        (lambda head: _agreed(head).update(flips=28), TraceCorruptError, "28 of 27 drafted tokens that differ"),
+        (lambda head: head["variants"][1].update(agreement=3), TraceCorruptError, "agreement holds 3"),
         (lambda head: head["requests"].append("r9"), TraceCorruptError, "requests[2] holds 'r9'"),
         (lambda head: head["variants"][1].update(name="near"), TraceCorruptError, "variant 'near' 2 times"),
         (lambda head: head["requests"][1].update(request_id="r0"), TraceCorruptError, "request 'r0' 2 times"),

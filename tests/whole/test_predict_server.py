@@ -16,6 +16,7 @@ from support.near_ties import (
     Followed,
     Judged,
     chain_noise,
+    count_in_production,
     first_difference,
     follow_chains,
     judge_chains,
@@ -92,6 +93,19 @@ def test_every_round_is_the_servers(captured: Capture, wiring: str, record_prope
     assert [str(one) for one in judged.values() if one.unexplained] == []
     assert judged["served"].rounds == len(trace.served_rounds()) > PROMPTS * NEW_TOKENS / (STEPS + 1)
     assert judged["served"].alike > max(judged["fp32"].alike, judged["hf"].alike)
+
+
+@pytest.mark.parametrize("wiring", [RIGHT, WRONG])
+def test_the_simulation_says_so_itself(captured: Capture, wiring: str) -> None:
+    """What `replay simulate` counts: as many alike as here, in every order none unexplained, otherwise wired many."""
+    trace, judged = captured(wiring), judge_orders(captured(wiring), wiring)
+    found = count_in_production(trace, sample_head(), [variant(wiring, **order) for order in ORDERS.values()])
+    for order, one in zip(ORDERS, found, strict=True):
+        assert (one.rounds, one.alike, one.unexplained) == (judged[order].rounds, judged[order].alike, 0)
+        assert one.near_tie == len(judged[order].parted)
+    other = WRONG if wiring == RIGHT else RIGHT
+    (unfit,) = count_in_production(trace, sample_head(), [variant(other)])
+    assert unfit.unexplained > unfit.rounds / 2
 
 
 def test_another_wiring_is_told_from_rounding(captured: Capture) -> None:

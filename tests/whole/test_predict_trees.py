@@ -13,6 +13,7 @@ from support.near_ties import (
     Anchor,
     Grown,
     Judged,
+    count_in_production,
     follow_trees,
     grow_trees,
     judge_trees,
@@ -69,6 +70,18 @@ def test_trees_in_sglangs_layout_are_the_servers(
     assert [str(one) for one in judged.values() if one.unexplained] == []
     assert judged["served"].rounds > PROMPTS * NEW_TOKENS / (STEPS + 1)
     assert judged["served"].alike > max(judged["fp32"].alike, judged["hf"].alike)
+
+
+def test_the_simulation_says_so_itself(trace: replay.Trace, grown: dict[str, dict[Anchor, Grown]]) -> None:
+    """What `replay simulate` counts: as many alike as here, in every order none unexplained, in another layout some."""
+    orders: dict[str, dict[str, Any]] = {"served": {}, "fp32": {"precision": "fp32"}, "hf": {"numerics": "hf"}}
+    variants = [variant(**changes) for changes in (*orders.values(), {"kv": "path"})]
+    *found, path = count_in_production(trace, sample_head(), variants)
+    for order, one in zip(orders, found, strict=True):
+        judged = judge(trace, grown, order)
+        assert (one.rounds, one.alike, one.unexplained) == (judged.rounds, judged.alike, 0)
+        assert one.near_tie == len(judged.parted)
+    assert path.unexplained > 0
 
 
 def test_branches_are_the_servers(trace: replay.Trace, grown: dict[str, dict[Anchor, Grown]]) -> None:
