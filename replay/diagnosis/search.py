@@ -34,7 +34,8 @@ from replay.diagnosis.trials import (
     nearest_first,
     run_trials,
 )
-from replay.diagnosis.value_search import neighbours
+from replay.diagnosis.value_search import neighbours, number_in, put_number, rounded
+from replay.faults.table import Fault
 
 # How often the distance to a finer value is halved, and how many kinds are refined.
 _HALVINGS, _REFINED = 6, 2
@@ -43,6 +44,7 @@ _GROWN = 2
 # Times that the search for a wiring starts again from its own winner.
 _RESTARTS = 4
 _FINALISTS = 6
+_AS_GOOD = 2.0  # nats: half the width of a 95 % interval of one value (Wilks, 1938)
 _FEW = 12  # of them a glance spares nothing
 
 Try = Callable[[str, Sequence[Hypothesis]], list[Trial]]
@@ -187,7 +189,34 @@ def _refine_values(case: Case, bases: Sequence[Trial], tried: Sequence[Trial], a
             trials = attempt("finer values", fresh) if fresh else []
             found += trials
             best = nearest_first([best, *trials])[0]
+        fresh = [item for item in _round_values(case, base, [*tried, *found], best) if item.name not in names]
+        names |= {item.name for item in fresh}
+        found += attempt("round values", fresh) if fresh else []
     return found
+
+
+def _round_values(case: Case, base: Trial, tried: Sequence[Trial], best: Trial) -> list[Hypothesis]:
+    """The roundest values between those that explain the server about as well as the best: people wrote a round one.
+
+    They are said from the base, so that they are as likely beforehand as the first step away from it.
+    """
+    found = []
+    for fault in best.hypothesis.variant.faults[len(case.served.faults) :]:
+        alike = [number for one in tried if (number := _number_as_good(one, fault, best)) is not None]
+        number = number_in(fault.kind, fault.value)
+        if number is not None and alike:
+            text = rounded(fault.kind, min(*alike, number), number, max(*alike, number))
+            item = with_value(case, base.hypothesis, fault.kind, put_number(fault.kind, fault.value, text))
+            found += [item] if item is not None else []
+    return found
+
+
+def _number_as_good(one: Trial, fault: Fault, best: Trial) -> float | None:
+    """The number of a trial's value of this kind, where it is not clearly worse than the best one."""
+    if one.hypothesis.kind != best.hypothesis.kind or one.scored.nearness < best.scored.nearness - _AS_GOOD:
+        return None
+    value = next((other.value for other in one.hypothesis.variant.faults if other.kind == fault.kind), "")
+    return number_in(fault.kind, value) if value else None
 
 
 def _next_values(case: Case, hypothesis: Hypothesis, step: int) -> list[Hypothesis]:
