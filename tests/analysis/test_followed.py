@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.followed_maker import make_followed as make
 
 from replay.analysis.followed import (
     Agreement,
@@ -22,32 +23,6 @@ from replay.analysis.followed import (
 )
 
 INF = math.inf
-
-
-def make(
-    margins: list[list[float]],
-    *,
-    log_probs: list[list[float]] | None = None,
-    request: int = 0,
-    spread: float = 0.0,
-    by_depth: bool = False,
-) -> Followed:
-    """Rounds by the margins of their tokens; the replay prefers those of margin 0, and depths count from 1."""
-    margin_N = np.array([margin for one in margins for margin in one], dtype=np.float64)
-    log_prob_N = -1.0 - margin_N if log_probs is None else np.array([nats for one in log_probs for nats in one])
-    return Followed(
-        request_N=np.full(len(margin_N), request),
-        round_N=np.array([number for number, one in enumerate(margins) for _ in one], dtype=np.int64),
-        depth_N=np.array([depth for one in margins for depth in range(1, len(one) + 1)], dtype=np.int64),
-        margin_N=margin_N,
-        log_prob_N=log_prob_N,
-        spread_NZ=np.full((len(margin_N), 1), spread),
-        same_N=margin_N == 0,
-        alike_R=np.array([not any(one) for one in margins], dtype=bool),
-        scales=(0.1,),
-        choices=100,
-        by_depth=by_depth,
-    )
 
 
 # ---- noise ----
@@ -148,7 +123,7 @@ def test_no_rounds_and_no_scales_are_counted_as_none() -> None:
 
 
 def test_packs_are_joined_with_their_rounds_numbered_through() -> None:
-    parts = [make([[0.0, 0.2], [0.0]]), make([]), make([[0.3], [0.0, 0.0], [0.4]], request=4)]
+    parts = [make([[0.0, 0.2], [0.0]]), make([]), make([[0.3], [0.0, 0.0], [0.4]], requests=[4, 4, 4])]
     whole = join(parts)
     assert whole.round_N.tolist() == [0, 0, 1, 2, 3, 3, 4] and whole.rounds == 5
     assert whole.request_N.tolist() == [0] * 3 + [4] * 4
