@@ -178,6 +178,15 @@ def test_flips_are_as_many_as_the_scale_of_the_gaps_expects(deviation: float, sp
     assert counted.unexplained <= 1e-3 * counted.rounds  # hardly a gap is off by four deviations of its own
 
 
+@pytest.mark.parametrize("deviation", [0.03, 0.1])
+@pytest.mark.parametrize("spread", [1.0, 3.0, 8.0])
+def test_flips_are_as_many_as_the_measured_scale_expects(deviation: float, spread: float) -> None:
+    """The same from what was measured between the replay and exact arithmetic, along the server's tokens."""
+    machines = Machines(spread, deviation)
+    noise = measure_noise(machines.followed(machines.replayed_NW), machines.followed(machines.exact_NW))
+    assert_as_many(agreement(machines.followed(machines.replayed_NW, (noise.scale,)), noise))
+
+
 def test_other_noise_than_rounding_flips_more_than_is_expected() -> None:
     """Margins that rounding explains one by one, and ten times as many of them."""
     found = make([[0.0]] * 900 + [[0.08]] * 100, spread=math.log1p(0.01))

@@ -130,6 +130,12 @@ def test_a_flat_replay_is_not_named_where_a_server_drafts_at_random(rounds: int)
     assert found.unknown.probability == pytest.approx(1 - 1 / (1 + 25 / 161), abs=0.002)
 
 
+def test_a_flat_replay_does_not_end_a_search_where_a_server_drafts_at_random() -> None:
+    """It explains nothing, as no token is likelier in it than another."""
+    flat = along("weights.missing=fc:zero", [[0.0]] * 100, spread=math.log(100))
+    assert not explained([along("healthy", [[5.0]] * 100, log_prior=HALF), flat])
+
+
 def test_something_unknown_beats_a_fault_that_leaves_a_third_unexplained() -> None:
     """Far nearer than the healthy replay, and not the cause, or not all of it."""
     fault = along("kv.rollback=stale", [[0.0]] * 80 + [[2.0]] * 40)
