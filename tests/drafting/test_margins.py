@@ -112,6 +112,24 @@ def test_an_anchor_that_drafts_dummies_prefers_token_0() -> None:
     assert torch.equal(scaled.spread_AKZ[2], torch.zeros(2, 1)) and scaled.spread_AKZ[3, 1].isnan().all()
 
 
+def test_a_token_that_several_draft_ids_stand_for_has_the_best_of_them() -> None:
+    """Pairs of draft ids for one token, as a map that was read wrongly makes them."""
+    head = make_head("plain")
+    head.target_ids_W = head.target_ids_W.div(4, rounding_mode="floor")
+    assert len(head.target_ids_W.unique()) < len(head.target_ids_W)
+    inputs = requests(head, SHAPES)
+    own = [drafts.drafted_AK for drafts in draft_every_anchor(head, inputs, STEPS)]
+    for found in margins_along(head, inputs, own):
+        assert torch.equal(found.margin_AK, torch.zeros(found.margin_AK.shape))
+    served = [tokens_AK.div(4, rounding_mode="floor") for tokens_AK in random_drafts(head, inputs)]
+    for item, tokens_AK, found in zip(inputs, served, margins_along(head, inputs, served, scales=SCALES), strict=True):
+        for row, tokens, anchor in zip(rows_of(found), tokens_AK.tolist(), item.anchors_A.tolist(), strict=True):
+            expected = torch.tensor([numbers(one) for one in margins_at(head, item, anchor, tokens, SCALES)])
+            torch.testing.assert_close(
+                torch.tensor(row[: len(expected)])[..., :5], expected[..., :5], rtol=1e-5, atol=1e-5
+            )
+
+
 # ---- spreads ----
 
 

@@ -28,10 +28,13 @@ class TwinMargin:
 
 def margin_of(head: Head, logits_W: Tensor, token: int, scales: tuple[float, ...] = ()) -> TwinMargin:
     """Of one token against the logits of its step."""
-    by_token = dict(zip(head.target_ids_W.tolist(), logits_W.tolist(), strict=True))
-    best, logit = max(by_token.values()), by_token.get(token, -inf)
-    preferred = next(other for other, value in by_token.items() if value == best)
-    spread = tuple(log(fsum(exp((value - best) / scale) for value in by_token.values())) for scale in scales)
+    pairs = list(zip(head.target_ids_W.tolist(), logits_W.tolist(), strict=True))
+    best, logit = (
+        max(value for _, value in pairs),
+        max((value for other, value in pairs if other == token), default=-inf),
+    )
+    preferred = next(other for other, value in pairs if value == best)
+    spread = tuple(log(fsum(exp((value - best) / scale) for _, value in pairs)) for scale in scales)
     return TwinMargin(logit, best, preferred, best - logit, float(logits_W.logsumexp(0)), spread)
 
 
