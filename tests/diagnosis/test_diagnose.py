@@ -46,6 +46,7 @@ def test_a_healthy_server_is_not_accused(tmp_path: Path, head: str) -> None:
         "state.dropped=mlp",
         "attn.scale=0.353553391",
         "state.dropped=attention",
+        "vocab.d2t=absolute",
     ],
 )
 def test_the_fault_that_a_server_has_comes_first(tmp_path: Path, fault: str) -> None:
