@@ -92,7 +92,8 @@ def measure_noise(rounded: Followed, exact: Followed, *others: Followed) -> Nois
 
     All followed the same drafts. Of tokens that all of them give at most one half.
     """
-    moved = [np.abs(one.log_prob_N - exact.log_prob_N) for one in (rounded, *others)]
+    with np.errstate(invalid="ignore"):  # of a token that no draft can be, -inf less -inf
+        moved = [np.abs(one.log_prob_N - exact.log_prob_N) for one in (rounded, *others)]
     moved_N = np.max(moved, axis=0)
     told_N = np.isfinite(moved_N) & (np.maximum(rounded.log_prob_N, exact.log_prob_N) <= _HALF)
     sizes_N, depth_N = moved_N[told_N], rounded.depth_N[told_N]

@@ -22,12 +22,13 @@ from replay.analysis.followed import agreement
 from replay.analysis.summary import VariantSummary
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
-from replay.diagnosis.hypotheses import Hypothesis, singles
+from replay.diagnosis.hypotheses import Hypothesis, rewired, singles
 from replay.diagnosis.reference import Reference
 from replay.diagnosis.search import unknowable
 from replay.diagnosis.trials import (
     Tell,
     Trial,
+    distinct,
     drawn_out,
     healthy,
     nearest_first,
@@ -64,7 +65,7 @@ def conclude(
     Raises TraceError where the trace is too small to hold one accept length against it.
     """
     mended = _mended(case)
-    walks = own_walks(case, _worth_a_walk(final, gains))
+    walks = own_walks(case, _worth_a_walk(case, tried, final, gains))
     summary, rounds = walks[HEALTHY_NAME]
     if case.observation.kind == LENGTH:
         _check_width(summary)
@@ -157,11 +158,18 @@ def _profile(case: Case, reference: Reference) -> Profile:
     return profile(reference.healthy, reference.noise, round_views(case, rounds))
 
 
-def _worth_a_walk(final: Sequence[Trial], gains: Sequence[Gain]) -> list[Hypothesis]:
+def _worth_a_walk(
+    case: Case, tried: Sequence[Trial], final: Sequence[Trial], gains: Sequence[Gain]
+) -> list[Hypothesis]:
     """Those whose own accept length is shown: the healthy server, the likeliest three, the best gains."""
-    best = [one.hypothesis.name for one in nearest_first(final)[:3]]
-    better = [gain.name for gain in (*gains[:1], *[gain for gain in gains if gain.tied][:4])]
-    return [one.hypothesis for one in final if one.hypothesis.name in (HEALTHY_NAME, *best, *better)]
+    names = {HEALTHY_NAME, *(one.hypothesis.name for one in nearest_first(final)[:3])}
+    better = [*gains[:1], *[gain for gain in gains if gain.tied][:4]]
+    names |= {gain.name for gain in better}
+    known = distinct([*(one.hypothesis for one in (*final, *tried)), *singles(case)])
+    found = [item for item in known if item.name in names]
+    # A wiring beside the best of these was only tried for what it accepts.
+    left = [gain for gain in better if gain.name not in {item.name for item in found}]
+    return found + [rewired(case, parse_wiring(gain.value), gain.log_prior) for gain in left]
 
 
 def _check_width(summary: VariantSummary) -> None:

@@ -130,13 +130,20 @@ def read_margins(
 ) -> tuple[Tensor, ...]:
     """The numbers of one step [A], in the order of ``Margins``; ``index_A`` are draft ids, -1 for none.
 
-    ``sizes`` as in ``read_logits``.
+    ``sizes`` as in ``read_logits``. Where several draft ids stand for one token, its logit is their largest: a wrong
+    map of the vocabulary (``vocab.d2t``) does that.
     """
+    target_ids_W = head.target_ids_W
+    shared = len(target_ids_W.unique()) < len(target_ids_W)
 
     def read(logits_BW: Tensor, block: slice) -> tuple[Tensor, ...]:
         index_B = index_A[block]
         best_B, preferred_B = logits_BW.max(dim=-1)  # of equals the first, as ``choose`` takes it
-        logit_B = logits_BW.gather(1, index_B[:, None].clamp(min=0))[:, 0].masked_fill(index_B < 0, float("-inf"))
+        logit_B = logits_BW.gather(1, index_B[:, None].clamp(min=0))[:, 0]
+        if shared:
+            other_BW = target_ids_W != target_ids_W[index_B.clamp(min=0)][:, None]
+            logit_B = logits_BW.masked_fill(other_BW, float("-inf")).amax(-1)
+        logit_B = logit_B.masked_fill(index_B < 0, float("-inf"))
         margin_B = best_B.double() - logit_B.double()
         logsumexp_B = logits_BW.float().logsumexp(-1)
         spread_BZ = _spread(logits_BW, best_B, logsumexp_B, scales)
@@ -149,7 +156,7 @@ def read_margins(
         sizes,
         widening=2,  # logits in fp32 beside them
     )
-    return logit_A, best_A, head.target_ids_W[preferred_A], margin_A, logsumexp_A, spread_AZ
+    return logit_A, best_A, target_ids_W[preferred_A], margin_A, logsumexp_A, spread_AZ
 
 
 def _spread(logits_BW: Tensor, best_B: Tensor, logsumexp_B: Tensor, scales: Sequence[float]) -> Tensor:

@@ -1,9 +1,9 @@
 """Documents of every command, printed by it on small traces and rounds: what docs/json.md is held to."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from support.rounds_maker import make_rounds, make_variant
 from support.served_maker import HEAD, STEPS, WIDTH, WIRING, make_checkpoint, make_served
 from support.trace_maker import V, changed, make_four, make_header, make_request, make_weights, write_trace
 
-from replay.analysis.diagnosis.evidence import Evidence
+from replay.analysis.diagnosis.breakdown import Depth, Profile, Stratum
+from replay.analysis.diagnosis.evidence import Disturbance, Evidence
 from replay.analysis.diagnosis.feed import Feeding, Slot
-from replay.analysis.diagnosis.scored import Scored
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, Stratum, to_json
+from replay.analysis.diagnosis.scored import Scored, Unknown
+from replay.analysis.diagnosis.verdict import Diagnosis, Gain, to_json
+from replay.analysis.followed import Agreement
 from replay.analysis.json_document import document
 from replay.capture.plugin.server import Ready
 from replay.cli.app import cli
@@ -133,13 +135,17 @@ def diagnose_documents(folder: Path) -> list[Document]:
 
 def rare_diagnosis() -> Diagnosis:
     """An engine verdict, slots that are not named or not told apart, and numbers that are not known."""
-    healthy = Scored("healthy", "healthy", "", 0.0, Evidence("length", 0, 0, -1.0, math.nan, math.nan), 1.0)
+    evidence = Evidence("length", 0, 0, 0, 0, -1.0, -1.0, 0, nan, nan)
+    healthy = Scored("healthy", "healthy", "", 0.0, evidence, 1.0)
     places = {("2", 0): 4, ("3", -1): 4}
     slots = (Slot(0, 4, 0, places, places, ("2", 0), 1.0), Slot(1, 4, 0, {("2", 0): 0}, {("2", 0): 4}, ("2", 0), 0.5))
+    parts = (Stratum("category", "code", 4, 2, 0.1, (0.2, 0.8)), Stratum("category", "chat", 0, 0, 0.1, (nan, nan)))
     return Diagnosis(
-        "engine", "nothing explains it", None, math.nan, math.nan, healthy, (healthy,), limits=("data",),
-        gains=(Gain("v", "wiring", "3", 0.1, (math.nan, math.nan)),), strata=(Stratum("category", "code", 4, 2),),
-        feeding=Feeding(1, 4, slots, 4, 0, 0, 4),
+        "engine", "nothing explains it", None, nan, nan, healthy, (healthy,), limits=("data",),
+        gains=(Gain("v", "wiring", "3", 0.1, (nan, nan)),), feeding=Feeding(1, 4, slots, 4, 0, 0, 4),
+        profile=Profile((Depth(1, 4, 2, 2, 0.5), Depth(2, 4, 0, 0, nan)), parts), values=("2", "8"),
+        unknown=Unknown(0.9, Disturbance(0.5, 0.01), "healthy", None),
+        mending=(0.1, nan, nan), agreement=Agreement(4, 2, 0, 2, 0.1, 0.05, 0.0, 8, 2, nan),
     )  # fmt: skip
 
 

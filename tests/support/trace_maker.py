@@ -84,9 +84,9 @@ def make_requests(count: int, dtype: str = "bfloat16") -> list[CapturedRequest]:
     ]
 
 
-def make_four() -> list[CapturedRequest]:
+def make_four(dtype: str = "bfloat16") -> list[CapturedRequest]:
     """Requests of 2 to 5 prompt and 12 to 9 output tokens."""
-    return [make_request(f"r{seed}", seed, prompt=2 + seed, output=12 - seed) for seed in range(4)]
+    return [make_request(f"r{seed}", seed, prompt=2 + seed, output=12 - seed, dtype=dtype) for seed in range(4)]
 
 
 def write_trace(

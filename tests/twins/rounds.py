@@ -81,6 +81,7 @@ class Twin:
         self.anchor = prompt_tokens
         self._next_row = self._next_state = prompt_tokens - 1
         self._continued: HeadOutput | None = None
+        self.logits: list[Tensor] = []
         for index in range(prompt_tokens):
             self.rows.append(self._true_row(index))
 
@@ -184,9 +185,13 @@ class Twin:
             lambda _, q, k, v: plain_attention(q, k, v, seen, zeros, self._head.numerics, self._behaviour.score_factor),
         )
 
-    def draft(self, steps: int) -> list[int]:
-        """Target ids drafted from the anchor; drafted rows stay until ``commit``."""
+    def draft(self, steps: int, fed: Sequence[int] = ()) -> list[int]:
+        """Target ids drafted from the anchor; drafted rows stay until ``commit``, ``logits`` of each step until then.
+
+        Rows embed what another run drafted where that is ``fed``.
+        """
         head, drafted = self._head, list[int]()
+        self.logits = []
         if self._continued is None:
             output, slot, state = self._run(), self._next_row, self._next_state
         else:
@@ -194,9 +199,12 @@ class Twin:
         continues = self._behaviour.next_row == "drafted"
         for step in range(1, steps + 1):
             logits_W = head.logits(output.normed_RE[slot][None])[0]
+            self.logits.append(logits_W)
             drafted.append(int(head.target_ids_W[int(logits_W.argmax())]))
             if step < steps or continues:
-                self.rows.append(self._drafted_row(step, drafted[-1], output.feedback_RE[state]))
+                self.rows.append(
+                    self._drafted_row(step, fed[step - 1] if fed else drafted[-1], output.feedback_RE[state])
+                )
                 output, slot, state = self._run(), -1, -1
         self._continued = output if continues else None
         if self._behaviour.dummy_from is not None and self.anchor - 1 >= self._behaviour.dummy_from:
