@@ -4,14 +4,16 @@ A replay that is fed the server's own drafts says of each token by how much it p
 nats, 0 where both agree. Two machines round the same head in two ways, so where two drafts are almost equally good they
 may choose otherwise. How far rounding goes is measured, not assumed:
 
-- The **noise** of a token is how far its log-probability moves between the replay as the server rounds it and the same
-  replay in fp32, which stands for exact arithmetic. A margin compares the server's choice with the replay's, and each
+- The **noise** of a token is how far its log-odds move between the replay as the server rounds it and the same replay
+  in fp32, which stands for exact arithmetic. A margin compares the server's choice with the replay's, and each
   of the two is off the exact numbers by at most the noise. So rounding explains margins up to twice the largest noise
   that was seen in the trace; of trees, up to twice the largest of that depth, because branches meet other rows there.
 - A round is **alike** where the replay drafts just what the server did, a **near tie** where each of its margins is
   explained by rounding, else **unexplained**.
-- The **noise scale** is the temperature of a softmax that flips choices as that noise does. It predicts how many tokens
-  flip; many more than that are no rounding, though each may be small.
+- The **noise scale** is the temperature of a softmax that flips choices as that noise does, between a rounded machine
+  and exact numbers. It predicts how many tokens flip. Two machines that round independently flip more, by the square
+  root of two; two that share most of their rounding flip fewer. Far more than that is no rounding, though each margin
+  may be small.
 
 Shapes: N drafted tokens of all rounds, R rounds, Z noise scales.
 """
@@ -72,7 +74,7 @@ class Followed:
 class Noise:
     """How far rounding moves what this head drafts on this trace, in nats.
 
-    ``largest`` log-probability change of a token (with ``by_depth`` that of each depth from 1 on, else one for all),
+    ``largest`` change of a token's log-odds (with ``by_depth`` that of each depth from 1 on, else one for all),
     ``scale`` the temperature of a softmax that flips as much; ``tokens`` they were measured on.
     """
 
@@ -92,17 +94,25 @@ def measure_noise(rounded: Followed, exact: Followed, *others: Followed) -> Nois
 
     All followed the same drafts. Of tokens that all of them give at most one half.
     """
+    exact_N = _log_odds(exact.log_prob_N)
     with np.errstate(invalid="ignore"):  # of a token that no draft can be, -inf less -inf
-        moved = [np.abs(one.log_prob_N - exact.log_prob_N) for one in (rounded, *others)]
+        moved = [np.abs(_log_odds(one.log_prob_N) - exact_N) for one in (rounded, *others)]
     moved_N = np.max(moved, axis=0)
     told_N = np.isfinite(moved_N) & (np.maximum(rounded.log_prob_N, exact.log_prob_N) <= _HALF)
     sizes_N, depth_N = moved_N[told_N], rounded.depth_N[told_N]
     most = int(rounded.depth_N.max(initial=1))
     groups = [depth_N == depth for depth in range(1, most + 1)] if rounded.by_depth else [depth_N > 0]
     largest = tuple(float(sizes_N[group].max(initial=0.0)) for group in groups)
-    # Server and replay part by the errors of both, of equal size: their difference is sqrt(2) times as wide as one.
+    # The gap between two tokens moves by the errors of both, which are of one size.
     deviation = math.sqrt(2 * float((sizes_N**2).mean())) if len(sizes_N) else 0.0
     return Noise(largest, deviation / _LOGISTIC_DEVIATION, int(told_N.sum()))
+
+
+def _log_odds(log_prob_N: Floats) -> Floats:
+    """Of a token against all others: in a tie of two, the gap between them; of an unlikely one, its log-probability."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        odds_N: Floats = log_prob_N - np.log(-np.expm1(log_prob_N))
+    return odds_N
 
 
 def judge_rounds(followed: Followed, noise: Noise) -> tuple[Bools, Bools]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from replay.analysis.diagnosis.evidence import Disturbance, Evidence, lead
+from replay.analysis.diagnosis.evidence import OUTLIER_ROUNDS, Disturbance, Evidence, lead
 
 # A name is said with this probability at least; what has less than one to nine against the best is told apart from it.
 CERTAIN = 0.9
@@ -12,9 +12,9 @@ _APART = math.log(CERTAIN / (1 - CERTAIN))
 # Of about 300 public threads, 136 have a primary cause that the table of faults plays, and 25 one that changes drafts
 # and that it does not play (the engine's own state 12, multimodal embeddings 7, never found 6).
 _UNKNOWN = 25 / (136 + 25)
-# Of FED recordings of real servers with a feed, no server fed its rounds otherwise than its prompts: Laplace's rule of
-# succession for one that does.
-_FED_OTHERWISE = 1 / (12 + 2)
+# A feed that denies a hypothesis which the rounds bear out is as rare as an outlier among rounds; and it shows just what
+# another cause would feed, one of those in 136 threads.
+_FED_OTHERWISE = OUTLIER_ROUNDS / 136
 # What has less is not told from nothing: the order is then by nearness.
 NOTHING = 1e-3
 
@@ -115,13 +115,13 @@ def _shares(scored: Sequence[Scored], nearest: Scored, unknown: float, taken_by_
 
 
 def explained(scored: Sequence[Scored]) -> bool:
-    """Whether one of them fits, and does so better than each would with something unknown besides.
+    """Whether one of them fits, is not denied by the feed, and is clearly likelier than something unknown.
 
     A replay whose logits are all alike leaves no margin, and explains nothing.
     """
     told = [item for item in scored if not item.unknowable]
     beside = max(item.nearness for item in told) + math.log(_UNKNOWN)
-    return any(item.fits and item.log_posterior > beside for item in told)
+    return any(item.fits and not item.contradicted and item.log_posterior > beside + _APART for item in told)
 
 
 def odds(first: Scored, second: Scored) -> float:
@@ -133,6 +133,12 @@ def _odds_of_more(first: Scored, second: Scored) -> float:
     """The same, where ``second`` has something unknown besides."""
     ahead = lead(first.evidence, second.evidence, disturbed=True)
     return first.beforehand - second.beforehand - math.log(_UNKNOWN) + ahead
+
+
+def alike(item: Scored, healthy: Scored) -> bool:
+    """Whether neither the rounds nor the feed tell a hypothesis from the healthy server, however rare it is."""
+    shows = lead(healthy.evidence, item.evidence) >= _APART
+    return item is not healthy and item.fits and not item.contradicted and not shows
 
 
 def undecided(ranked: Sequence[Scored]) -> list[Scored]:

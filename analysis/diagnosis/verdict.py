@@ -9,7 +9,7 @@ from statistics import NormalDist
 from replay.analysis.diagnosis.breakdown import Profile, profile_json
 from replay.analysis.diagnosis.evidence import DRAFTED, Disturbance
 from replay.analysis.diagnosis.feed import Feeding, feeding_json
-from replay.analysis.diagnosis.scored import CERTAIN, NOTHING, Scored, Unknown, rank, undecided
+from replay.analysis.diagnosis.scored import CERTAIN, NOTHING, Scored, Unknown, alike, rank, undecided
 from replay.analysis.json_document import JsonObject, interval_json, object_json
 from replay.analysis.ladder.ladder import Ladder, ladder_json
 from replay.traces.agreement import Agreement
@@ -165,14 +165,14 @@ def _as_served(blank: Diagnosis, gains: Sequence[Gain], first_rate: float) -> Di
         found,
         verdict="head" if weak else "healthy",
         why=f"the server does what the replay predicts, and no variant of the table does clearly better: {limit}",
-        undecided=tuple(item.name for item in blank.ranked if _alike(item, blank.healthy)),
+        undecided=tuple(item.name for item in blank.ranked if alike(item, blank.healthy)),
     )
 
 
 def _fault_of_rounds(blank: Diagnosis, best: Scored) -> Diagnosis:
     """One hypothesis explains what the healthy one does not."""
-    alike = [item.name for item in undecided([best, *blank.ranked]) if item.kind != HEALTHY_NAME]
-    others = f"; not told apart from it: {', '.join(alike)}" if alike else ""
+    close = [item.name for item in undecided([best, *blank.ranked]) if item.kind != HEALTHY_NAME]
+    others = f"; not told apart from it: {', '.join(close)}" if close else ""
     left = best.evidence
     rest = f", {left.near_tie} of {left.rounds} rounds at a near tie" if left.near_tie else ""
     odd = f", {left.unexplained} of them unexplained" if left.unexplained else ""
@@ -182,7 +182,7 @@ def _fault_of_rounds(blank: Diagnosis, best: Scored) -> Diagnosis:
         why=f"the server did what the replay does under {best.name}{rest}{odd}{others}{_of_feed(best, blank.healthy)}",
         named=best.name,
         certainty=certainty(blank.ranked, best.kind),
-        undecided=tuple(alike),
+        undecided=tuple(close),
     )
 
 
@@ -248,11 +248,6 @@ def _of_feed(best: Scored, healthy: Scored) -> str:
     if best.contradicted:
         return f"; but what the draft was fed in its prompts shows {best.contradicted}"
     return f"; what the draft was fed shows {healthy.contradicted}" if healthy.contradicted else ""
-
-
-def _alike(item: Scored, healthy: Scored) -> bool:
-    """Whether neither the rounds nor the feed tell a hypothesis from the healthy server."""
-    return item is not healthy and not item.contradicted and item in undecided([healthy, item])
 
 
 def _clear_gains(blank: Diagnosis, gains: Sequence[Gain], tried: int) -> list[Gain]:

@@ -31,7 +31,6 @@ from replay.diagnosis.trials import (
     distinct,
     drawn_out,
     healthy,
-    nearest_first,
     own_drafts,
     own_walks,
     run_trials,
@@ -65,8 +64,7 @@ def conclude(
     Raises TraceError where the trace is too small to hold one accept length against it.
     """
     mended = _mended(case)
-    walks = own_walks(case, _worth_a_walk(case, tried, final, gains))
-    summary, rounds = walks[HEALTHY_NAME]
+    summary, rounds = own_walks(case, singles(case)[:1])[HEALTHY_NAME]
     if case.observation.kind == LENGTH:
         _check_width(summary)
     scores = _scores(tried, final)
@@ -78,7 +76,9 @@ def conclude(
     if found.verdict == "engine" and reference is not None:
         others, taken_by_any = _unknowable(case, reference, tried, final, tell)
         found = judge([*scores, *others], first_rate=first_rate, taken_by_any=taken_by_any)
-    advised = _advise(case, found, gains, {name: walk.accept_length for name, (walk, _) in walks.items()})
+    walks = own_walks(case, _worth_a_walk(case, tried, found))
+    lengths = {HEALTHY_NAME: summary.accept_length} | {name: walk.accept_length for name, (walk, _) in walks.items()}
+    advised = _advise(case, found, gains, lengths)
     named = [*found.undecided, *filter(None, [found.named])]
     open_gains = bool(found.gains) and found.verdict == "fault"
     return replace(
@@ -158,18 +158,15 @@ def _profile(case: Case, reference: Reference) -> Profile:
     return profile(reference.healthy, reference.noise, round_views(case, rounds))
 
 
-def _worth_a_walk(
-    case: Case, tried: Sequence[Trial], final: Sequence[Trial], gains: Sequence[Gain]
-) -> list[Hypothesis]:
-    """Those whose own accept length is shown: the healthy server, the likeliest three, the best gains."""
-    names = {HEALTHY_NAME, *(one.hypothesis.name for one in nearest_first(final)[:3])}
-    better = [*gains[:1], *[gain for gain in gains if gain.tied][:4]]
-    names |= {gain.name for gain in better}
-    known = distinct([*(one.hypothesis for one in (*final, *tried)), *singles(case)])
-    found = [item for item in known if item.name in names]
+def _worth_a_walk(case: Case, tried: Sequence[Trial], found: Diagnosis) -> list[Hypothesis]:
+    """Those whose own accept length is shown beside the healthy server's: what is named, else what comes nearest."""
+    ranked = [item.name for item in found.ranked if item.kind != HEALTHY_NAME]
+    names = {found.named, *[gain.name for gain in found.gains if gain.label == found.named]} - {None}
+    names = names or set(ranked[:1])
+    items = [item for item in distinct([*(one.hypothesis for one in tried), *singles(case)]) if item.name in names]
     # A wiring beside the best of these was only tried for what it accepts.
-    left = [gain for gain in better if gain.name not in {item.name for item in found}]
-    return found + [rewired(case, parse_wiring(gain.value), gain.log_prior) for gain in left]
+    left = [gain for gain in found.gains if gain.label == found.named and gain.name not in {one.name for one in items}]
+    return items + [rewired(case, parse_wiring(gain.value), gain.log_prior) for gain in left]
 
 
 def _check_width(summary: VariantSummary) -> None:

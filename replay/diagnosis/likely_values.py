@@ -74,7 +74,7 @@ def _windows(case: Case) -> Iterator[str]:
     """Those that the server's ``--speculative-draft-window-size`` gives, the own row included, then the usual ones."""
     stated = case.trace.header.engine.details.get("speculative_draft_window_size", "")
     told = (int(stated) + 1,) if stated.isdigit() else ()
-    yield from (str(window) for window in (*told, 16, 32, 64, 128, 512, 2048) if window < _longest(case.trace))
+    yield from (str(window) for window in (*told, 4, 8, 16, 32, 64, 128, 512, 2048) if window < _longest(case.trace))
 
 
 def _prefixes(case: Case) -> Iterator[str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from replay.capture.observed import Observed
 
-FINAL_ROUNDS = 2000  # served rounds on which the likeliest hypotheses are tried
+FINAL_ROUNDS = 1200  # served rounds on which the likeliest hypotheses are tried
 SCREENING_TOKENS = 2500  # output tokens, where no rounds were recorded
 
 

@@ -149,7 +149,9 @@ def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], exten
 
 
 def _may_fit(followed: Followed, noise: Noise, served: float) -> bool:
-    """Whether it would fit if rounding moved it far more than the healthy replay."""
+    """Whether it would fit if rounding moved it far more than the healthy replay, and does not as it is."""
+    if followed_evidence(followed, noise, served).fits:
+        return False
     wide = replace(noise, largest=tuple(_MORE_NOISE * most for most in noise.largest))
     return followed_evidence(followed, wide, served).fits
 

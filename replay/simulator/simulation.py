@@ -81,11 +81,10 @@ def simulate(
     spans = _spans(trace, groups)
     with torch.inference_mode():
         done = 0
-        for pack in read_packs(trace, taps_of(groups)):
-            played = [rows for rows in pack if _is_asked(rows.request_id, led, only)]
-            leads = [FollowedRounds() if led is None else led[rows.request_id] for rows in played]
-            for stem in stems if played else []:
-                replay_stem(stem, played, leads, trace, spans, tallies, table)
+        for pack in read_packs(trace, taps_of(groups), _asked(led, only)):
+            leads = [FollowedRounds() if led is None else led[rows.request_id] for rows in pack]
+            for stem in stems:
+                replay_stem(stem, pack, leads, trace, spans, tallies, table)
             done += len(pack)
             on_event(ReplayProgress(done, total))
     played_variants = zip(names, resolved, tallies, strict=True)
@@ -117,8 +116,11 @@ def _spans(trace: Trace, groups: Sequence[Group]) -> Mapping[str, Sequence[Span]
     return served_spans(trace.served_rounds()) if exact else {}
 
 
-def _is_asked(request_id: str, led: Mapping[str, FollowedRounds] | None, only: Collection[str] | None) -> bool:
-    return (led is None or request_id in led) and (only is None or request_id in only)
+def _asked(led: Mapping[str, FollowedRounds] | None, only: Collection[str] | None) -> Collection[str] | None:
+    """The requests to replay; None for all."""
+    if led is None or only is None:
+        return led if only is None else only
+    return set(led) & set(only)
 
 
 def _estimator(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Estimator | None:

@@ -8,9 +8,9 @@ import pytest
 from support.followed_maker import make_followed
 
 from replay.analysis.diagnosis.evidence import (
+    MEASURED,
     OUTLIER_ROUNDS,
     OUTLIER_TOKENS,
-    ROUNDING,
     Disturbance,
     Evidence,
     RoundDraft,
@@ -63,12 +63,12 @@ def test_few_rounds_allow_no_outlier() -> None:
 # ---- scales ----
 
 
-def test_noise_scales_begin_with_multiples_of_what_was_measured_and_end_at_a_nat() -> None:
-    assert noise_scales(0.01) == pytest.approx((0.0025, 0.01, 0.02, 0.04, 0.16, 0.64, 1.0))
-    assert noise_scales(0.0)[:4] == pytest.approx((2.5e-6, 1e-5, 2e-5, 4e-5))  # nothing is smaller than fp32's rounding
+def test_noise_scales_begin_at_a_quarter_of_what_was_measured_and_end_at_a_nat() -> None:
+    assert noise_scales(0.1) == pytest.approx((0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0))
+    assert noise_scales(0.0)[:3] == pytest.approx((2.5e-6, 5e-6, 1e-5))  # nothing is smaller than fp32's rounding
     for scale in (0.0, 1e-4, 0.01, 0.2):
         found = noise_scales(scale)
-        assert found[1] == max(scale, 1e-5) and found[-1] == 1.0 and list(found[4:]) == sorted(found[4:])
+        assert found[MEASURED] == pytest.approx(max(scale, 1e-5)) and found[-1] == 1.0 and list(found) == sorted(found)
 
 
 # ---- drafted tokens ----
@@ -94,10 +94,11 @@ def test_a_token_beyond_rounding_is_an_outlier() -> None:
 
 
 def test_a_near_tie_costs_its_margin_in_scales_of_the_noise() -> None:
-    """A margin of 0.04 at a spread of log(2), as of two tokens of one logit: the scales are 0.005, 0.02, 0.04 and 0.08,
-    so it is exp(-8), exp(-2), exp(-1) and exp(-1/2) of one half, equally likely beforehand."""
+    """A margin of 0.04 at a spread of log(2), as of two tokens of one logit: the scales are 0.005, 0.01, 0.02, 0.04, ..., of
+    which no more than twice the measured one is rounding: it is exp(-8), exp(-4), exp(-2) and exp(-1) of one half, equally
+    likely beforehand."""
     found = of([[0.04]], spread=math.log(2))
-    parts = [(1 - OUTLIER_TOKENS) * math.exp(-nats) / 2 + OUTLIER_TOKENS / 100 for nats in (8, 2, 1, 0.5)]
+    parts = [(1 - OUTLIER_TOKENS) * math.exp(-nats) / 2 + OUTLIER_TOKENS / 100 for nats in (8, 4, 2, 1)]
     assert found.log_likelihood == pytest.approx(math.log(sum(parts) / 4))
     assert (found.near_tie, found.unexplained, found.fits) == (1, 0, True)
 
@@ -143,7 +144,6 @@ def test_scales_are_of_the_hypothesis_and_only_the_first_are_rounding() -> None:
     """A noise of a nat is no rounding: a margin of half a nat costs 6 scales and more, or half a disturbance."""
     found = of([[0.5]] * 20, spread=0.0)
     assert found.log_likelihood < -100 and found.disturbed > -30
-    assert len(ROUNDING) < len(SCALES)
 
 
 # ---- leads ----

@@ -180,11 +180,18 @@ def test_flips_are_as_many_as_the_scale_of_the_gaps_expects(deviation: float, sp
 
 @pytest.mark.parametrize("deviation", [0.03, 0.1])
 @pytest.mark.parametrize("spread", [1.0, 3.0, 8.0])
-def test_flips_are_as_many_as_the_measured_scale_expects(deviation: float, spread: float) -> None:
-    """The same from what was measured between the replay and exact arithmetic, along the server's tokens."""
+def test_a_rounded_machine_flips_what_the_measured_scale_expects(deviation: float, spread: float) -> None:
+    """Between a rounded machine and exact numbers, whatever the logits are; two machines flip sqrt(2) times as many.
+
+    Log-odds are the gap of a tie of two, and a token's own error in a flat distribution: the scale lies between.
+    """
     machines = Machines(spread, deviation)
-    noise = measure_noise(machines.followed(machines.replayed_NW), machines.followed(machines.exact_NW))
-    assert_as_many(agreement(machines.followed(machines.replayed_NW, (noise.scale,)), noise))
+    exact = machines.followed(machines.exact_NW)
+    noise = measure_noise(machines.followed(machines.replayed_NW), exact)
+    one = agreement(machines.followed(machines.exact_NW, (noise.scale,)), noise)
+    two = agreement(machines.followed(machines.replayed_NW, (noise.scale,)), noise)
+    assert one.flips > 100 and 0.85 < one.flips_expected / one.flips < 1.35
+    assert two.flips / one.flips == pytest.approx(math.sqrt(2), rel=0.1)
 
 
 def test_other_noise_than_rounding_flips_more_than_is_expected() -> None:
