@@ -12,8 +12,8 @@ _APART = math.log(CERTAIN / (1 - CERTAIN))
 # Of about 300 public threads, 136 have a primary cause that the table of faults plays, and 25 one that changes drafts
 # and that it does not play (the engine's own state 12, multimodal embeddings 7, never found 6).
 _UNKNOWN = 25 / (136 + 25)
-# A feed that denies a hypothesis which the rounds bear out is as rare as an outlier among rounds; and it shows just what
-# another cause would feed, one of those in 136 threads.
+# A feed that denies a hypothesis which the rounds bear out is as rare as an outlier among rounds; and it shows just
+# what another cause would feed, one of those in 136 threads.
 _FED_OTHERWISE = OUTLIER_ROUNDS / 136
 # What has less is not told from nothing: the order is then by nearness.
 NOTHING = 1e-3

@@ -94,9 +94,9 @@ def test_a_token_beyond_rounding_is_an_outlier() -> None:
 
 
 def test_a_near_tie_costs_its_margin_in_scales_of_the_noise() -> None:
-    """A margin of 0.04 at a spread of log(2), as of two tokens of one logit: the scales are 0.005, 0.01, 0.02, 0.04, ..., of
-    which no more than twice the measured one is rounding: it is exp(-8), exp(-4), exp(-2) and exp(-1) of one half, equally
-    likely beforehand."""
+    """A margin of 0.04 at a spread of log(2), as of two tokens of one logit: the scales are 0.005, 0.01, 0.02, 0.04,
+    ..., of which no more than twice the measured one is rounding: it is exp(-8), exp(-4), exp(-2) and exp(-1) of one
+    half, equally likely beforehand."""
     found = of([[0.04]], spread=math.log(2))
     parts = [(1 - OUTLIER_TOKENS) * math.exp(-nats) / 2 + OUTLIER_TOKENS / 100 for nats in (8, 4, 2, 1)]
     assert found.log_likelihood == pytest.approx(math.log(sum(parts) / 4))
@@ -111,21 +111,27 @@ def test_as_many_outliers_fit_as_a_healthy_server_has() -> None:
     assert not of([*rounds[:-2], [1.0], [1.0], [1.0]]).fits
 
 
-@pytest.mark.parametrize(("place", "share"), [(4, 0.0), (5, 0.0), (5, 0.1), (4, 0.3)])
-def test_the_disturbance_that_is_there_fits_best(place: int, share: float) -> None:
-    """Tokens of random logits, drawn at a noise scale, of which a share is drawn from all alike."""
+@pytest.mark.parametrize(
+    ("place", "share", "tokens"),
+    [(4, 0.0, 30000), (5, 0.0, 4000), (6, 0.0, 4000), (7, 0.0, 4000), (5, 0.1, 4000), (4, 0.3, 4000)],
+)
+def test_the_disturbance_that_is_there_fits_best(place: int, share: float, tokens: int) -> None:
+    """Tokens of random logits, drawn at a noise scale, of which a share is drawn from all alike.
+
+    The first scale is but twice the largest that is rounding: it takes more tokens to stand out as far.
+    """
     generator = np.random.default_rng(3)
-    logits_NW = generator.normal(size=(4000, 50)) * 2
+    logits_NW = generator.normal(size=(tokens, 50)) * 2
     noisy_NW = logits_NW / SCALES[place] + generator.gumbel(size=logits_NW.shape)
-    alike_N = generator.random(4000) < share
-    served_N = np.where(alike_N, generator.integers(50, size=4000), noisy_NW.argmax(1))
+    alike_N = generator.random(tokens) < share
+    served_N = np.where(alike_N, generator.integers(50, size=tokens), noisy_NW.argmax(1))
     best_N = logits_NW.max(1)
-    logit_N = logits_NW[np.arange(4000), served_N]
+    logit_N = logits_NW[np.arange(tokens), served_N]
     spreads = [np.log(np.exp((logits_NW - best_N[:, None]) / scale).sum(1)) for scale in SCALES]
     margin_N = best_N - logit_N
-    number_N = np.arange(4000)
+    number_N = np.arange(tokens)
     made = Followed(
-        number_N // 100, number_N, np.ones(4000, dtype=np.int64), margin_N, -1 - margin_N, np.array(spreads).T,
+        number_N // 100, number_N, np.ones(tokens, dtype=np.int64), margin_N, -1 - margin_N, np.array(spreads).T,
         margin_N == 0, margin_N == 0, SCALES, 50,
     )  # fmt: skip
     found = followed_evidence(made, NOISE, 2.0)

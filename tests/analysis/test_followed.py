@@ -28,47 +28,69 @@ INF = math.inf
 # ---- noise ----
 
 
+def logs(*chances: float) -> list[float]:
+    """Log-probabilities. A chance of 1/3 has the odds 1 to 2, one of 1/5 has 1 to 4: moves are ratios of odds."""
+    return [math.log(chance) for chance in chances]
+
+
 def test_the_noise_is_the_largest_move_and_the_scale_that_flips_as_much() -> None:
-    """Moves of 0.1, 0.2 and 0.2: the largest is 0.2; their mean square is 0.03, a difference of two such errors has
-    the deviation sqrt(0.06), and a logistic variable of scale s has s * pi / sqrt(3)."""
-    rounded = make([[0.0, 0.3], [0.0]], log_probs=[[-1.0, -2.0], [-3.0]])
-    exact = make([[0.0, 0.3], [0.0]], log_probs=[[-1.1, -1.8], [-3.2]])
+    """The odds go from 1:2 to 1:4, from 1:4 to 1:8, and from 1:8 to 1:2, in units of log(2) by 1, 1 and 2. Their mean
+    square is 2, a difference of two such errors has the deviation sqrt(4), and a logistic variable of scale s has
+    s * pi / sqrt(3)."""
+    rounded = make([[0.0, 0.3], [0.0]], log_probs=[logs(1 / 3, 1 / 5), logs(1 / 9)])
+    exact = make([[0.0, 0.3], [0.0]], log_probs=[logs(1 / 5, 1 / 9), logs(1 / 3)])
     noise = measure_noise(rounded, exact)
-    assert noise.largest == pytest.approx((0.2,)) and noise.tokens == 3
-    assert noise.scale == pytest.approx(math.sqrt(0.06) * math.sqrt(3) / math.pi)
-    assert noise.limit(np.array([1, 2, 7])) == pytest.approx([0.4, 0.4, 0.4])
+    assert noise.largest == pytest.approx((2 * math.log(2),)) and noise.tokens == 3
+    assert noise.scale == pytest.approx(2 * math.log(2) * math.sqrt(3) / math.pi)
+    assert noise.limit(np.array([1, 2, 7])) == pytest.approx([4 * math.log(2)] * 3)
+
+
+def test_a_token_moves_by_its_gap_in_a_tie_of_two_and_by_its_own_log_probability_where_it_is_unlikely() -> None:
+    """Of two tokens with a gap of g nats the lesser has 1 / (1 + e^g): its log-odds are -g. One in a billion
+    that doubles moves by log(2), as all others together stay at one."""
+    gaps = [[-math.log1p(math.exp(gap))] for gap in (0.2, 0.5)]
+    assert measure_noise(*(make([[0.0]], log_probs=[gap]) for gap in gaps)).largest == pytest.approx((0.3,))
+    rare = (make([[0.0]], log_probs=[logs(chance)]) for chance in (1e-9, 2e-9))
+    assert measure_noise(*rare).largest == pytest.approx((math.log(2),))
 
 
 def test_a_token_that_either_thinks_likelier_than_one_half_is_left_out() -> None:
-    rounded = make([[0.0, 0.0, 0.0]], log_probs=[[-0.6, -0.9, -1.0]])  # log(1/2) is -0.693
-    exact = make([[0.0, 0.0, 0.0]], log_probs=[[-1.6, -0.5, -1.05]])
+    """The third is left: from 1:2 to 1:3. The others would have moved by more."""
+    rounded = make([[0.0, 0.0, 0.0]], log_probs=[logs(0.6, 0.2, 1 / 3)])
+    exact = make([[0.0, 0.0, 0.0]], log_probs=[logs(0.2, 0.6, 1 / 4)])
     noise = measure_noise(rounded, exact)
-    assert (noise.tokens, noise.largest) == (1, pytest.approx((0.05,)))
+    assert (noise.tokens, noise.largest) == (1, pytest.approx((math.log(3 / 2),)))
 
 
 def test_noise_of_other_orders_counts_where_it_is_larger() -> None:
-    rounded, exact, other = (make([[0.0, 0.0]], log_probs=[nats]) for nats in ([-1, -2], [-1.1, -2.1], [-1.4, -2.1]))
-    assert measure_noise(rounded, exact).largest == pytest.approx((0.1,))
-    noise = measure_noise(rounded, exact, other)  # 0.3 and 0.1 of the exact numbers
-    assert noise.largest == pytest.approx((0.3,))
-    assert noise.scale == pytest.approx(math.sqrt(0.09 + 0.01) * math.sqrt(3) / math.pi)
+    """From 1:2 both go to 1:4 in the first order; in the other one to 1:16, and nowhere."""
+    rounded, exact, other = (
+        make([[0.0, 0.0]], log_probs=[logs(*chances)]) for chances in ((1 / 5, 1 / 5), (1 / 3, 1 / 3), (1 / 17, 1 / 3))
+    )
+    assert measure_noise(rounded, exact).largest == pytest.approx((math.log(2),))
+    noise = measure_noise(rounded, exact, other)  # 3 and 1 times log(2) off the exact numbers: a mean square of 5
+    assert noise.largest == pytest.approx((3 * math.log(2),))
+    assert noise.scale == pytest.approx(math.sqrt(2 * 5) * math.log(2) * math.sqrt(3) / math.pi)
 
 
 def test_the_noise_of_trees_is_that_of_each_depth() -> None:
-    """Deeper than it was measured, the deepest counts; where nothing moved, it is 0."""
-    rounded = make([[0.0, 0.0], [0.0, 0.0, 0.0]], log_probs=[[-1, -1], [-2, -2, -0.1]], by_depth=True)
-    exact = make([[0.0, 0.0], [0.0, 0.0, 0.0]], log_probs=[[-1.1, -1.5], [-2.2, -2.3, -0.4]], by_depth=True)
+    """The odds go to 1:3 from 1:2 and to 1:8 from 1:4, the larger is twofold; a depth further to 1:8 from 1:2 and to
+    1:6 from 1:4, the larger is fourfold. Deeper than it was measured, the deepest counts; where nothing that counts
+    moved, it is 0."""
+    margins = [[0.0, 0.0], [0.0, 0.0, 0.0]]
+    rounded = make(margins, log_probs=[logs(1 / 3, 1 / 3), logs(1 / 5, 1 / 5, 0.9)], by_depth=True)
+    exact = make(margins, log_probs=[logs(1 / 4, 1 / 9), logs(1 / 9, 1 / 7, 0.7)], by_depth=True)
     noise = measure_noise(rounded, exact)
-    assert noise.largest == pytest.approx((0.2, 0.5, 0.0))
-    assert noise.limit(np.array([1, 2, 3, 4])) == pytest.approx([0.4, 1.0, 0.0, 0.0])
+    assert noise.largest == pytest.approx((math.log(2), math.log(4), 0.0))
+    assert noise.limit(np.array([1, 2, 3, 4])) == pytest.approx([math.log(4), math.log(16), 0.0, 0.0])
 
 
 def test_tokens_that_no_draft_can_be_move_nothing() -> None:
-    """Neither by what both say of them nor by what one does, which overflowed."""
-    rounded = make([[INF, 0.0, 0.0]], log_probs=[[-INF, -INF, -2.0]])
-    exact = make([[INF, 0.0, 0.0]], log_probs=[[-INF, -1.0, -2.1]])
+    """Neither by what both say of them nor by what one does, which overflowed; the third goes from 1:2 to 1:4."""
+    rounded = make([[INF, 0.0, 0.0]], log_probs=[[-INF, -INF, math.log(1 / 3)]])
+    exact = make([[INF, 0.0, 0.0]], log_probs=[[-INF, -1.0, math.log(1 / 5)]])
     noise = measure_noise(rounded, exact)
-    assert (noise.largest, noise.tokens) == (pytest.approx((0.1,)), 1)
+    assert (noise.largest, noise.tokens) == (pytest.approx((math.log(2),)), 1)
     nothing = measure_noise(make([]), make([]))
     assert (nothing.largest, nothing.scale, nothing.tokens) == ((0.0,), 0.0, 0)
 
