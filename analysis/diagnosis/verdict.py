@@ -100,7 +100,8 @@ def judge(
 
     - A fault fits and has, over all its values, a probability of at least ``CERTAIN``: ``fault``.
     - The healthy replay fits, and the feed does not contradict it: ``fault`` where the head does clearly better as
-      another variant (it was made for that one), else ``head`` where it is weak, else ``healthy``.
+      another variant (it was made for that one), ``undetermined`` where that may be luck, else ``head`` where it is
+      weak, else ``healthy``.
     - The feed contradicts the healthy replay and shows, bit for bit, what a single fault feeds: ``fault``, though the
       rounds hold more than that.
     - Some hypotheses fit, and none of them stands out: ``undetermined``.

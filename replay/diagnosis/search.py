@@ -74,7 +74,7 @@ def search(case: Case, reference: Reference | None, tell: Tell) -> tuple[list[Tr
         if _explained(final):
             return tried, final
     tried += _refine(case, tried, attempt)
-    partners = [one.hypothesis for one in tried if _shows(one, healthy(tried))]
+    partners = [one.hypothesis for one in tried if _adds(one, healthy(tried))]
     for base in _bases(tried):
         if _explained(tried):
             break
@@ -133,14 +133,11 @@ def _bases(tried: Sequence[Trial]) -> list[Trial]:
     return list(found.values())[:_GROWN]
 
 
-def _shows(one: Trial, healthy_one: Trial) -> bool:
-    """Whether it drafts otherwise than the healthy replay, as far as both followed the same rounds."""
-    return one.is_healthy or _adds(one, healthy_one)
-
-
-def _adds(pair: Trial, base: Trial) -> bool:
-    """Whether the second fault changes anything that the server's rounds show."""
-    mine, alone = pair.followed, base.followed
+def _adds(one: Trial, base: Trial) -> bool:
+    """Whether it says anything else than the ``base`` does: of the server's rounds, or of what the draft was fed."""
+    if bool(one.scored.contradicted) != bool(base.scored.contradicted):
+        return True
+    mine, alone = one.followed, base.followed
     if mine is None or alone is None or len(mine.margin_N) != len(alone.margin_N):
         return True
     return not (mine.margin_N == alone.margin_N).all()

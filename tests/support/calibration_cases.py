@@ -63,6 +63,10 @@ SAME_IN_EFFECT: Mapping[frozenset[str], str] = {
     frozenset({"x.mlp-lost", "weights.missing=layers.0.mlp.down_proj"}): (
         "a down projection that holds zeros gives no MLP output"
     ),
+    frozenset({"x.mlp-lost", "state.dropped=mlp"}): "the table has this fault by now",
+    frozenset({"x.attention-lost", "state.dropped=attention"}): "the table has this fault by now",
+    frozenset({"x.attention-scaled", "attn.scale=2"}): "the table has this fault by now",
+    frozenset({"x.norm-epsilon", "wiring.norm-eps=0.1"}): "the table has this fault by now",
 }
 
 

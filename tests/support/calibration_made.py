@@ -43,7 +43,8 @@ FAULTS = (
     "kv.skip-draft=4:24", "kv.handoff=empty", "kv.handoff=hidden", "kv.handoff=kv", "kv.none=alone",
     "state.hidden-row=drafted", "state.hidden-row=first", "state.hidden-row=previous", "state.hidden-row=hidden-only",
     "precision.draft-weights=fp8", "precision.draft-weights=int8", "precision.draft-weights=w4a16",
-    "precision.draft-kv=fp8_e4m3", "precision.dtype-cast=fp16", "tree.parent-kv=path",
+    "precision.draft-kv=fp8_e4m3", "precision.dtype-cast=fp16", "wiring.norm-eps=0.1", "attn.scale=2",
+    "state.dropped=mlp", "state.dropped=attention", "state.noise=0.1", "shift.stale-row=anchor", "tree.parent-kv=path",
 )  # fmt: skip
 ORDERS: Mapping[str, Mapping[str, Any]] = {"hf": {"numerics": "hf"}, "fp32": {"precision": "fp32"}}
 
