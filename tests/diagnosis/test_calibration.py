@@ -19,12 +19,13 @@ from support.calibration_cases import (
     write_case,
 )
 from support.calibration_judge import LEFT_OUT, Outcome
-from support.calibration_made import FAULTS, perturbed_head, write_recording
+from support.calibration_made import FAULTS, perturbed_head, served_rounds, write_recording
 from support.calibration_report import document, figures, render
 from support.heads import tiny_config, write_head
 from support.served_maker import make_checkpoint, make_served
 
 import replay
+from replay.diagnosis.diagnose import served_variant
 from replay.errors import ReplayError
 from replay.faults.table import FAULTS as KINDS
 from replay.faults.table import parse_faults
@@ -104,8 +105,9 @@ def test_what_is_not_counted_is_said() -> None:
 
 
 def test_a_made_recording_has_the_text_and_other_rounds(tmp_path: Path) -> None:
-    trace = make_served(tmp_path, make_checkpoint())
-    rounds = trace.served_rounds().with_columns(accepted=pl.lit(0, dtype=pl.Int32))
+    trace, head = make_served(tmp_path, make_checkpoint()), make_checkpoint()
+    variant = served_variant(trace, head.name)
+    rounds = served_rounds(trace, head, variant).with_columns(accepted=pl.lit(0, dtype=pl.Int32))
     case = Case("kv.none=alone", TABLE)
     write_recording(trace, rounds, tmp_path / case.folder / "trace")
     write_case(tmp_path, case, "a test")

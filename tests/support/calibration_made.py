@@ -80,10 +80,9 @@ def make_recordings(source: Path, head: Path, folder: Path, order: str, faults: 
 def served_rounds(trace: replay.Trace, checkpoint: Checkpoint, variant: Variant) -> pl.DataFrame:
     """The rounds of a variant's own walk, as a table of served rounds; nobody says how many were verified together."""
     table = replay.simulate(trace, {checkpoint.name: checkpoint}, [variant]).table
-    rows = table.with_columns(
-        parents=pl.lit(None, dtype=pl.List(pl.Int32)), batch=pl.lit(None, dtype=pl.Int32)
-    ).select(served_schema().names())  # fmt: skip
-    return rows.cast(served_schema())
+    schema = served_schema()
+    unsaid = {name: pl.lit(None, dtype=kind) for name, kind in schema.items() if name not in table.columns}
+    return table.with_columns(**unsaid).select(schema.names()).cast(schema)
 
 
 def write_recording(trace: replay.Trace, rounds: pl.DataFrame, folder: Path) -> None:
