@@ -110,7 +110,7 @@ def wilson(count: int, total: int) -> tuple[float, float]:
 def say_profile(found: Profile) -> Iterator[str]:
     """Whether the difference is there from the first token on, and where it is rare or frequent."""
     told = [depth for depth in found.depths if depth.tokens]
-    if told:
+    if any(depth.unexplained for depth in told):
         shares = [depth.unexplained / depth.tokens for depth in told]
         first, last = shares[0], shares[-1]
         if first == 0 and max(shares) > 0:

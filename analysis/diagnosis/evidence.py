@@ -100,11 +100,6 @@ class Evidence:
         """Whether what it leaves is rounding, and outliers as few as a healthy server has."""
         return self.unexplained <= self.most
 
-    @property
-    def misfit(self) -> float:
-        """Share of rounds that it leaves unexplained."""
-        return self.unexplained / self.rounds if self.rounds else math.nan
-
 
 def outliers_allowed(rounds: int, share: float = OUTLIER_ROUNDS, level: float = 0.99) -> int:
     """The most outlying rounds that a healthy server shows in ``level`` of all cases: a quantile of the binomial."""
@@ -125,10 +120,11 @@ def noise_scales(scale: float) -> tuple[float, ...]:
 
     The least is for a server on the replay's own kernels, where hardly anything flips.
     """
-    found = [max(scale, LEAST_SCALE) / 4]
+    measured = max(scale, LEAST_SCALE)
+    found = [measured / 4, measured / 2, measured]
     while found[-1] * 2 < 1:
         found.append(found[-1] * 2)
-    return (*found, 1.0)
+    return (*found, 1.0) if found[-1] < 1 else tuple(found)
 
 
 MEASURED = 2  # the measured scale's place among them
@@ -253,7 +249,7 @@ def histogram_evidence(
     pairs = [
         (_padded(replayed[name], steps), _padded(counts, steps)) for name, counts in served.items() if name in replayed
     ]
-    totals = np.array([np.sum([pair[side] for pair in pairs], axis=0) for side in (0, 1)]).reshape(2, -1)
+    totals = np.zeros((2, steps + 1)) + np.array(pairs).reshape(-1, 2, steps + 1).sum(axis=0)
     pooled = smoothed_counts(totals[0])
     left_A = np.zeros(steps + 1)
     for ours, theirs in pairs:

@@ -38,7 +38,7 @@ def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
     parts = [*_answer(diagnosis), *_agreement(diagnosis), *_fed(diagnosis)]
     if diagnosis.fix:
         parts += [*_heading("Fix"), Padding(Text(diagnosis.fix), (0, 0, 0, 2))]
-    if diagnosis.gains and diagnosis.verdict == "fault":
+    if diagnosis.gains and diagnosis.verdict in ("fault", "undetermined"):
         parts += [*_heading("The head accepts more, at the same anchors, as"), _gains(diagnosis.gains)]
     parts += [*_heading("Hypotheses, best first"), _ranking(diagnosis.ranked[:_SHOWN]), _legend(diagnosis)]
     parts += _bullets("Cannot be told apart", diagnosis.undecided)
@@ -81,7 +81,7 @@ def _fed(diagnosis: Diagnosis) -> list[RenderableType]:
 def _legend(diagnosis: Diagnosis) -> Text:
     evidence = diagnosis.healthy.evidence
     return Text(
-        f"same: {_MEASURES[evidence.kind]}, of {wording.count(evidence.rounds)}, or of the first of these where a "
+        f"same: {_MEASURES[evidence.kind]}, of {wording.count(evidence.rounds)}, or of some of these where a "
         f"hypothesis was soon left behind; {len(diagnosis.ranked)} hypotheses were tried",
         style="dim",
     )
@@ -123,7 +123,8 @@ def _mending(diagnosis: Diagnosis) -> str:
     if math.isnan(gain):
         return ""
     interval = "" if math.isnan(low) else f", 95 % interval {low:+.2f} to {high:+.2f}"
-    costs = "Mending it gains" if not low <= 0 else "That it costs anything does not show: mending it gains"
+    shows = gain > 0 if math.isnan(low) else low > 0
+    costs = "Mending it gains" if shows else "That it costs anything does not show: mending it gains"
     return f" {costs} {gain:+.2f} tokens a round at the same anchors{interval}."
 
 

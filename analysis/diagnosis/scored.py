@@ -15,6 +15,7 @@ _UNKNOWN = 25 / (136 + 25)
 # A feed that denies a hypothesis which the rounds bear out is as rare as an outlier among rounds; and it shows just
 # what another cause would feed, one of those in 136 threads.
 _FED_OTHERWISE = OUTLIER_ROUNDS / 136
+AS_GOOD = 2.0  # nats: half the width of a 95 % interval of one value (Wilks, 1938)
 # What has less is not told from nothing: the order is then by nearness.
 NOTHING = 1e-3
 

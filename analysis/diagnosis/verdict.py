@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from replay.analysis.diagnosis.breakdown import Profile, profile_json
-from replay.analysis.diagnosis.evidence import DRAFTED, Disturbance
+from replay.analysis.diagnosis.evidence import DRAFTED, LENGTH, Disturbance
 from replay.analysis.diagnosis.feed import Feeding, feeding_json
 from replay.analysis.diagnosis.scored import CERTAIN, NOTHING, Scored, Unknown, alike, rank, undecided
 from replay.analysis.json_document import JsonObject, interval_json, object_json
@@ -90,13 +90,12 @@ def judge(
     scored: Sequence[Scored],
     *,
     gains: Sequence[Gain] = (),
+    compared: int = 1,
     first_rate: float = math.nan,
-    stated: bool = False,
-    taken_by_any: float = math.nan,
 ) -> Diagnosis:
     """The verdict. ``scored`` begins with the healthy replay; ``gains`` are variants that accept more than what was
-    served, best first; ``first_rate`` is how often the healthy replay's first drafted token is taken. ``stated``: the
-    gains are of the one wiring that the head is known to be made for, so that none of them is the best of many.
+    served, the best of so many that were ``compared``; ``first_rate`` is how often the healthy replay's first drafted
+    token is taken.
 
     - A fault fits and has, over all its values, a probability of at least ``CERTAIN``: ``fault``.
     - The healthy replay fits, and the feed does not contradict it: ``fault`` where the head does clearly better as
@@ -107,7 +106,7 @@ def judge(
     - Some hypotheses fit, and none of them stands out: ``undetermined``.
     - None fits, or something unknown is as good as certain: ``engine``.
     """
-    ranking, unknown = rank(scored, taken_by_any=taken_by_any)
+    ranking, unknown = rank(scored)
     ranked = tuple(ranking)
     healthy = next(item for item in ranked if item.kind == HEALTHY_NAME)
     blank = Diagnosis("engine", "", None, math.nan, healthy.evidence.served, healthy, ranked, unknown=unknown)
@@ -116,8 +115,8 @@ def judge(
     if leading is not None and certainty(ranked, leading.kind) >= CERTAIN:
         return _fault_of_rounds(blank, leading)
     if healthy in fitting and unknown.probability < CERTAIN and not healthy.contradicted:
-        clear = _clear_gains(blank, gains, tried=1 if stated else len(ranked))
-        return _made_for_another(blank, clear) if clear else _as_served(blank, gains, first_rate)
+        clear = _clear_gains(blank, gains, tried=compared)
+        return _made_for_another(blank, clear) if clear else _as_served(blank, gains, compared, first_rate)
     shown = [item for item in ranked if item.borne_out and "+" not in item.name and item is not healthy]
     if healthy.contradicted and shown:
         return _fault_of_feed(blank, shown)
@@ -146,12 +145,12 @@ def _made_for_another(blank: Diagnosis, clear: Sequence[Gain]) -> Diagnosis:
     )
 
 
-def _as_served(blank: Diagnosis, gains: Sequence[Gain], first_rate: float) -> Diagnosis:
+def _as_served(blank: Diagnosis, gains: Sequence[Gain], compared: int, first_rate: float) -> Diagnosis:
     """The replay of what was served agrees with the server, and nothing else does clearly better."""
     weak = first_rate < WEAK_FIRST
     limit = f"the head itself is the limit ({first_rate:.0%} of its first tokens are taken)" if weak else "all is well"
     found = replace(blank, certainty=blank.healthy.probability, gains=tuple(gains))
-    may_be = [gain for gain in gains if _is_worth_it(blank, gain) and _stands_out(gain, len(blank.ranked), one=0.5)]
+    may_be = [gain for gain in gains if _is_worth_it(blank, gain) and _stands_out(gain, compared, one=0.5)]
     if may_be:
         best = may_be[0]
         return replace(
@@ -159,7 +158,7 @@ def _as_served(blank: Diagnosis, gains: Sequence[Gain], first_rate: float) -> Di
             verdict="undetermined",
             why=f"the server does what the replay predicts, and the head may have been made for something else: as "
             f"{best.label} it accepts {best.gain:+.2f} tokens a round at the same anchors, which is more than the best "
-            f"of {len(blank.ranked)} usually gains by luck, and less than luck can",
+            f"of {compared} usually gains by luck, and less than luck can",
             undecided=(HEALTHY_NAME, *(gain.label for gain in may_be)),
         )
     return replace(
@@ -176,7 +175,7 @@ def _fault_of_rounds(blank: Diagnosis, best: Scored) -> Diagnosis:
     others = f"; not told apart from it: {', '.join(close)}" if close else ""
     left = best.evidence
     rest = f", {left.near_tie} of {left.rounds} rounds at a near tie" if left.near_tie else ""
-    odd = f", {left.unexplained} of them unexplained" if left.unexplained else ""
+    odd = f", {left.unexplained} of {left.rounds} rounds unexplained" if left.unexplained else ""
     return replace(
         blank,
         verdict="fault",
@@ -201,6 +200,13 @@ def _fault_of_feed(blank: Diagnosis, shown: Sequence[Scored]) -> Diagnosis:
 
 def _undetermined(blank: Diagnosis, fitting: Sequence[Scored]) -> Diagnosis:
     """Several explain what was observed, and none stands out."""
+    if fitting == [blank.healthy]:
+        return replace(
+            blank,
+            verdict="undetermined",
+            why=f"the rounds are what the healthy replay does{_of_feed(blank.healthy, blank.healthy)}, and no fault "
+            "of the table feeds that",
+        )
     kinds = list(dict.fromkeys(item.kind for item in fitting))
     said = f"{len(kinds)} kinds of fault explain it" if len(kinds) > 1 else f"only {kinds[0]} explains it"
     return replace(
@@ -218,11 +224,12 @@ def _unexplained(blank: Diagnosis) -> Diagnosis:
     assert unknown is not None
     evidence = healthy.evidence
     nearest = next(item for item in blank.ranked if item.name == unknown.nearest)
-    parted = (
-        f"{evidence.unexplained} of {evidence.rounds} rounds are not what the healthy replay does"
-        if evidence.unexplained
-        else f"{evidence.near_tie} of {evidence.rounds} rounds part at a near tie, more than rounding does"
-    )
+    if evidence.kind == LENGTH:
+        parted = f"the server's accept length is not what the healthy replay gives ({evidence.accept_length:.2f})"
+    elif evidence.unexplained:
+        parted = f"{evidence.unexplained} of {evidence.rounds} rounds are not what the healthy replay does"
+    else:
+        parted = f"{evidence.near_tie} of {evidence.rounds} rounds part at a near tie, more than rounding does"
     near = ""
     if nearest is not healthy:
         near = (

@@ -16,7 +16,7 @@ from replay.analysis.diagnosis.evidence import (
     taken_by_any_cause,
     taken_likelihood,
 )
-from replay.analysis.diagnosis.scored import Scored
+from replay.analysis.diagnosis.scored import AS_GOOD, Scored, rank
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge
 from replay.analysis.followed import agreement
 from replay.analysis.summary import VariantSummary
@@ -57,9 +57,12 @@ def conclude(
     tried: Sequence[Trial],
     final: Sequence[Trial],
     gains: Sequence[Gain],
+    compared: int,
     tell: Tell,
 ) -> Diagnosis:
     """The verdict on everything that was tried, ``final`` of it on more rounds, and what to do about it.
+
+    ``gains`` are the best of so many variants that were ``compared``.
 
     Raises TraceError where the trace is too small to hold one accept length against it.
     """
@@ -72,15 +75,17 @@ def conclude(
         length = 1 + sum(draft.accepted for draft in mended.values()) / len(mended)
         scores[0] = replace(scores[0], evidence=replace(scores[0].evidence, accept_length=length))
     first_rate = next(iter(summary.position_conditional), math.nan)
-    found = judge(scores, gains=gains, first_rate=first_rate, stated=case.trained is not None)
+    compared = 1 if case.trained is not None else compared
+    found = judge(scores, gains=gains, compared=compared, first_rate=first_rate)
     if found.verdict == "engine" and reference is not None:
         others, taken_by_any = _unknowable(case, reference, tried, final, tell)
-        found = judge([*scores, *others], first_rate=first_rate, taken_by_any=taken_by_any)
+        ranked, unknown = rank([*scores, *others], taken_by_any=taken_by_any)
+        found = replace(found, ranked=tuple(ranked), unknown=unknown)  # none of them is ever named
     walks = own_walks(case, _worth_a_walk(case, tried, found))
     lengths = {HEALTHY_NAME: summary.accept_length} | {name: walk.accept_length for name, (walk, _) in walks.items()}
     advised = _advise(case, found, gains, lengths)
     named = [*found.undecided, *filter(None, [found.named])]
-    open_gains = bool(found.gains) and found.verdict == "fault"
+    open_gains = bool({gain.label for gain in found.gains} & {*named})
     return replace(
         advised,
         separate=tuple(
@@ -94,7 +99,7 @@ def conclude(
         feeding=case.feeding,
         agreement=None if reference is None else agreement(reference.healthy, reference.noise, MEASURED),
         mending=_mending(case, found, mended),
-        values=_values(found, [*tried, *final]),
+        values=_values(found),
     )  # fmt: skip
 
 
@@ -116,7 +121,7 @@ def _unknowable(
 ) -> tuple[list[Scored], float]:
     """The hypotheses whose drafts nobody can know, with how well they say how many tokens are taken; and how well any
     cause at all says it."""
-    items = [item for item in unknowable(case) if item.kind not in case.without]
+    items = unknowable(case)
     trials = run_trials(case, reference, tell, "what nobody can know", items)
     drafts = own_drafts(case, items, reference.screening)
     accepted = reference.screening["accepted"].to_list()
@@ -137,17 +142,17 @@ def _mending(case: Case, found: Diagnosis, mended: Mapping[RoundKey, RoundDraft]
     return accepted_gain(mended, by_anchor(rounds))
 
 
-def _values(found: Diagnosis, trials: Sequence[Trial]) -> tuple[str, str] | None:
-    """The lowest and the highest value of the named kind that fits as well; None where it has no scale."""
+def _values(found: Diagnosis) -> tuple[str, str] | None:
+    """The lowest and the highest value of the named kind that explains as well; None where it has no scale."""
     named = next((item for item in found.ranked if item.name == found.named), None)
     if named is None or number_in(named.kind, named.value) is None:
         return None
-    numbers = {
-        one.hypothesis.value: number_in(named.kind, one.hypothesis.value)
-        for one in trials
-        if one.hypothesis.kind == named.kind and one.scored.fits
+    told = {
+        item.value: number
+        for item in found.ranked
+        if item.kind == named.kind and item.fits and item.log_posterior >= named.log_posterior - AS_GOOD
+        if (number := number_in(item.kind, item.value)) is not None
     }
-    told = {value: number for value, number in numbers.items() if number is not None}
     return (min(told, key=lambda one: told[one]), max(told, key=lambda one: told[one])) if len(told) > 1 else None
 
 

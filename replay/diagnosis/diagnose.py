@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM
-from replay.analysis.diagnosis.verdict import Diagnosis
+from replay.analysis.diagnosis.verdict import Diagnosis, Gain
 from replay.analysis.ladder.ladder import Ladder
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.advice import conclude
@@ -15,7 +15,7 @@ from replay.diagnosis.gains import gains_at_anchors, gains_of_walks
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis
 from replay.diagnosis.ladder import climb
 from replay.diagnosis.observed import observe
-from replay.diagnosis.reference import measure, measure_discordance
+from replay.diagnosis.reference import Reference, measure, measure_discordance
 from replay.diagnosis.search import search
 from replay.diagnosis.trials import Tell, Trial, Trying, healthy
 from replay.engines.wiring import Wiring, parse_wiring
@@ -51,12 +51,20 @@ def diagnose_server(
     if case.observation.kind == HISTOGRAM:
         case = replace(case, observation=replace(case.observation, discordant=measure_discordance(case)))
     tried, final = search(case, reference, on_event)
-    if reference is None:
-        gains = gains_of_walks(case, final)
-    else:
-        gains = gains_at_anchors(case, on_event) if healthy(final).scored.fits or case.trained is not None else []
-    found = conclude(case, reference, tried, final, gains, on_event)
+    gains, compared = _gains(case, reference, tried, final, on_event)
+    found = conclude(case, reference, tried, final, gains, compared, on_event)
     return replace(found, ladder=_climb(case, found, tried, on_event)) if ladder else found
+
+
+def _gains(
+    case: Case, reference: Reference | None, tried: Sequence[Trial], final: Sequence[Trial], tell: Tell
+) -> tuple[list[Gain], int]:
+    """What accepts more than what is served, and of how many it is the best; nothing where something else is wrong."""
+    if reference is None:
+        return gains_of_walks(case, final), len(tried)
+    if healthy(final).scored.fits or case.trained is not None:
+        return gains_at_anchors(case, tell)
+    return [], 0
 
 
 def open_case(

@@ -9,7 +9,7 @@ from replay.analysis.diagnosis.verdict import Gain
 from replay.diagnosis.case import Case
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis, nearby_wirings, singles, wirings
 from replay.diagnosis.observed import first_rounds
-from replay.diagnosis.trials import Tell, Trial, Trying, distinct, healthy, own_drafts
+from replay.diagnosis.trials import Tell, Trial, Trying, distinct, own_drafts
 from replay.simulator.binding import bind
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -31,23 +31,24 @@ class _Better:
     gain: float
 
 
-def gains_at_anchors(case: Case, tell: Tell) -> list[Gain]:
-    """Variants that accept more at the anchors of the server's own rounds, best first.
+def gains_at_anchors(case: Case, tell: Tell) -> tuple[list[Gain], int]:
+    """Variants that accept more at the anchors of the server's own rounds, best first; and how many were compared.
 
     The wiring that the head is known to be made for, else the best of all that it may have been made for; the search
     for a wiring goes on from its own winner until nothing accepts more.
     """
     rounds = case.observation.rounds
     assert rounds is not None
-    healthy = singles(case)[0]
+    served = singles(case)[0]
     if case.trained is not None:
-        best = wirings(case)
+        best, tried = wirings(case), 1
     else:
         few, some = (first_rounds(case.trace, rounds, most) for most in (_GLANCED_ROUNDS, _TRIED_ROUNDS))
-        likely = [one.hypothesis for one in _search(case, healthy, few, tell)[:_LIKELY]]
-        best = [one.hypothesis for one in _compare(case, healthy, likely, some)[:_BEST]]
-    drafts = own_drafts(case, [healthy, *best], rounds)
-    return _ordered(case, best, lambda one, other: accepted_gain(drafts[one], drafts[other]))
+        found = _search(case, served, few, tell)
+        tried, likely = len(found), [one.hypothesis for one in found if one.gain > 0][:_LIKELY]
+        best = [one.hypothesis for one in _compare(case, served, likely, some)[:_BEST]]
+    drafts = own_drafts(case, [served, *best], rounds)
+    return _ordered(case, best, lambda one, other: accepted_gain(drafts[one], drafts[other])), tried
 
 
 def _search(case: Case, served: Hypothesis, rounds: "pl.DataFrame", tell: Tell) -> list[_Better]:
@@ -62,7 +63,7 @@ def _search(case: Case, served: Hypothesis, rounds: "pl.DataFrame", tell: Tell) 
         best = found[0].hypothesis
         around = nearby_wirings(case, best.variant.wiring) if best.kind == WIRED_OTHERWISE else []
         fresh = [item for item in around if item.name not in seen]
-    return [one for one in found if one.gain > 0]
+    return found
 
 
 def _compare(case: Case, served: Hypothesis, items: Sequence[Hypothesis], rounds: "pl.DataFrame") -> list[_Better]:
@@ -74,7 +75,7 @@ def _compare(case: Case, served: Hypothesis, items: Sequence[Hypothesis], rounds
 
 def gains_of_walks(case: Case, final: Sequence[Trial]) -> list[Gain]:
     """Finalists that accept more than what was served, over the same requests, best first."""
-    counts = {one.hypothesis.name: one.counts for one in (*final, healthy(final)) if one.counts is not None}
+    counts = {one.hypothesis.name: one.counts for one in final if one.counts is not None}
     items = [
         one.hypothesis
         for one in final

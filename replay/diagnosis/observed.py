@@ -1,7 +1,7 @@
 """What was observed of a server: its rounds, its histograms by request, or one accept length from elsewhere."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,14 +48,15 @@ def observe(trace: Trace, steps: int, given: "Observed | None") -> Observation:
 
     Raises TraceError where there is nothing, UsageError for an accept length that ``steps`` cannot give.
     """
-    some = frozenset(_first_requests(trace, SCREENING_TOKENS))
+    histograms = {item.request_id: item.server_histogram for item in trace.records if item.server_histogram}
+    told = histograms.keys() if given is None and histograms else {item.request_id for item in trace.records}
+    some = frozenset(_first_requests(trace, SCREENING_TOKENS, told))
     if given is not None:
         _check_steps(given, steps)
         return Observation(LENGTH, some, {}, given=given)
     rounds = trace.served_rounds()
     if len(rounds):
         return Observation(DRAFTED, some, count_by_request(rounds, steps), first_rounds(trace, rounds, FINAL_ROUNDS))
-    histograms = {item.request_id: item.server_histogram for item in trace.records if item.server_histogram}
     if not histograms:
         raise TraceError(
             f"{trace.path} says nothing of what a server accepted; give --observed with an accept length or "
@@ -96,13 +97,15 @@ def first_rounds(trace: Trace, rounds: "pl.DataFrame", most: int) -> "pl.DataFra
     return rounds.filter(rounds["request_id"].is_in(kept))
 
 
-def _first_requests(trace: Trace, most: int) -> set[str]:
-    """Requests in trace order up to about ``most`` output tokens, and at least two."""
+def _first_requests(trace: Trace, most: int, told: Container[str]) -> set[str]:
+    """Requests of ``told`` in trace order up to about ``most`` output tokens, and at least two."""
     kept: set[str] = set()
     total = 0
     for record in trace.records:
         if total >= most and len(kept) > 1:
             break
+        if record.request_id not in told:
+            continue
         kept.add(record.request_id)
         total += record.output_tokens
     return kept

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replay.analysis.diagnosis.evidence import noise_scales
+from replay.analysis.diagnosis.evidence import noise_scales, outliers_allowed
 from replay.analysis.followed import BOTH_SIDES, Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
 from replay.diagnosis.observed import count_by_request
@@ -36,6 +36,12 @@ class Reference:
     scales: tuple[float, ...]
     glance: "pl.DataFrame"
     screening: "pl.DataFrame"
+
+    @property
+    def healthy_fits(self) -> bool:
+        """Whether rounding explains what the healthy replay leaves."""
+        _, unexplained_R = judge_rounds(self.healthy, self.noise)
+        return int(unexplained_R.sum()) <= outliers_allowed(self.healthy.rounds)
 
 
 def measure(case: Case) -> Reference:
@@ -93,11 +99,11 @@ def noise_of(case: Case, variant: ResolvedVariant, followed: Followed, rounds: "
 def _unexplained_rounds(case: Case, healthy: Followed, noise: Noise) -> dict[str, list[bool]]:
     """By request, whether the healthy replay leaves each of its rounds unexplained."""
     _, unexplained_R = judge_rounds(healthy, noise)
-    request_R = np.zeros(healthy.rounds, dtype=np.int64)
+    request_R = np.full(healthy.rounds, -1)  # of a round without a token
     request_R[healthy.round_N] = healthy.request_N
     return {
         case.trace.records[number].request_id: unexplained_R[request_R == number].tolist()
-        for number in np.unique(request_R)
+        for number in np.unique(request_R[request_R >= 0])
     }
 
 

@@ -9,7 +9,7 @@ one, because its likelihood allows for something unknown besides (analysis/diagn
 import math
 from collections.abc import Callable, Sequence
 
-from replay.analysis.diagnosis.scored import explained
+from replay.analysis.diagnosis.scored import AS_GOOD, explained
 from replay.diagnosis.case import Case
 from replay.diagnosis.feed import as_fed
 from replay.diagnosis.hypotheses import (
@@ -44,7 +44,6 @@ _GROWN = 2
 # Times that the search for a wiring starts again from its own winner.
 _RESTARTS = 4
 _FINALISTS = 6
-_AS_GOOD = 2.0  # nats: half the width of a 95 % interval of one value (Wilks, 1938)
 _FEW = 12  # of them a glance spares nothing
 
 Try = Callable[[str, Sequence[Hypothesis]], list[Trial]]
@@ -60,7 +59,7 @@ def search(case: Case, reference: Reference | None, tell: Tell) -> tuple[list[Tr
         return _glance_first(case, reference, tell, stage, hypotheses)
 
     def finish() -> list[Trial]:
-        finalists = to_finish(tried)
+        finalists = to_finish(case, tried)
         return run_trials(case, reference, tell, "the likeliest on more rounds", finalists, extent=WHOLE)
 
     known = [item for item in singles(case) if not drafts_noise(item, case.checkpoint)]
@@ -76,12 +75,14 @@ def search(case: Case, reference: Reference | None, tell: Tell) -> tuple[list[Tr
     tried += _refine(case, tried, attempt)
     partners = [one.hypothesis for one in tried if _adds(one, healthy(tried))]
     for base in _bases(tried):
-        if _explained(tried):
-            break
         grown = [one for one in attempt("pairs of faults", pairs(case, base.hypothesis, partners)) if _adds(one, base)]
         tried += grown
         if grown and not _explained(grown):
-            tried += _refine_values(case, nearest_first(grown)[:1], tried, attempt)
+            finer = _refine_values(case, nearest_first(grown)[:1], tried, attempt)
+            tried += finer
+            grown += finer
+        if grown and _explained(grown):
+            break
     return tried, finish()
 
 
@@ -103,12 +104,13 @@ def _glance_first(
     return [screened.get(one.hypothesis.name) or left_behind(one, times) for one in glanced]
 
 
-def to_finish(trials: Sequence[Trial]) -> list[Hypothesis]:
-    """The healthy server, those that are nearest, and without drafts those that accept most."""
+def to_finish(case: Case, trials: Sequence[Trial]) -> list[Hypothesis]:
+    """The healthy server, the wiring known to be right, the nearest, and without drafts those that accept most."""
     nearest = [one.hypothesis for one in nearest_first(trials)[:_FINALISTS]]
     lengths = [one for one in trials if not math.isnan(one.scored.evidence.accept_length)]
     most = sorted(lengths, key=lambda one: one.scored.evidence.accept_length, reverse=True)[:3]
-    return distinct([healthy(trials).hypothesis, *nearest, *(one.hypothesis for one in most)])
+    stated = [one.hypothesis for one in trials if case.trained and one.hypothesis.value == str(case.trained)]
+    return distinct([healthy(trials).hypothesis, *stated, *nearest, *(one.hypothesis for one in most)])
 
 
 def unknowable(case: Case) -> list[Hypothesis]:
@@ -210,7 +212,7 @@ def _round_values(case: Case, base: Trial, tried: Sequence[Trial], best: Trial) 
 
 def _number_as_good(one: Trial, fault: Fault, best: Trial) -> float | None:
     """The number of a trial's value of this kind, where it is not clearly worse than the best one."""
-    if one.hypothesis.kind != best.hypothesis.kind or one.scored.nearness < best.scored.nearness - _AS_GOOD:
+    if one.hypothesis.kind != best.hypothesis.kind or one.scored.nearness < best.scored.nearness - AS_GOOD:
         return None
     value = next((other.value for other in one.hypothesis.variant.faults if other.kind == fault.kind), "")
     return number_in(fault.kind, value) if value else None

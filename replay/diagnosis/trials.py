@@ -132,7 +132,7 @@ def _batches(hypotheses: Sequence[Hypothesis]) -> Iterator[list[Hypothesis]]:
 
 
 def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], extent: str) -> Iterator[Trial]:
-    """Along the server's drafts; on the whole, the noise of what might be named is measured under itself."""
+    """Along the server's drafts. On the whole, what may be named is judged by its own noise, unless all is well."""
     rounds = {GLANCE: reference.glance, SCREENING: reference.screening, WHOLE: case.observation.rounds}[extent]
     assert rounds is not None
     whole = extent == WHOLE
@@ -142,16 +142,14 @@ def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], exten
         batch, follow(case, variants, rounds, reference.scales, served_products=whole), strict=True
     ):
         noise = reference.noise
-        if whole and item.kind != HEALTHY_NAME and _may_fit(followed, noise, served):
+        if whole and not reference.healthy_fits and item.kind != HEALTHY_NAME and _may_fit(followed, noise, served):
             noise = noise_of(case, item.variant, followed, rounds)
         evidence = followed_evidence(followed, noise, served)
         yield Trial(item, _scored(case, item, evidence), followed)
 
 
 def _may_fit(followed: Followed, noise: Noise, served: float) -> bool:
-    """Whether it would fit if rounding moved it far more than the healthy replay, and does not as it is."""
-    if followed_evidence(followed, noise, served).fits:
-        return False
+    """Whether it would fit if rounding moved it far more than the healthy replay."""
     wide = replace(noise, largest=tuple(_MORE_NOISE * most for most in noise.largest))
     return followed_evidence(followed, wide, served).fits
 

@@ -1,6 +1,5 @@
 """The rounds of a server divided by what may matter to it: by request, batch, place and what came before."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from replay.analysis.diagnosis.breakdown import length_range
@@ -16,7 +15,7 @@ def round_views(case: Case, rounds: "pl.DataFrame") -> dict[str, list[str]]:
     views: dict[str, list[str]] = {}
     batches = dict(zip(zip(rounds["request_id"], rounds["anchor"], strict=True), rounds["batch"], strict=True))
     drafts = served_drafts(rounds)
-    for record in case.trace.records:
+    for number, record in enumerate(case.trace.records):
         if record.request_id not in drafts:
             continue
         played = drafts[record.request_id].before(record.tokens - 1)
@@ -33,9 +32,7 @@ def round_views(case: Case, rounds: "pl.DataFrame") -> dict[str, list[str]]:
                 "output position": length_range(anchor - record.prompt_tokens),
                 "rounds since the prompt": "0" if not place else "1 to 3" if place < 4 else "more",
                 "the round before took": before,
-                "request's place in the trace": "early"
-                if 2 * case.trace.records.index(record) < len(case.trace)
-                else "late",
+                "request's place in the trace": "early" if 2 * number < len(case.trace) else "late",
             }
             for name, part in parts.items():
                 views.setdefault(name, []).append(part)
@@ -44,6 +41,3 @@ def round_views(case: Case, rounds: "pl.DataFrame") -> dict[str, list[str]]:
 
 def _taken(accepted: int, drafted: int) -> str:
     return "nothing" if not accepted else "everything" if accepted == drafted else "a part"
-
-
-__all__: Sequence[str] = ("round_views",)

@@ -77,7 +77,7 @@ def follow_server(
     spans = served_spans(trace.served_rounds()) if served_products else {}
     stems = [list(alike) for _, alike in groupby(groups, key=lambda group: group.stem)]
     found: list[list[Followed]] = [[] for _ in resolved]
-    done, total = 0, len(trace.requests)
+    done, total = 0, len(served)
     places = {record.request_id: place for place, record in enumerate(trace.records)}
     with torch.inference_mode():
         for pack in read_packs(trace, taps_of(groups), served):
@@ -129,7 +129,8 @@ def _check_shapes(
     trees, most = served_shape([d for one in rounds for d in one.drafted], [p for one in rounds for p in one.parents])
     for variant in variants:
         here = variant.num_draft_tokens - 1
-        if trees != (variant.topk > 1) or (here != most):
+        # Chains may be shorter than the most that a server drafts; a tree has one size.
+        if trees != (variant.topk > 1) or (here != most if trees else here < most):
             raise UsageError(
                 f"the server drafted {'trees' if trees else 'chains'} of {most} tokens, the variant drafts "
                 f"{'trees' if variant.topk > 1 else 'chains'} of {here}; type the server's --steps, --topk and "
@@ -146,21 +147,19 @@ def _follow(
     scales: tuple[float, ...],
 ) -> list[Followed]:
     """Of each request of the pack what one group says, rounds and request counted from 0."""
-    head = group.head
+    head, steps = group.head, max(size.steps for size in group.sizes)
     choices = head.config.draft_vocab_size
     if group.topk > 1:
-        trees = [_trees(one) for one in drafts]
-        steps = max(size.steps for size in group.sizes)
+        trees = [_trees(one, max(size.num_draft_tokens for size in group.sizes) - 1) for one in drafts]
         read = tree_margins_along(
             head, inputs, trees, topk=group.topk, steps=steps, kv=group.kv, scales=scales, first=first
         )
         return [_from_trees(*pair, scales, choices) for pair in zip(read, trees, strict=True)]
-    longest = max(len(drafted) for one in drafts for drafted in one.drafted) if any(d.drafted for d in drafts) else 1
-    chains = [_padded(one.drafted, longest) for one in drafts]
+    chains = [_padded(one.drafted, steps) for one in drafts]
     if head.behaviour.follows_walk:
         tails = [rows.tail_ids for rows in pack]
         accepted = [one.accepted for one in drafts]
-        walked = walk(head, inputs, longest, tails, accepted, chains, scales)
+        walked = walk(head, inputs, steps, tails, accepted, chains, scales)
         return [
             _from_chains(one.margins, chain_AK, scales, choices) for one, chain_AK in zip(walked, chains, strict=True)
         ]
@@ -177,12 +176,11 @@ def _padded(lists: Sequence[Sequence[int]], longest: int, filler: int = -1) -> t
     return torch.tensor(rows, dtype=torch.long).reshape(len(rows), longest)
 
 
-def _trees(drafts: ServedDrafts) -> ServedTrees:
-    longest = max((len(one) for one in drafts.drafted), default=1)
+def _trees(drafts: ServedDrafts, nodes: int) -> ServedTrees:
     # The trace counts the known token as 0 and the drafted ones from 1; an orphan is -1 there.
     parents = [[ORPHAN if parent < 0 else parent - 1 for parent in one or ()] for one in drafts.parents]
     assert ROOT == -1
-    return ServedTrees(_padded(drafts.drafted, longest), _padded(parents, longest, ORPHAN))
+    return ServedTrees(_padded(drafts.drafted, nodes), _padded(parents, nodes, ORPHAN))
 
 
 def _from_chains(
@@ -210,13 +208,13 @@ def _from_chains(
 
 
 def _from_trees(read: TreeMargins, served: ServedTrees, scales: tuple[float, ...], choices: int) -> Followed:
-    told_AN = (served.drafted_AN >= 0) & (served.parents_AN != ORPHAN) & ~read.margin_AN.isnan()
+    told_AN = (served.drafted_AN >= 0) & (read.depth_AN > 0)
     round_AN = torch.arange(len(told_AN))[:, None].expand_as(told_AN)
     return Followed(
         request_N=np.zeros(int(told_AN.sum()), dtype=np.int64),
         round_N=_numbers(round_AN[told_AN]),
         depth_N=_numbers(read.depth_AN[told_AN]),
-        margin_N=read.margin_AN[told_AN].double().numpy(),
+        margin_N=_known(read.margin_AN[told_AN], math.inf),
         log_prob_N=_known(read.score_AN[told_AN], -math.inf),
         spread_NZ=_known(read.spread_ANZ[told_AN], 0.0),
         same_N=(read.margin_AN[told_AN] == 0).numpy(),
