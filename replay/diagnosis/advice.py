@@ -22,7 +22,7 @@ from replay.analysis.followed import agreement
 from replay.analysis.summary import VariantSummary
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
-from replay.diagnosis.hypotheses import Hypothesis, rewired, singles
+from replay.diagnosis.hypotheses import Hypothesis, nothing_wrong, rewired, singles
 from replay.diagnosis.reference import Reference
 from replay.diagnosis.search import unknowable
 from replay.diagnosis.trials import (
@@ -67,7 +67,7 @@ def conclude(
     Raises TraceError where the trace is too small to hold one accept length against it.
     """
     mended = _mended(case)
-    summary, rounds = own_walks(case, singles(case)[:1])[HEALTHY_NAME]
+    summary, rounds = own_walks(case, [nothing_wrong(case)])[HEALTHY_NAME]
     if case.observation.kind == LENGTH:
         _check_width(summary)
     scores = _scores(tried, final)
@@ -106,7 +106,7 @@ def conclude(
 def _mended(case: Case) -> dict[RoundKey, RoundDraft]:
     """What a healthy server would draft at the anchors of the server's own rounds; empty where these are not known."""
     rounds = case.observation.rounds
-    return {} if rounds is None else own_drafts(case, singles(case)[:1], rounds)[HEALTHY_NAME]
+    return {} if rounds is None else own_drafts(case, [nothing_wrong(case)], rounds)[HEALTHY_NAME]
 
 
 def _scores(tried: Sequence[Trial], final: Sequence[Trial]) -> list[Scored]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from replay.analysis.diagnosis.evidence import accepted_gain, length_gain
 from replay.analysis.diagnosis.verdict import Gain
 from replay.diagnosis.case import Case
-from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis, nearby_wirings, singles, wirings
+from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis, nearby_wirings, nothing_wrong, singles, wirings
 from replay.diagnosis.observed import first_rounds
 from replay.diagnosis.trials import Tell, Trial, Trying, distinct, own_drafts
 from replay.simulator.binding import bind
@@ -39,7 +39,7 @@ def gains_at_anchors(case: Case, tell: Tell) -> tuple[list[Gain], int]:
     """
     rounds = case.observation.rounds
     assert rounds is not None
-    served = singles(case)[0]
+    served = nothing_wrong(case)
     if case.trained is not None:
         best, tried = wirings(case), 1
     else:

@@ -55,9 +55,14 @@ def share_of(kind: str) -> float:
     return (1 - _P_HEALTHY) * FAULTS[kind].reports / sum(one.reports for one in FAULTS.values())
 
 
+def nothing_wrong(case: Case) -> Hypothesis:
+    """The healthy server."""
+    return Hypothesis(HEALTHY_NAME, "", case.served, log(_P_HEALTHY))
+
+
 def singles(case: Case) -> list[Hypothesis]:
     """The healthy server, then every single fault that head and trace can show."""
-    found = [Hypothesis(HEALTHY_NAME, "", case.served, log(_P_HEALTHY))]
+    found = [nothing_wrong(case)]
     for kind in FAULTS:
         if kind in case.without:
             continue

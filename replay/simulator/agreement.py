@@ -2,8 +2,9 @@
 
 Every variant that drafts in the server's shape follows the server's drafts once to find how far rounding moves them,
 and once more to count with that noise (analysis/followed.py, rounding.py). Variants share these passes; those that
-differ in their acceptance rule only draft the same and are followed as one. Equal to ``follow_with_noise`` of each
-variant by itself up to the rounding of fp32, which stands for exact arithmetic and runs in products as large as fit.
+differ in their acceptance rule only draft the same and are followed as one. Equal to each variant by itself
+(tests/twins/noise.py) up to the rounding of fp32, which stands for exact arithmetic and runs in products as large as
+fit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

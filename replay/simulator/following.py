@@ -49,8 +49,12 @@ class ServedDrafts:
     def before(self, last: int) -> "ServedDrafts":
         """The rounds whose anchors lie before token ``last``: from there on nothing is left to draft."""
         kept = [place for place, anchor in enumerate(self.anchors) if anchor < last]
-        columns = (self.anchors, self.accepted, self.drafted, self.parents)
-        return ServedDrafts(*(tuple(column[place] for place in kept) for column in columns))  # type: ignore[arg-type]
+        return ServedDrafts(
+            tuple(self.anchors[place] for place in kept),
+            tuple(self.accepted[place] for place in kept),
+            tuple(self.drafted[place] for place in kept),
+            tuple(self.parents[place] for place in kept),
+        )
 
 
 def follow_server(

@@ -4,49 +4,16 @@ The noise of a replay is measured against fp32, which stands for exact arithmeti
 order is not the server's is measured beside the one in the server's order: each is off by its own error.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from replay.analysis.followed import LEAST_SCALE, Followed, Noise, measure_noise
-from replay.checkpoint.checkpoint import Checkpoint
+from replay.analysis.followed import Followed, Noise, measure_noise
 from replay.engines.precision import Precision
 from replay.engines.profiles import NUMERICS
-from replay.simulator.binding import resolve, target_precision
-from replay.simulator.following import follow_server
-from replay.simulator.variant import ResolvedVariant, Variant
+from replay.simulator.binding import target_precision
+from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import Trace
 
-if TYPE_CHECKING:
-    import polars as pl
-
 EXACT = "fp32"
-
-
-def follow_with_noise(
-    trace: Trace,
-    checkpoint: Checkpoint,
-    variant: Variant | ResolvedVariant,
-    rounds: "pl.DataFrame",
-    *,
-    device: str = "cpu",
-    served_products: bool = True,
-) -> tuple[Followed, Noise]:
-    """The variant along the server's drafts, with the noise scale of rounding as its only scale, and the noise.
-
-    Arguments and errors as of ``follow_server``.
-    """
-    resolved = resolve(variant, checkpoint, trace)
-
-    def follow(one: ResolvedVariant, scales: Sequence[float] = ()) -> Followed:
-        found = follow_server(
-            trace, {resolved.draft: checkpoint}, [one], rounds,
-            scales=scales, device=device, served_products=served_products,
-        )  # fmt: skip
-        return found[0]
-
-    noise = noise_between(follow(resolved), *(follow(one) for one in other_orders(resolved, trace)))
-    return follow(resolved, (max(noise.scale, LEAST_SCALE),)), noise
 
 
 def other_orders(variant: ResolvedVariant, trace: Trace) -> list[ResolvedVariant]:

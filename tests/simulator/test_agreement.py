@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from support.heads import invented_checkpoint, write_head
 from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_served
 from support.trace_maker import changed, make_four, write_trace
+from twins.noise import follow_with_noise
 
 import replay
 from replay.analysis.followed import agreement
@@ -18,7 +19,6 @@ from replay.cli.app import cli
 from replay.simulator.agreement import drafts_as_the_server, with_agreement
 from replay.simulator.binding import resolve
 from replay.simulator.following import follow_server
-from replay.simulator.rounding import follow_with_noise
 from replay.simulator.simulation import ReplayProgress
 from replay.traces.agreement import Agreement
 from replay.traces.server_rounds import served_schema

@@ -11,6 +11,7 @@ from support.documents import sampled_trace
 from support.heads import invented_checkpoint
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 from support.trace_maker import make_four, make_header, make_requests, write_trace
+from twins.noise import follow_with_noise
 from twins.trees import draft_one_tree
 
 import replay
@@ -23,7 +24,7 @@ from replay.faults.table import parse_faults
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.following import follow_server
 from replay.simulator.inputs import draft_input
-from replay.simulator.rounding import follow_with_noise, other_orders
+from replay.simulator.rounding import other_orders
 from replay.simulator.variant import Variant
 from replay.traces.reader import Trace
 from replay.traces.server_rounds import served_schema
