@@ -7,6 +7,7 @@ has one token a step; tree_margins.py follows trees.
 Suffixes as in chains.py: A anchors, B of a block, K steps, W draft vocabulary, V target vocabulary, Z noise scales.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -21,8 +22,9 @@ from replay.errors import UsageError
 from replay.head.model import Head
 from replay.head.products import ProductSizes
 
-# Logits of a row that are summed one by one: at the scale of rounding even the tenth hardly counts.
-_SUMMED = 128
+# Logits no further behind the best than this (nats) are summed one by one, and at the scale z those within 24 z: over a
+# large vocabulary as well e^-24 each is nothing.
+_SUMMED, _COUNTED = 6.0, 24.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +164,25 @@ def read_margins(
 def _spread(logits_BW: Tensor, best_B: Tensor, logsumexp_B: Tensor, scales: Sequence[float]) -> Tensor:
     """The log of the sum of exp((logit - best) / z) over the draft vocabulary for each scale z [B, Z].
 
-    Up to a scale of 1 only the first ``_SUMMED`` logits are summed one by one. The others lie at least as far behind as
-    the last of these, by d: of what they sum to at scale 1 no more than exp(-d (1 / z - 1)) is left, and that is taken.
+    Up to a scale of 1 only logits within ``_SUMMED`` of the best are summed one by one. The others lie further behind
+    than that: of what they sum to at scale 1 no more than exp(-_SUMMED (1 / z - 1)) is left, and that is taken.
     """
-    best_B1 = best_B.float()[:, None]
-    first_BF = logits_BW.topk(min(_SUMMED, logits_BW.shape[1]), dim=-1).values.float() - best_B1
-    rest_B = ((logsumexp_B - best_B1[:, 0]).exp() - first_BF.exp().sum(-1)).clamp_min(0)
-    spread_BZ = best_B1.new_empty((len(best_B1), len(scales)))
-    for place, scale in enumerate(scales):
+    behind_BW = logits_BW.float() - best_B.float()[:, None]
+    row_F, column_F = (behind_BW > -_SUMMED).nonzero(as_tuple=True)
+    behind_F = behind_BW[row_F, column_F]
+    none_B = torch.zeros_like(logsumexp_B)
+    at_one_B = (logsumexp_B - best_B.float()).exp()
+    rest_B = (at_one_B - none_B.index_add(0, row_F, behind_F.exp())).clamp_min(0)
+    spread_BZ = none_B.new_empty((len(best_B), len(scales)))
+    for place, scale in sorted(enumerate(scales), key=lambda pair: -pair[1]):
         if scale > 1:
-            spread_BZ[:, place] = ((logits_BW.float() - best_B1) / scale).logsumexp(-1)
-        else:
-            left_B = rest_B * (first_BF[:, -1] * (1 / scale - 1)).exp()
-            spread_BZ[:, place] = ((first_BF / scale).exp().sum(-1) + left_B).log()
+            spread_BZ[:, place] = (behind_BW / scale).logsumexp(-1)
+            continue
+        if _COUNTED * scale < _SUMMED:
+            counted_F = behind_F > -_COUNTED * scale
+            row_F, behind_F = row_F[counted_F], behind_F[counted_F]
+        summed_B = none_B.index_add(0, row_F, (behind_F / scale).exp())
+        spread_BZ[:, place] = (summed_B + rest_B * math.exp(-_SUMMED * (1 / scale - 1))).log()
     return spread_BZ
 
 

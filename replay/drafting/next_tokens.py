@@ -54,9 +54,8 @@ def choose(head: Head, logits_AW: Tensor) -> tuple[Tensor, Tensor]:
 
     Of equal logits the lowest draft id wins.
     """
-    index_A = logits_AW.max(dim=-1).indices  # the first of equals, which topk does not promise
-    best_A2 = logits_AW.topk(min(2, logits_AW.shape[1]), dim=-1).values
-    tied_A = (best_A2[:, 0] == best_A2[:, -1]) & (logits_AW.shape[1] > 1)
+    best_A, index_A = logits_AW.max(dim=-1)  # the first of equals, which topk does not promise
+    tied_A = logits_AW.scatter(1, index_A[:, None], float("-inf")).amax(-1) == best_A
     return head.target_ids_W[index_A], tied_A
 
 

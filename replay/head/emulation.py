@@ -149,7 +149,7 @@ class Emulation:
         out_RO = out_RO.to(self.logits_dtype if product == "lm_head" else self._dtype)
         if product == "lm_head":
             # A row with NaN has nothing but NaN logits. Where nothing overflows, its input tells that at no cost.
-            finite_R = (out_RO if self._counts else x_RI).isfinite().all(dim=-1)
+            finite_R = _finite_rows(out_RO if self._counts else x_RI)
             self._beyond[_NOT_FINITE] += int((~finite_R).sum())
         self._count_overflow(product, x_RI, out_RO)
         return out_RO
@@ -178,9 +178,9 @@ class Emulation:
 
     def _count_overflow(self, what: str, before_RI: Tensor, after_RO: Tensor) -> None:
         if self._counts:
-            finite_R = after_RO.isfinite().all(dim=-1)
+            finite_R = _finite_rows(after_RO)
             self._rows[what] += len(after_RO)
-            self._overflowed[what] += int((~finite_R & before_RI.isfinite().all(dim=-1)).sum())
+            self._overflowed[what] += int((~finite_R & _finite_rows(before_RI)).sum())
 
     def notes(self) -> list[str]:
         """What was clipped or became infinite so far and which groups are short, in words; often nothing."""
@@ -196,3 +196,8 @@ class Emulation:
             for what, count in self._overflowed.items()
             if count
         ]
+
+
+def _finite_rows(x_RN: Tensor) -> Tensor:
+    """Which rows hold finite values only: 0 times anything else is NaN. To ask ``isfinite`` takes ten times as long."""
+    return (x_RN * 0).sum(-1) == 0

@@ -142,22 +142,23 @@ def spreads(head: Head, inputs: list[DraftInput], served: list[Tensor], scales: 
 
 @pytest.mark.parametrize(
     ("summed", "exact"),
-    [(2, (1.0, 1.5)), (12, (0.02, 1.0, 1.5)), (24, (0.02, 0.1, 1.0, 1.5)), (96, (0.02, 0.4, 0.8, 1.5))],
+    [(0.3, (1.0, 1.5)), (1, (0.02, 1.0, 1.5)), (2, (0.02, 0.1, 1.0, 1.5)), (6, (0.02, 0.1, 1.0, 1.5))],
 )
 def test_logits_that_are_not_summed_one_by_one_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, summed: int, exact: tuple[float, ...]
+    monkeypatch: pytest.MonkeyPatch, summed: float, exact: tuple[float, ...]
 ) -> None:
     """At every scale the sum is never too small; it is exact from 1 on, and where what is left out is far behind."""
     head = make_head("whole vocabulary")
     inputs = requests(head, SHAPES)
     served, scales = random_drafts(head, inputs), (0.02, 0.1, 0.4, 0.8, 1.0, 1.5)
+    monkeypatch.setattr("replay.drafting.margins._SUMMED", 1e9)
     whole_MZ = spreads(head, inputs, served, scales)
     monkeypatch.setattr("replay.drafting.margins._SUMMED", summed)
     bounded_MZ = spreads(head, inputs, served, scales)
     assert len(whole_MZ) > 20 and (bounded_MZ >= whole_MZ - 1e-6).all()
     same = [scales.index(scale) for scale in exact]
     torch.testing.assert_close(bounded_MZ[:, same], whole_MZ[:, same], rtol=1e-6, atol=1e-6)
-    assert (bool((bounded_MZ > whole_MZ + 1e-3).any())) == (summed < 96)  # elsewhere it is a bound
+    assert (bounded_MZ > whole_MZ + 1e-4).any()  # elsewhere it is a bound
 
 
 def test_a_spread_gives_every_token_its_probability() -> None:
