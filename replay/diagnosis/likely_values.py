@@ -83,6 +83,15 @@ def _prefixes(case: Case) -> Iterator[str]:
     yield from (f"{size}{fill}" for size in sizes for fill in ("", ":masked"))
 
 
+def _spans(case: Case) -> Iterator[str]:
+    """Spans of the output, each as long as all before it: one of them overlaps with whatever was left out."""
+    longest = max((record.tokens - record.prompt_tokens for record in case.trace.records), default=0)
+    start, stop = 0, 8
+    while start < longest:
+        yield from (f"{start}:{stop}", f"{start}:{stop}:masked")
+        start, stop = stop, 2 * stop
+
+
 def _chunks(case: Case) -> Iterator[str]:
     """Where the trace records where prompts were cut, there; then the server's own ``--chunked-prefill-size`` where the
     trace has it (-1: prompts are whole), else the usual ones.
@@ -139,7 +148,7 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     "kv.prefix-reuse": _prefixes,
     "kv.slot-write": always("overwrite", "unseen"),
     "kv.chunk-boundary": _chunks,
-    "kv.skip-draft": CANNOT_BE_GUESSED,  # a span that nobody knows of
+    "kv.skip-draft": _spans,
     "kv.handoff": always("empty", "hidden", "kv"),
     "kv.none": always("alone"),
     "state.hidden-row": always("drafted", "first", "previous", "hidden-only"),

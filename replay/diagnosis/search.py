@@ -68,11 +68,11 @@ def search(case: Case, reference: Reference | None, tell: Tell) -> tuple[list[Tr
     tried = attempt("single faults", distinct([*known, *fed, *others]))
     if reference is None:
         return tried, finish()
-    if _explained(tried):
-        final = finish()
-        if _explained(final):
-            return tried, final
+    if final := _final_if_explained(tried, finish):
+        return tried, final
     tried += _refine(case, tried, attempt)
+    if final := _final_if_explained(tried, finish):
+        return tried, final
     partners = [one.hypothesis for one in tried if _adds(one, healthy(tried))]
     for base in _bases(tried):
         grown = [one for one in attempt("pairs of faults", pairs(case, base.hypothesis, partners)) if _adds(one, base)]
@@ -116,6 +116,14 @@ def to_finish(case: Case, trials: Sequence[Trial]) -> list[Hypothesis]:
 def unknowable(case: Case) -> list[Hypothesis]:
     """The single faults whose drafts nobody can know."""
     return [item for item in singles(case) if drafts_noise(item, case.checkpoint)]
+
+
+def _final_if_explained(tried: Sequence[Trial], finish: Callable[[], list[Trial]]) -> list[Trial]:
+    """The finalists where one hypothesis leaves nothing but rounding, on few rounds and on more; empty otherwise."""
+    if not _explained(tried):
+        return []
+    final = finish()
+    return final if _explained(final) else []
 
 
 def _explained(tried: Sequence[Trial]) -> bool:

@@ -13,7 +13,7 @@ from math import ceil, floor, log2, log10
 from replay.errors import UsageError
 from replay.faults.table import Fault
 
-_OFFSET, _WINDOW, _SCALE = "position.offset", "attn.window", "attn.scale"
+_OFFSET, _WINDOW, _SCALE, _SPAN = "position.offset", "attn.window", "attn.scale", "kv.skip-draft"
 # By kind the number among the words of its values, and the ratio of the first step.
 _GEOMETRIC: Mapping[str, tuple[str, float]] = {
     "position.rope-params": ("theta:", 10.0),
@@ -21,6 +21,7 @@ _GEOMETRIC: Mapping[str, tuple[str, float]] = {
     _SCALE: ("", 2.0),
 }
 _FIRST_OFFSET = 4  # positions that the first step goes
+_FIRST_END = 16  # output tokens by which the first step moves an end of a span
 _DIGITS, _LAST_STEP = 4, 8  # significant digits of a proposed number, which still part the last step's from its own
 _MOST_DIGITS = 17  # of any number: a double has no more
 _FARTHEST = Decimal(10) ** 6  # from the best value: an interval may be open on one side
@@ -54,9 +55,12 @@ def neighbours(kind: str, value: str, step: int) -> tuple[str, ...]:
 
     A base of RoPE, an epsilon and a scale lie on a geometric grid: of 10, of its square root, of that one's, and so on
     (a scale's: of 2). Windows and offsets are integers: half a window away, a quarter and so on; 4 positions, 2 and 1.
-    Empty for other kinds and values, and from the step on at which no other value is left. One that would be no fault,
-    an offset of 0 or a scale of 1, is left out, and so is what the kind does not take.
+    Of a span of tokens each end moves, and both: by 16 tokens, 8 and so on. Empty for other kinds and values, and from
+    the step on at which no other value is left. One that would be no fault, an offset of 0 or a scale of 1, is left
+    out, and so is what the kind does not take.
     """
+    if kind == _SPAN:
+        return _moved_spans(value, _FIRST_END >> step)
     number = number_in(kind, value)
     if number is None:
         return ()
@@ -69,6 +73,17 @@ def neighbours(kind: str, value: str, step: int) -> tuple[str, ...]:
     proposed = [put_number(kind, value, text) for text in around]
     nothing = ("1",) if kind == _SCALE else ("0", "all:0")
     return tuple(text for text in proposed if text not in nothing and _takes(kind, text))
+
+
+def _moved_spans(value: str, by: int) -> tuple[str, ...]:
+    """START:STOP with one end or both up to ``by`` tokens away, and the same span filled the other way."""
+    if not by:
+        return ()
+    start, stop, *fill = value.split(":")
+    ends = ((int(start) + one * by, int(stop) + other * by) for one in (0, -1, 1) for other in (0, -1, 1))
+    proposed = [":".join((str(max(0, one)), str(other), *fill)) for one, other in ends]
+    proposed.append(f"{start}:{stop}" if fill else f"{value}:masked")
+    return tuple(text for text in dict.fromkeys(proposed) if text != value and _takes(_SPAN, text))
 
 
 def rounded(kind: str, low: float, best: float, high: float) -> str:

@@ -40,6 +40,29 @@ CONTINUOUS = {
         ("position.offset", "1", 3, ()),
         ("position.rope-params", "scaling:none", 0, ()),
         ("kv.rollback", "stale", 0, ()),
+        (
+            "kv.skip-draft",
+            "8:16",
+            1,
+            ("8:24", "0:16", "0:24", "16:24", "8:16:masked"),
+        ),  # and 0:8, whose end moved alone
+        (
+            "kv.skip-draft",
+            "2:6:masked",
+            4,
+            (
+                "2:5:masked",
+                "2:7:masked",
+                "1:6:masked",
+                "1:5:masked",
+                "1:7:masked",
+                "3:6:masked",
+                "3:5:masked",
+                "3:7:masked",
+                "2:6",
+            ),
+        ),
+        ("kv.skip-draft", "8:16", 5, ()),
         ("state.hidden-row", "first", 0, ()),
     ],
 )
@@ -66,7 +89,7 @@ def test_the_kind_takes_all_that_is_proposed_and_the_steps_end(kind: str, value:
 
 
 def test_no_other_kind_has_neighbours() -> None:
-    others = {kind: FAULTS[kind].default for kind in FAULTS if kind not in CONTINUOUS}
+    others = {kind: FAULTS[kind].default for kind in FAULTS if kind not in (*CONTINUOUS, "kv.skip-draft")}
     assert not any(neighbours(kind, value, 0) for kind, value in others.items() if value)
 
 
