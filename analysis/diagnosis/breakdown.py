@@ -1,4 +1,4 @@
-"""What holds a head back, where a server parts from its replay, and which further observation would tell more."""
+"""Where a server parts from its replay, and which further observation would tell more."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,17 +7,11 @@ from statistics import NormalDist
 
 import numpy as np
 
-from replay.analysis.counts import histograms, per_request, position_rates
 from replay.analysis.diagnosis.evidence import DRAFTED, LENGTH
 from replay.analysis.followed import Followed, Noise, judge_rounds
 from replay.analysis.json_document import JsonObject, json_value
-from replay.traces.rounds import Rounds
 
 _WIDTH = NormalDist().inv_cdf(0.975)
-
-# Differences below these are not worth a sentence.
-_CATEGORY, _LATE, _DEPTH = 0.15, 0.10, 0.25
-_MIN_ROUNDS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,53 +164,6 @@ def separate(kind: str, verdict: str, names: Sequence[str], *, gains: bool, step
     if steps < 3:
         yield "more steps: what is fed back between steps shows from the second token on"
     yield "more requests: at these anchors the replays draft the same tokens"
-
-
-def limits(rounds: Rounds, variant: str, *, unknown_share: float) -> Iterator[str]:
-    """Sentences on what the head lacks. ``unknown_share`` of the target's tokens lie outside the draft vocabulary."""
-    _, conditional = position_rates(histograms(rounds)[variant])
-    counts = per_request(rounds)[variant]
-    total = counts.sum(axis=0)
-    mean = 1 + total[1] / total[0] if total[0] else 0.0
-    yield f"data or training: {conditional[0]:.0%} of its first tokens are taken, of good public heads 65 to 75 %"
-    if unknown_share > 0.02:
-        yield f"vocabulary: {unknown_share:.1%} of the target's tokens are none that it can draft"
-    if len(conditional) > 2 and conditional[2] < (1 - _DEPTH) * conditional[0]:
-        yield (
-            f"depth: of the rounds that got there, {conditional[0]:.0%} take the first token and {conditional[2]:.0%} "
-            "the third; train more steps, or serve fewer"
-        )
-    for category, length, count in _by_category(rounds, variant):
-        if count >= _MIN_ROUNDS and length < (1 - _CATEGORY) * mean:
-            yield f"category {category}: accept length {length:.2f} over {count} rounds, {mean:.2f} overall"
-    early, late = _halves(rounds, variant)
-    if early and late and late < (1 - _LATE) * early:
-        yield f"context length: accept length {early:.2f} in the first half of the positions, {late:.2f} in the second"
-
-
-def _by_category(rounds: Rounds, variant: str) -> Iterator[tuple[str, float, int]]:
-    counts = per_request(rounds)[variant]
-    rows: dict[str, list[int]] = {}
-    for place, request in enumerate(rounds.requests):
-        if request.category:
-            rows.setdefault(request.category, []).append(place)
-    for category, places in rows.items():
-        played, accepted = counts[places][:, :2].sum(axis=0)
-        if played:
-            yield category, 1 + accepted / played, int(played)
-
-
-def _halves(rounds: Rounds, variant: str) -> tuple[float, float]:
-    """Accept length of anchors below and above the middle of all anchors; 0 where there are too few rounds."""
-    import polars as pl
-
-    table = rounds.table.filter(pl.col("variant") == variant)
-    if len(table) < 2 * _MIN_ROUNDS:
-        return 0.0, 0.0
-    middle = table["anchor"].median()
-    parts = (table.filter(pl.col("anchor") <= middle), table.filter(pl.col("anchor") > middle))
-    early, late = (1 + float(part["accepted"].sum()) / max(1, len(part)) for part in parts)
-    return early, late
 
 
 def length_range(tokens: int) -> str:

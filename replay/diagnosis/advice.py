@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from replay.analysis.diagnosis.breakdown import Profile, limits, profile, separate
+from replay.analysis.diagnosis.breakdown import Profile, profile, separate
 from replay.analysis.diagnosis.evidence import (
     LENGTH,
     MEASURED,
@@ -16,6 +16,7 @@ from replay.analysis.diagnosis.evidence import (
     taken_by_any_cause,
     taken_likelihood,
 )
+from replay.analysis.diagnosis.limits import limits
 from replay.analysis.diagnosis.scored import AS_GOOD, Scored, rank
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge
 from replay.analysis.followed import agreement

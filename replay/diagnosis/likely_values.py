@@ -65,8 +65,9 @@ def _rope_params(case: Case) -> Iterator[str]:
 
 
 def _max_lengths(case: Case) -> Iterator[str]:
+    """What the head states, and powers of two below the longest request."""
     stated = case.checkpoint.config.max_position_embeddings
-    limits = sorted({limit for limit in (stated, 2048) if limit < _longest(case.trace)})
+    limits = sorted({limit for limit in (stated, *_powers_of_two(32)) if limit < _longest(case.trace)})
     yield from (f"{limit}{beyond}" for limit in limits for beyond in ("", ":dummy"))
 
 
@@ -94,7 +95,7 @@ def _spans(case: Case) -> Iterator[str]:
 
 def _chunks(case: Case) -> Iterator[str]:
     """Where the trace records where prompts were cut, there; then the server's own ``--chunked-prefill-size`` where the
-    trace has it (-1: prompts are whole), else the usual ones.
+    trace has it, and powers of two.
 
     Prompts that share a prefill share its chunk, so that under load a prompt's own chunks end elsewhere.
     """
@@ -103,12 +104,19 @@ def _chunks(case: Case) -> Iterator[str]:
         yield RECORDED
     stated = case.trace.header.engine.details.get("chunked_prefill_size", "")
     longest = max((record.prompt_tokens for record in records), default=0)
-    sizes = (int(stated),) if stated.lstrip("-").isdigit() else (16, 64, 256, 2048, 8192)
-    yield from (str(size) for size in sizes if 0 < size < longest)
+    told = (int(stated),) if stated.isdigit() else ()  # -1: prompts are whole
+    yield from (str(size) for size in (*told, *_powers_of_two(8)) if size < longest)
 
 
 def _tree_layouts(case: Case) -> Iterator[str]:
     yield from (layout for layout in ("slot", "path") if case.served.topk > 1 and layout != case.served.kv)
+
+
+def _powers_of_two(first: int) -> Iterator[int]:
+    """From ``first``, a power of two, to 8192, the largest chunk that engines cut by default."""
+    while first <= 8192:
+        yield first
+        first *= 2
 
 
 def _longest(trace: Trace) -> int:
@@ -132,7 +140,7 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     "shift.stale-row": always("anchor", "previous", "first", "last"),
     "position.offset": _offsets,
     "position.rope-params": _rope_params,
-    "position.rope-geometry": always("interleaved", "partial:0.5", "partial:0.25"),
+    "position.rope-geometry": always("interleaved", "partial:0.75", "partial:0.5", "partial:0.25"),
     "position.max-len": _max_lengths,
     "attn.window": _windows,
     "attn.scale": _score_scales,

@@ -13,7 +13,9 @@ from math import ceil, floor, log2, log10
 from replay.errors import UsageError
 from replay.faults.table import Fault
 
-_OFFSET, _WINDOW, _SCALE, _SPAN = "position.offset", "attn.window", "attn.scale", "kv.skip-draft"
+_OFFSET, _SCALE, _SPAN = "position.offset", "attn.scale", "kv.skip-draft"
+# Kinds whose values begin with a number of tokens, with words behind a colon or without.
+_TOKENS = ("attn.window", "position.max-len", "kv.prefix-reuse")
 # By kind the number among the words of its values, and the ratio of the first step.
 _GEOMETRIC: Mapping[str, tuple[str, float]] = {
     "position.rope-params": ("theta:", 10.0),
@@ -34,14 +36,17 @@ def number_in(kind: str, value: str) -> float | None:
     """
     if kind == _OFFSET:
         return float(value.rpartition(":")[2]) if value != "stuck" else 0.0
-    if kind == _WINDOW:
-        return float(value)
+    if kind in _TOKENS:
+        return float(value.partition(":")[0])
     prefix, _ = _GEOMETRIC.get(kind, ("\0", 0.0))
     return float(value.removeprefix(prefix)) if re.fullmatch(re.escape(prefix) + r"[\d.eE+-]+", value) else None
 
 
 def put_number(kind: str, value: str, number: str) -> str:
     """``value`` with another number on its scale, as ``number_in`` finds it."""
+    if kind in _TOKENS:
+        _, colon, words = value.partition(":")
+        return number + colon + words
     if kind != _OFFSET:
         return f"{_GEOMETRIC[kind][0]}{number}" if kind in _GEOMETRIC else number
     scope = "stuck" if value == "stuck" else value.rpartition(":")[0]
@@ -54,7 +59,8 @@ def neighbours(kind: str, value: str, step: int) -> tuple[str, ...]:
     """The values below and above ``value`` at a distance that halves with each ``step`` (0, 1, ...).
 
     A base of RoPE, an epsilon and a scale lie on a geometric grid: of 10, of its square root, of that one's, and so on
-    (a scale's: of 2). Windows and offsets are integers: half a window away, a quarter and so on; 4 positions, 2 and 1.
+    (a scale's: of 2). Numbers of tokens and offsets are integers: half of the number away, a quarter and so on; 4
+    positions, 2 and 1.
     Of a span of tokens each end moves, and both: by 16 tokens, 8 and so on. Empty for other kinds and values, and from
     the step on at which no other value is left. One that would be no fault, an offset of 0 or a scale of 1, is left
     out, and so is what the kind does not take.
@@ -89,16 +95,16 @@ def _moved_spans(value: str, by: int) -> tuple[str, ...]:
 def rounded(kind: str, low: float, best: float, high: float) -> str:
     """The roundest number from ``low`` to ``high``, as text without the words of the kind's grammar (``put_number``).
 
-    A power of ten, or of two for a window or a scale; else the one of fewest significant digits. Of several the one
-    nearest to ``best``: by ratio, offsets by distance. No offset is 0 where another one is possible. Where an interval
-    of integers holds none, the nearest to ``best`` is said. ``kind`` is one that has ``neighbours``, and
+    A power of ten, or of two for a number of tokens or a scale; else the one of fewest significant digits. Of several
+    the one nearest to ``best``: by ratio, offsets by distance. No offset is 0 where another one is possible. Where an
+    interval of integers holds none, the nearest to ``best`` is said. ``kind`` is one that has ``neighbours``, and
     low <= best <= high, above 0 but for offsets; ``low`` may be 0 and ``high`` infinite.
     """
     assert low <= best <= high and (kind == _OFFSET or best > 0)
     if kind == _OFFSET:
         return _round_offset(low, best, high)
-    if kind == _WINDOW:
-        return _round_window(low, best, high)
+    if kind in _TOKENS:
+        return _round_tokens(low, best, high)
     assert kind in _GEOMETRIC
     middle = _exact(best)
     bounds = max(_exact(low), middle / _FARTHEST), min(_exact(high), middle * _FARTHEST)
@@ -115,7 +121,7 @@ def spelled(number: float, digits: int = _DIGITS) -> str:
     return _text(Decimal(f"{number:.{digits - 1}e}"))
 
 
-def _round_window(low: float, best: float, high: float) -> str:
+def _round_tokens(low: float, best: float, high: float) -> str:
     first, last = max(1, ceil(low)), floor(min(high, best * float(_FARTHEST)))
     if last < first:
         return str(max(1, round(best)))

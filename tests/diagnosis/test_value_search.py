@@ -12,6 +12,8 @@ CONTINUOUS = {
     "wiring.norm-eps": ("1e-6", "0.1", "0.00001"),
     "attn.scale": ("2", "0.125", "11.3137085"),
     "attn.window": ("1", "16", "2048", "513"),
+    "position.max-len": ("64", "2048:dummy"),
+    "kv.prefix-reuse": ("16", "9:masked"),
     "position.offset": ("1", "-1", "all:3", "stuck", "stuck:1"),
 }
 
@@ -31,6 +33,8 @@ CONTINUOUS = {
         ("attn.window", "64", 5, ("63", "65")),
         ("attn.window", "64", 6, ()),
         ("attn.window", "1", 0, ("2",)),
+        ("position.max-len", "48:dummy", 1, ("36:dummy", "60:dummy")),
+        ("kv.prefix-reuse", "16", 0, ("8", "24")),
         ("position.offset", "1", 0, ("-3", "5")),
         ("position.offset", "1", 2, ("2",)),  # and 0, which is no fault
         ("position.offset", "all:-3", 1, ("all:-5", "all:-1")),
@@ -76,7 +80,8 @@ def test_no_other_kind_has_neighbours() -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "number"),
     [("position.offset", "stuck:-2", -2), ("position.offset", "stuck", 0), ("position.offset", "all:7", 7),
-     ("position.offset", "-1", -1), ("position.rope-params", "theta:1e6", 1e6), ("attn.window", "5", 5)],
+     ("position.offset", "-1", -1), ("position.rope-params", "theta:1e6", 1e6), ("attn.window", "5", 5),
+     ("position.max-len", "48:dummy", 48)],
 )  # fmt: skip
 def test_a_number_is_found_and_put_back(kind: str, value: str, number: float) -> None:
     assert number_in(kind, value) == number
