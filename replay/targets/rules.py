@@ -123,7 +123,7 @@ class CaptureRule:
         if self.captures == "nothing":
             return f"the forward of {self.architecture} captures nothing"
         if beyond := self._beyond(asked, layers):
-            return f"{self.architecture} marks the layer with index {beyond[0]}, and there are {layers}"
+            return f"{self.architecture} marks layer {beyond[0]}, its layers are 0 to {layers - 1}"
         if not fed:
             return "nothing is captured"
         if self.packed and len(fed) != len(asked):

@@ -140,7 +140,7 @@ def test_ids_that_never_fire_are_refused(
 
 
 def test_ids_at_which_a_server_stops_are_refused() -> None:
-    with pytest.raises(WiringError, match="marks the layer with index 48, and there are 48; say the wiring"):
+    with pytest.raises(WiringError, match="marks layer 48, its layers are 0 to 47; say the wiring"):
         sglang_wiring([1, 23, 47], architecture="Qwen3MoeForCausalLM", layers=48)
     with pytest.raises(WiringError, match="expects 3 captured layers and gets 2; say the wiring"):
         sglang_wiring([2, 2, 30], architecture=DEEPSEEK, layers=61)
