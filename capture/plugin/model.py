@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from replay.errors import CaptureError
+from replay.targets.rules import recorded_to
 
 _ABSENT = object()
-# classes whose forward also captures R[N], the stream after the last of N layers (models/gpt_oss.py, ``end_layer``)
-_CAPTURES_LAST = frozenset({"GptOssForCausalLM"})
 
 
 def capturing_parts(model: Any) -> tuple[Any, Any]:
@@ -33,7 +32,7 @@ def capture_boundaries(model: Any, core: Any, boundaries: Sequence[int]) -> None
     """
     if not hasattr(model, "set_dflash_layers_to_capture"):
         raise CaptureError(f"{type(model).__name__} has no set_dflash_layers_to_capture, so its taps cannot be chosen")
-    last = len(core.layers) - (type(model).__name__ not in _CAPTURES_LAST)
+    last = recorded_to(type(model).__name__, len(core.layers))
     if boundaries[-1] > last:
         raise CaptureError(
             f"R[{boundaries[-1]}] cannot be recorded by SGLang's {type(model).__name__}: possible are embed, 1 to "

@@ -16,12 +16,15 @@ from replay.checkpoint.config_file import CONFIG, Settings, read_config
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
+from replay.targets.rules import served_architecture
 from replay.traces.weights import EMBED_NAMES
 
 if TYPE_CHECKING:
     from replay.traces.reader import Trace
 
-_INNER = ("text_config", "language_config", "llm_config")  # where a model that also sees keeps its language part
+# where a model that also sees keeps its language part, the first that is there (SGLang 0.5.23
+# utils/hf_transformers/common.py get_hf_text_config)
+_INNER = ("thinker_config", "llm_config", "language_config", "text_config")
 _EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
 
 
@@ -65,7 +68,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target on disk: its language part's config, and the model types of the whole and of that part."""
+    """A target on disk: its language part's config, and the model types of the whole and of that part.
+
+    ``architecture`` is the class that SGLang takes, None where the config names none.
+    """
 
     name: str
     config: Settings
@@ -154,15 +160,22 @@ def read_target_config(folder: Path) -> Target:
     document = read_config(folder)
     name = folder.name or str(folder)
     outer = Settings(document, f"{name}/{CONFIG}")
-    config = outer
-    for key in _INNER:
-        if isinstance(document.get(key), dict):
-            config = outer.inner(key)
-            break
+    architecture = _served(outer)
+    config = _language_part(outer, architecture)
     types = dict.fromkeys(kind for part in (outer, config) if (kind := part.text("model_type")))
     sizes = (_needed(config, key, "a target's") for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
     dtype = stated_dtype(config) or stated_dtype(outer)
-    return Target(name, config, tuple(types), _architecture(outer), dtype, *sizes)
+    return Target(name, config, tuple(types), architecture, dtype, *sizes)
+
+
+def _language_part(outer: Settings, architecture: str | None) -> Settings:
+    """Its config as SGLang takes it; Llava's own classes read the outer one."""
+    if architecture is not None and architecture.startswith("Llava") and architecture.endswith("ForCausalLM"):
+        return outer
+    key = next((key for key in _INNER if isinstance(outer.values.get(key), dict)), None)
+    if key is None:
+        return outer
+    return _language_part(outer.inner(key), None) if key == "thinker_config" else outer.inner(key)
 
 
 def stated_dtype(config: Settings) -> str | None:
@@ -179,12 +192,21 @@ def _needed(config: Settings, key: str, whose: str) -> int:
 
 
 def _architecture(config: Settings) -> str | None:
+    return next(iter(_architectures(config)), None)
+
+
+def _served(config: Settings) -> str | None:
+    """The class that SGLang takes for a target; None where its config names none."""
+    return served_architecture(_architectures(config))
+
+
+def _architectures(config: Settings) -> list[str]:
     names = config.values.get("architectures")
     if names is None:
-        return None
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        return []
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise config.refuse("architectures", "a list of names")
-    return names[0]
+    return names
 
 
 def _embeddings_agree(draft: Draft, target: Target, folder: Path) -> bool | None:

@@ -1,27 +1,21 @@
 """Which taps each engine and version feeds for the layer ids that a draft's config states, and where it looks for them.
 
 One list of ids means different taps to different engines, and one engine's field for them is another's blind spot.
-Sources: SGLang 0.5.23 model_executor/model_runner_components/spec_aux_hidden_state.py and models/*.py
-(set_eagle3_layers_to_capture), sgl-project/sglang#25454 and #32334; vLLM 0.32 v1/worker/gpu_model_runner.py and
-v1/worker/gpu/spec_decode/eagle/eagle3_utils.py; SpecForge 0.2; SafeAILab/EAGLE eagle/model/.
+Sources: SGLang 0.5.23 model_executor/model_runner_components/spec_aux_hidden_state.py, and the rule of each class
+(targets/rules.py); vLLM 0.32 v1/worker/gpu_model_runner.py and v1/worker/gpu/spec_decode/eagle/eagle3_utils.py;
+SpecForge 0.2; SafeAILab/EAGLE eagle/model/.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replay.check.facts import Draft, Target
-from replay.engines.wiring import (
-    DEFAULT_PLUS_ONE,
-    FIRST_ID_DECIDES,
-    LAST_ID_DECIDES,
-    Wiring,
-    default_wiring,
-    sglang_wiring,
-)
-from replay.errors import WiringError
+from replay.check.server import Server
+from replay.engines.wiring import Wiring, default_wiring
+from replay.targets.rules import BEFORE_25454, NEWEST, CaptureRule, NoRule, capture_rule, release_of
 from replay.traces.taps import tap_index, tap_name
 
-SGLANG, SGLANG_OLD = "SGLang 0.5.23", "SGLang before #25454"
+SGLANG, SGLANG_OLD = f"SGLang {NEWEST}", "SGLang before #25454"
 VLLM_1, VLLM_2 = "vLLM 0.32 (V1 runner)", "vLLM 0.32 (V2 runner)"
 EAGLE, SPECFORGE = "EAGLE", "SpecForge 0.2"
 NESTED = "eagle_config.eagle_aux_hidden_state_layer_ids"
@@ -60,22 +54,33 @@ def stated_ids(draft: Draft) -> StatedIds:
     )
 
 
-def model_type(target: Target) -> str:
-    """The model type that SGLang's class is decided by."""
-    for kind in target.model_types:
-        if kind in FIRST_ID_DECIDES | LAST_ID_DECIDES | DEFAULT_PLUS_ONE:
-            return kind
-    return target.model_types[-1] if target.model_types else "llama"
+def served_rule(target: Target, server: Server, release: str | None = None) -> CaptureRule | NoRule | None:
+    """How SGLang reads ids of this target, in ``release``, else in the server's; None where no class is named."""
+    of = release or release_of(server.version)
+    if target.architecture is None:
+        return None
+    if server.environment.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
+        return NoRule(target.architecture, of, known=False, registered=True)
+    instead = {"transformers": "TransformersForCausalLM", "mindspore": "MindSporeForCausalLM"}
+    return capture_rule(instead.get(str(server.arguments.get("model_impl")).lower(), target.architecture), of)
 
 
-def readings(draft: Draft, target: Target) -> dict[str, Reading]:
+def engine_in_force(server: Server) -> str:
+    """The reading that counts for this server, by its name in ``readings``."""
+    served = f"SGLang {release_of(server.version)}"
+    return {"sglang": served, "vllm": VLLM_1, "eagle": EAGLE}[server.engine]
+
+
+def readings(draft: Draft, target: Target, server: Server | None = None) -> dict[str, Reading]:
     """What every engine feeds this head from this target, by engine."""
-    ids, layers, kind = stated_ids(draft), target.layers, model_type(target)
+    server = server or Server()
+    ids, layers = stated_ids(draft), target.layers
     default = indices_of(default_wiring(layers))
     verbatim = _verbatim(VLLM_1, layers, (ids.top, TOP), (ids.nested, NESTED), (ids.inner, INNER), default=default)
+    releases = dict.fromkeys((NEWEST, release_of(server.version)))
     listed = [
-        _sglang(SGLANG, ids.nested, kind, layers),
-        _sglang(SGLANG_OLD, ids.nested, "llama" if kind in FIRST_ID_DECIDES | LAST_ID_DECIDES else kind, layers),
+        *(_sglang(f"SGLang {one}", ids.nested, served_rule(target, server, one), layers) for one in releases),
+        _sglang(SGLANG_OLD, ids.nested, served_rule(target, server, BEFORE_25454), layers),
         verbatim,
         _verbatim(VLLM_2, layers, (ids.top, TOP), (ids.inner, INNER), default=default),
         Reading(EAGLE, default, None),
@@ -100,13 +105,13 @@ def wiring_of(indices: Sequence[int]) -> Wiring:
     return Wiring(tuple(tap_name(index) for index in indices))
 
 
-def _sglang(engine: str, ids: tuple[int, ...] | None, kind: str, layers: int) -> Reading:
-    try:
-        return Reading(
-            engine, indices_of(sglang_wiring(ids, model_type=kind, layers=layers)), None if ids is None else NESTED
-        )
-    except WiringError as error:
-        return Reading(engine, None, NESTED, str(error))
+def _sglang(engine: str, ids: tuple[int, ...] | None, rule: CaptureRule | NoRule | None, layers: int) -> Reading:
+    field = None if ids is None else NESTED
+    if not isinstance(rule, CaptureRule):
+        return Reading(engine, None, field, "the target's config names no architecture" if rule is None else str(rule))
+    if trouble := rule.trouble(ids, layers):
+        return Reading(engine, None, field, trouble)
+    return Reading(engine, rule.capture(ids, layers).fed, field)
 
 
 def _verbatim(

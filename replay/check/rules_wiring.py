@@ -6,26 +6,25 @@ from collections.abc import Callable, Iterator, Sequence
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
 from replay.check.layer_ids import (
-    EAGLE,
     INNER,
     NESTED,
-    SGLANG,
     SGLANG_OLD,
     TOP,
     VLLM_1,
     VLLM_2,
+    engine_in_force,
     indices_of,
-    model_type,
     readings,
+    served_rule,
     spell_taps,
     stated_ids,
     wiring_of,
 )
-from replay.engines.wiring import FIRST_ID_DECIDES, default_wiring, engine_ids
+from replay.engines.wiring import default_wiring, engine_ids
+from replay.targets.rules import BEFORE_25454, NEWEST, RELEASES, CaptureRule, release_of
 
 _AUX, _COUNT, _NORM, _RECYCLE = "wiring.aux-layer-id", "wiring.aux-missing", "wiring.norm", "wiring.recycle-norm"
 _Found = Callable[[str, str, str, object, str], Finding]
-_DATED = (0, 5, 23)  # the version whose reading of ids is known; before #25454 (merged 2026-05-16) it was another
 
 
 def layer_ids(facts: Facts) -> Iterator[Finding]:
@@ -33,8 +32,8 @@ def layer_ids(facts: Facts) -> Iterator[Finding]:
     if not facts.draft.uses_aux:
         return
     draft, target = facts.draft, facts.target
-    ids, all_readings = stated_ids(draft), readings(draft, target)
-    fed = all_readings[{"sglang": SGLANG, "vllm": VLLM_1, "eagle": EAGLE}[facts.server.engine]]
+    ids, all_readings = stated_ids(draft), readings(draft, target, facts.server)
+    fed = all_readings[engine_in_force(facts.server)]
     default = indices_of(default_wiring(target.layers))
     trained = indices_of(facts.wiring) if facts.wiring else None
     intended = trained or _intended(facts)
@@ -42,8 +41,10 @@ def layer_ids(facts: Facts) -> Iterator[Finding]:
     def found(severity: str, what: str, field: str, seen: object, expected: str) -> Finding:
         return Finding(_AUX, severity, what, draft.config.where, field, str(seen), expected, _fix(facts, intended))
 
+    if facts.server.engine == "sglang" and not isinstance(served_rule(target, facts.server), CaptureRule):
+        return  # no ids help: another rule says so
     if fed.taps is None:
-        yield found(ERROR, f"{fed.engine} cannot feed the stated layer ids", fed.field or NESTED,
+        yield found(ERROR, f"{fed.engine} cannot feed the stated layer ids: {fed.failure}", fed.field or NESTED,
                     _seen(ids.top if fed.field == TOP else ids.nested),
                     f"ids that fire in a target of {target.layers} layers")  # fmt: skip
     elif trained is not None:
@@ -71,22 +72,26 @@ def layer_ids(facts: Facts) -> Iterator[Finding]:
 
 def _nested(facts: Facts, found: _Found) -> Iterator[Finding]:
     """Ids where SGLang reads them."""
-    target, kind = facts.target, model_type(facts.target)
-    ids, all_readings = stated_ids(facts.draft), readings(facts.draft, facts.target)
+    target, rule = facts.target, served_rule(facts.target, facts.server)
+    ids, all_readings = stated_ids(facts.draft), readings(facts.draft, facts.target, facts.server)
     nested = ids.nested or ()
-    fed, default = all_readings[SGLANG].taps or (), indices_of(default_wiring(target.layers))
-    by_first = kind in FIRST_ID_DECIDES
+    fed, default = all_readings[engine_in_force(facts.server)].taps or (), indices_of(default_wiring(target.layers))
+    assert isinstance(rule, CaptureRule)  # of another class no ids are read
+    by_first = rule.first_decides
     # the one list out of order that means something: another id than 1 first, so that none is added
     swapped = by_first and len(nested) > 1 and nested[1] == 1 and [1, nested[0], *nested[2:]] == sorted(nested)
-    if len(set(nested)) != len(nested):
+    if rule.capture(nested, target.layers).wrapped:
+        yield found(ERROR, f"an id below -1 marks a layer counted from the end: {rule.engine} feeds {spell_taps(fed)}",
+                    NESTED, list(nested), "ids from -1 up")  # fmt: skip
+    elif len(set(nested)) != len(nested):
         yield found(ERROR, f"ids stand twice: SGLang feeds each layer once, so {len(fed)} taps and not {len(nested)}",
                     NESTED, list(nested), "each id once")  # fmt: skip
     elif list(nested) != sorted(nested) and not swapped:
         yield found(ERROR, f"ids out of order: SGLang feeds {spell_taps(fed)} in layer order, a head trained in the "
                     "stated order reads each tap in another's place", NESTED, list(nested), "rising ids")  # fmt: skip
     elif nested == default and fed != default:
-        yield found(WARNING, f"these ids are the default taps as vLLM and EAGLE count them; SGLang adds 1 for {kind} "
-                    f"targets and feeds {spell_taps(fed)}", NESTED, list(nested),
+        yield found(WARNING, f"these ids are the default taps as vLLM and EAGLE count them; SGLang adds 1 for "
+                    f"{rule.architecture} and feeds {spell_taps(fed)}", NESTED, list(nested),
                     str([index - 1 for index in default]))  # fmt: skip
     elif nested[0] == 0 and fed[0] == 1:
         yield found(WARNING, f"id 0 is the output of the first layer to SGLang, which feeds {spell_taps(fed)}; the "
@@ -96,14 +101,14 @@ def _nested(facts: Facts, found: _Found) -> Iterator[Finding]:
         yield found(WARNING, f"two lists of layer ids disagree: SGLang reads {list(nested)} here as {spell_taps(fed)}, "
                     f"vLLM reads {TOP} {list(ids.top)} as {spell_taps(sorted(ids.top))}", NESTED, list(nested),
                     "two lists that mean the same taps")  # fmt: skip
-    elif by_first and _older(facts.server.version) and all_readings[SGLANG_OLD].taps != fed:
-        yield found(WARNING, f"SGLang {facts.server.version} may lack sgl-project/sglang#25454: without it these ids "
-                    f"feed {all_readings[SGLANG_OLD]}, with it {spell_taps(fed)}", NESTED, list(nested),
-                    "ids that both read alike (first id 1), or 0.5.23")  # fmt: skip
+    elif _between(facts.server.version) and all_readings[SGLANG_OLD].taps != fed:
+        yield found(WARNING, f"SGLang {facts.server.version} may read these ids in an older way: until {BEFORE_25454} "
+                    f"they feed {all_readings[SGLANG_OLD]}, in {NEWEST} {spell_taps(fed)}", NESTED, list(nested),
+                    f"ids that both read alike, or {NEWEST}")  # fmt: skip
     elif by_first and nested[0] not in (0, 1) and fed != default and not swapped:
-        yield found(WARNING, f"SGLang takes these ids of a {kind} target verbatim, {spell_taps(fed)}; SpecForge and "
-                    f"Model-Optimizer mean {spell_taps([index + 1 for index in nested])} by them", NESTED, list(nested),
-                    "the wiring said with --wiring, to decide")  # fmt: skip
+        yield found(WARNING, f"SGLang takes these ids of {rule.architecture} verbatim, {spell_taps(fed)}; SpecForge "
+                    f"and Model-Optimizer mean {spell_taps([index + 1 for index in nested])} by them", NESTED,
+                    list(nested), "the wiring said with --wiring, to decide")  # fmt: skip
 
 
 def _vllm(facts: Facts, found: _Found) -> Iterator[Finding]:
@@ -140,9 +145,11 @@ def _fix(facts: Facts, wanted: Sequence[int] | None) -> str:
             "the ids it names "
             f"as {NESTED}"
         )
-    engine = "vLLM 0.32" if facts.server.engine == "vllm" else SGLANG
+    release = release_of(facts.server.version)
+    engine = "vLLM 0.32" if facts.server.engine == "vllm" else f"SGLang {release}"
     field = TOP if facts.server.engine == "vllm" else NESTED
-    for one in engine_ids(wiring_of(wanted), model_type=model_type(facts.target), layers=facts.target.layers):
+    named = facts.target.architecture or ""
+    for one in engine_ids(wiring_of(wanted), architecture=named, layers=facts.target.layers, release=release):
         if one.engine == engine and one.ids is not None:
             note = f" ({one.note})" if one.note else ""
             folder, _, name = field.rpartition(".")
@@ -156,12 +163,12 @@ def _seen(ids: tuple[int, ...] | None) -> str:
     return "absent" if ids is None else str(list(ids))
 
 
-def _older(version: str | None) -> bool:
-    """Whether a stated version is before the one whose reading is known."""
-    if version is None:
+def _between(version: str | None) -> bool:
+    """Whether a stated version is older than the newest table and has none of its own."""
+    if version is None or version in RELEASES:
         return False
-    parts = tuple(int(part) for part in re.findall(r"\d+", version, re.ASCII)[:3])
-    return bool(parts) and parts < _DATED
+    parts, newest = (tuple(int(part) for part in re.findall(r"\d+", text, re.ASCII)[:3]) for text in (version, NEWEST))
+    return bool(parts) and parts < newest
 
 
 def taps(facts: Facts) -> Iterator[Finding]:
@@ -175,7 +182,8 @@ def taps(facts: Facts) -> Iterator[Finding]:
     stated_width = draft.config.count("target_hidden_size")
     ids = stated_ids(draft).nested or (stated_ids(draft).top if draft.mla else None)
     stated_taps = draft.config.count("num_aux_hidden_states") or (len(ids) if ids else 3)
-    fed = readings(draft, target)[SGLANG if facts.server.engine == "sglang" else VLLM_1].taps
+    reading = engine_in_force(facts.server) if facts.server.engine == "sglang" else VLLM_1
+    fed = readings(draft, target, facts.server)[reading].taps
 
     def found(
         what: str, file: str, field: str, seen: object, expected: object, fix: str, fault: str = _COUNT

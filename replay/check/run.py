@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from replay.analysis.json_document import JsonObject, object_json
-from replay.check import rules_positions, rules_server, rules_tensors, rules_values, rules_vocabulary, rules_wiring
+from replay.check import (
+    rules_positions,
+    rules_server,
+    rules_target,
+    rules_tensors,
+    rules_values,
+    rules_vocabulary,
+    rules_wiring,
+)
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, SEVERITIES, Finding
 from replay.check.layer_ids import readings
@@ -31,7 +39,9 @@ _SERVER = "--server or --server-args"
 RULES: tuple[CheckRule, ...] = (
     CheckRule("architecture", rules_tensors.architecture),
     CheckRule("sizes in the config", rules_tensors.sizes),
+    CheckRule("class of the target", rules_target.target_class),
     CheckRule("layer ids", rules_wiring.layer_ids),
+    CheckRule("layers of decode graphs", rules_target.decode_graphs),
     CheckRule("taps against fc", rules_wiring.taps),
     CheckRule("norms before fc and in the first layer", rules_wiring.norms),
     CheckRule("norm of the state fed back", rules_wiring.feedback),
@@ -93,5 +103,5 @@ def check(facts: Facts) -> Outcome:
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable: in the order of rules within
     fed = {}
     if facts.draft.uses_aux:
-        fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target).items()}
+        fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target, facts.server).items()}
     return Outcome(tuple(findings), tuple(checked), unchecked, fed)

@@ -217,7 +217,7 @@ def _fix(case: Case, item: Scored | Gain, name: str, wirings: set[str]) -> str:
         return ""
     whole = item.value in wirings and "," in item.value
     wiring = parse_wiring(item.value, layers=target.layers) if whole else case.right_wiring
-    return remedy(name, wiring, model_type=target.model_type, layers=target.layers)
+    return remedy(name, wiring, architecture=target.architecture, layers=target.layers)
 
 
 # ---- where to look ----

@@ -9,17 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from replay.errors import WiringError
+from replay.targets.rules import NEWEST, CaptureRule, NoRule, capture_rule
 from replay.traces.taps import FINAL, parse_taps, tap_index, tap_name
-
-# Model types whose SGLang class adds 1 to explicit ids only when the first id is 1
-# (sglang 0.5.23 models/deepseek_v2.py, glm4_moe_lite.py; sgl-project/sglang#25454).
-FIRST_ID_DECIDES = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite"})
-# ... and those that take ids verbatim only when the largest equals the number of layers
-# (sglang 0.5.23 models/gpt_oss.py; sgl-project/sglang#32334).
-LAST_ID_DECIDES = frozenset({"gpt_oss"})
-# ... and those that add 1 to their default list too (sglang 0.5.23 models/minimax_m3_vl.py). All others always add 1
-# to explicit ids and never to the default.
-DEFAULT_PLUS_ONE = frozenset({"minimax_m3_vl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,45 +46,45 @@ def default_wiring(layers: int) -> Wiring:
     return Wiring(tuple(tap_name(index) for index in sorted(fed)))
 
 
-def sglang_wiring(ids: Sequence[int] | None, *, model_type: str, layers: int) -> Wiring:
-    """The wiring that SGLang 0.5.23 feeds for a draft config's ``eagle_config`` layer ids.
+def sglang_wiring(ids: Sequence[int] | None, *, architecture: str, layers: int, release: str = NEWEST) -> Wiring:
+    """The wiring that SGLang feeds for a draft config's ``eagle_config`` layer ids, from a target of this class.
 
     The server records in layer order and once per layer, whatever order the ids are in. Raises WiringError for ids
-    that never fire, as the server fails or silently feeds fewer taps then.
+    that do not all fire, as the server fails or silently feeds fewer taps then, and for a class of which nothing is
+    captured or known. Source: the rule of the class (targets/rules.py).
     """
-    if ids is None:
-        default = default_wiring(layers)
-        shift = int(model_type in DEFAULT_PLUS_ONE)
-        return Wiring(tuple(tap_name((tap_index(tap) or 0) + shift) for tap in default.taps))
-    if not ids:
+    rule = capture_rule(architecture, release)
+    if isinstance(rule, NoRule):
+        raise WiringError(f"{rule}; say the wiring with --wiring")
+    if ids is not None and not ids:
         raise WiringError("the draft config states no layer ids at all; say the wiring with --wiring")
-    verbatim = (model_type in FIRST_ID_DECIDES and ids[0] != 1) or (
-        model_type in LAST_ID_DECIDES and max(ids) == layers
-    )
-    boundaries = sorted({index + (not verbatim) for index in ids})
-    last = layers if model_type in LAST_ID_DECIDES else layers - 1
-    if boundaries[0] < 0 or boundaries[-1] > last:
+    captured = rule.capture(ids, layers)
+    if trouble := rule.trouble(ids, layers):
+        said = "no layer ids" if ids is None else f"layer ids {list(ids)}"
         raise WiringError(
-            f"the draft config states layer ids {list(ids)}, which SGLang reads as R{boundaries} of a {model_type} "
-            f"target, where R[0] to R[{last}] can be fed; say the wiring with --wiring"
+            f"the draft config states {said}, which {rule.engine} reads as R{sorted(set(captured.asked))} of "
+            f"{architecture}: {trouble}; say the wiring with --wiring"
         )
-    return Wiring(tuple(tap_name(index) for index in boundaries))
+    return Wiring(tuple(tap_name(index) for index in captured.fed))
 
 
-def engine_ids(wiring: Wiring, *, model_type: str, layers: int) -> tuple[EngineIds, ...]:
-    """The layer ids that make each engine feed ``wiring``, or why none do."""
-    return tuple(_each_engine(wiring, model_type, layers))
+def engine_ids(wiring: Wiring, *, architecture: str, layers: int, release: str = NEWEST) -> tuple[EngineIds, ...]:
+    """The layer ids that make each engine feed ``wiring`` from a target of this class, or why none do.
+
+    ``release`` is that of SGLang.
+    """
+    return tuple(_each_engine(wiring, capture_rule(architecture, release), layers))
 
 
-def _each_engine(wiring: Wiring, model_type: str, layers: int) -> Iterator[EngineIds]:
+def _each_engine(wiring: Wiring, rule: CaptureRule | NoRule, layers: int) -> Iterator[EngineIds]:
     if FINAL in wiring.taps:
-        for engine in ("SGLang 0.5.23", "vLLM 0.32", "SpecForge 0.2"):
+        for engine in (rule.engine, "vLLM 0.32", "SpecForge 0.2"):
             yield EngineIds(engine, None, "no id stands for the stream after the final norm")
         return
     indices = [tap_index(name) or 0 for name in wiring.taps]
     rising = all(low < high for low, high in pairwise(indices))
     order = "" if rising else "this engine feeds taps in layer order, each once"
-    yield _sglang_ids(indices, order, model_type, layers)
+    yield _sglang_ids(indices, order, rule, layers)
     yield EngineIds("vLLM 0.32", tuple(indices) if rising else None, order)
     if 0 in indices:
         yield EngineIds("SpecForge 0.2", None, "its ids are outputs of layers, so the embedding has none")
@@ -103,21 +94,18 @@ def _each_engine(wiring: Wiring, model_type: str, layers: int) -> Iterator[Engin
         yield EngineIds("SpecForge 0.2", tuple(index - 1 for index in indices), "")
 
 
-def _sglang_ids(indices: list[int], order: str, model_type: str, layers: int) -> EngineIds:
-    engine = "SGLang 0.5.23"
-    if order:
-        return EngineIds(engine, None, order)
+def _sglang_ids(indices: list[int], order: str, rule: CaptureRule | NoRule, layers: int) -> EngineIds:
+    if order or isinstance(rule, NoRule):
+        return EngineIds(rule.engine, None, order or str(rule))
     verbatim = tuple(indices)
     # The order of ids is nothing to the server except where the first one decides how all are read.
     swapped = (*verbatim[1::-1], *verbatim[2:])
     for ids in (tuple(index - 1 for index in indices), verbatim, swapped):
-        try:
-            fed = sglang_wiring(ids, model_type=model_type, layers=layers)
-        except WiringError:
-            continue
-        if [tap_index(name) for name in fed.taps] == indices:
-            return EngineIds(engine, ids, "" if ids is not swapped else "in this order: a first id of 1 adds 1 to all")
-    return EngineIds(engine, None, f"its {model_type} class has no ids that feed this")
+        captured = rule.capture(ids, layers)
+        if list(captured.fed) == indices and not rule.trouble(ids, layers) and not captured.wrapped:
+            note = "" if ids is not swapped else "in this order: a first id of 1 adds 1 to all"
+            return EngineIds(rule.engine, ids, note)
+    return EngineIds(rule.engine, None, f"its {rule.architecture} has no ids that feed this")
 
 
 def check_wiring(wiring: Wiring, *, available: Sequence[str], hidden_size: int, fc_inputs: int) -> None:

@@ -1,26 +1,27 @@
 """What to type against the fault that a diagnosis named: the remedy of its kind (table.py), its braces filled in."""
 
-from replay.engines.wiring import LAST_ID_DECIDES, Wiring, engine_ids
+from replay.engines.wiring import Wiring, engine_ids
 from replay.faults.change import NO_REMEDY
 from replay.faults.table import fault_kind
+from replay.targets.rules import CaptureRule, capture_rule
 from replay.traces.taps import tap_index
 
 
-def remedy(name: str, wiring: Wiring, *, model_type: str, layers: int) -> str:
+def remedy(name: str, wiring: Wiring, *, architecture: str, layers: int) -> str:
     """What to do against ``name``, KIND=VALUE or several joined by ``+``; empty where nothing is known.
 
-    ``wiring`` is the one to serve, on a target of ``model_type`` with so many ``layers``. A remedy may hold
+    ``wiring`` is the one to serve, on a target of ``architecture`` with so many ``layers``. A remedy may hold
     ``{wiring}``; ``{value}``; ``{tensor}``, which one a value names; ``{ids}``, what to write for each engine that can
     feed the wiring; ``{missing}``, the taps of the slots that ``value`` names; ``{never}``, that one of these has no
     layer id that fires.
     """
-    ids = _say_ids(wiring, model_type, layers)
+    ids = _say_ids(wiring, architecture, layers)
     sentences = []
     for part in name.split("+"):
         kind, _, value = part.partition("=")
         template = fault_kind(kind).remedy
         if template != NO_REMEDY:
-            missing, never = _say_missing(value, wiring, model_type, layers)
+            missing, never = _say_missing(value, wiring, architecture, layers)
             tensor = value.partition(":")[0]
             sentences.append(
                 template.format(wiring=wiring, value=value, tensor=tensor, ids=ids, missing=missing, never=never)
@@ -28,13 +29,13 @@ def remedy(name: str, wiring: Wiring, *, model_type: str, layers: int) -> str:
     return "; then ".join(sentences)
 
 
-def _say_ids(wiring: Wiring, model_type: str, layers: int) -> str:
-    said = [one for one in engine_ids(wiring, model_type=model_type, layers=layers) if one.ids is not None]
+def _say_ids(wiring: Wiring, architecture: str, layers: int) -> str:
+    said = [one for one in engine_ids(wiring, architecture=architecture, layers=layers) if one.ids is not None]
     ids = "; ".join(f"{one.engine}: eagle_aux_hidden_state_layer_ids {list(one.ids or ())}" for one in said)
     return f", or write for {ids}" if ids else ""
 
 
-def _say_missing(value: str, wiring: Wiring, model_type: str, layers: int) -> tuple[str, str]:
+def _say_missing(value: str, wiring: Wiring, architecture: str, layers: int) -> tuple[str, str]:
     """The taps of a slot, given by its number, or of ``all``; and whether their layer ids can fire at all."""
     if value == "all":
         taps, said = wiring.taps, f"all taps are missing, {wiring}"
@@ -43,5 +44,6 @@ def _say_missing(value: str, wiring: Wiring, model_type: str, layers: int) -> tu
         said = f"tap {taps[0]} is missing from slot {value}"
     else:
         return "", ""
-    silent = model_type not in LAST_ID_DECIDES and any(tap_index(tap) == layers for tap in taps)
+    rule = capture_rule(architecture)
+    silent = isinstance(rule, CaptureRule) and not rule.last and any(tap_index(tap) == layers for tap in taps)
     return said, " (in SGLang the last layer's never does)" if silent else ""

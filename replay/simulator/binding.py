@@ -58,7 +58,7 @@ def _wiring(wanted: Wiring | None, checkpoint: Checkpoint, engine: EngineProfile
     if not config.use_aux_hidden_state:
         return Wiring((FINAL,))
     if engine.reads_layer_ids:
-        return sglang_wiring(config.layer_ids, model_type=target.model_type, layers=target.layers)
+        return sglang_wiring(config.layer_ids, architecture=target.architecture, layers=target.layers)
     return default_wiring(target.layers)
 
 

@@ -128,7 +128,7 @@ def describe_wirings(variants: Sequence[ResolvedVariant], trace: Trace) -> dict[
     return {
         str(wiring): [
             {"engine": said.engine, "ids": None if said.ids is None else list(said.ids), "note": said.note}
-            for said in engine_ids(wiring, model_type=target.model_type, layers=target.layers)
+            for said in engine_ids(wiring, architecture=target.architecture, layers=target.layers)
         ]
         for wiring in wirings
     }

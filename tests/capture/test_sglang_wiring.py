@@ -17,23 +17,22 @@ from replay.errors import CaptureError, WiringError
 from replay.traces.taps import tap_index
 
 LAYERS = 61
-CLASSES = {  # model type in replay: module and class in sglang.srt.models
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "deepseek_v3": ("deepseek_v2", "DeepseekV3ForCausalLM"),
-    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
-    "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
-    "kimi_k25": ("kimi_k25", "KimiK25ForConditionalGeneration"),
-}
+LLAMA, QWEN3, GPT_OSS = "LlamaForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM"
+DEEPSEEK, KIMI, GEMMA4 = "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration", "Gemma4ForCausalLM"
+CLASSES = {  # its module in sglang.srt.models
+    LLAMA: "llama", QWEN3: "qwen3", DEEPSEEK: "deepseek_v2", "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    GPT_OSS: "gpt_oss", KIMI: "kimi_k25", GEMMA4: "gemma4_causal",
+}  # fmt: skip
+TO_LAST = (GPT_OSS, GEMMA4)
 
 
-def bare(model_type: str) -> Any:
+def bare(architecture: str) -> Any:
     """The class's instance with what its capture methods read: a config, a last pipeline rank, a core with layers."""
-    if model_type == "kimi_k25":  # a text model inside one that also sees
-        outer = new(*CLASSES[model_type])
-        outer.language_model = bare("deepseek_v3")
+    if architecture == KIMI:  # a text model inside one that also sees
+        outer = new(architecture)
+        outer.language_model = bare(DEEPSEEK)
         return outer
-    model = new(*CLASSES[model_type])
+    model = new(architecture)
     model.config = SimpleNamespace(num_hidden_layers=LAYERS)
     model.pp_group = SimpleNamespace(is_last_rank=True)
     model.model = SimpleNamespace(layers=[None] * LAYERS, layers_to_capture=[])
@@ -41,8 +40,8 @@ def bare(model_type: str) -> Any:
     return model
 
 
-def new(module: str, name: str) -> Any:
-    model = object.__new__(getattr(sglang_module(f"srt.models.{module}"), name))
+def new(architecture: str) -> Any:
+    model = object.__new__(getattr(sglang_module(f"srt.models.{CLASSES[architecture]}"), architecture))
     torch.nn.Module.__init__(model)
     return model
 
@@ -56,54 +55,55 @@ def indices(taps: tuple[str, ...]) -> list[int | None]:
     return [tap_index(tap) for tap in taps]
 
 
-@pytest.mark.parametrize("model_type", list(CLASSES))
+@pytest.mark.parametrize("architecture", list(CLASSES))
 @pytest.mark.parametrize("ids", [None, [2, 30, 58], [1, 29, 57], [29, 1, 57], [0, 3, 31], [0], [59], [1, 30, 59, 3]])
-def test_ids_feed_what_replay_says(model_type: str, ids: list[int] | None) -> None:
-    model = bare(model_type)
+def test_ids_feed_what_replay_says(architecture: str, ids: list[int] | None) -> None:
+    model = bare(architecture)
     model.set_eagle3_layers_to_capture(ids)
-    assert recorded(model) == indices(sglang_wiring(ids, model_type=model_type, layers=LAYERS).taps)
+    assert recorded(model) == indices(sglang_wiring(ids, architecture=architecture, layers=LAYERS).taps)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_oss"])
-def test_an_id_of_minus_one_feeds_the_embedding(model_type: str) -> None:
-    model = bare(model_type)
+@pytest.mark.parametrize("architecture", [LLAMA, QWEN3, GPT_OSS])
+def test_an_id_of_minus_one_feeds_the_embedding(architecture: str) -> None:
+    model = bare(architecture)
     model.set_eagle3_layers_to_capture([-1, 2, 30])
     assert recorded(model) == [0, 3, 31]
-    assert sglang_wiring([-1, 2, 30], model_type=model_type, layers=LAYERS).taps == ("embed", "3", "31")
+    assert sglang_wiring([-1, 2, 30], architecture=architecture, layers=LAYERS).taps == ("embed", "3", "31")
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k25"])
-def test_an_id_of_minus_one_never_fires_in_deepseek(model_type: str) -> None:
-    model = bare(model_type)
+@pytest.mark.parametrize("architecture", [DEEPSEEK, KIMI])
+def test_an_id_of_minus_one_never_fires_in_deepseek(architecture: str) -> None:
+    model = bare(architecture)
     model.set_eagle3_layers_to_capture([-1, 2, 30])
     assert recorded(model) == [-1, 2, 30]
     with pytest.raises(WiringError, match=r"R\[-1, 2, 30\]"):
-        sglang_wiring([-1, 2, 30], model_type=model_type, layers=LAYERS)
+        sglang_wiring([-1, 2, 30], architecture=architecture, layers=LAYERS)
 
 
-def test_gpt_oss_feeds_its_last_output() -> None:
-    model = bare("gpt_oss")
-    model.set_eagle3_layers_to_capture([3, 31, LAYERS])
+@pytest.mark.parametrize(("architecture", "ids"), [(GPT_OSS, [3, 31, LAYERS]), (GEMMA4, [2, 30, LAYERS - 1])])
+def test_the_last_output_is_fed(architecture: str, ids: list[int]) -> None:
+    model = bare(architecture)
+    model.set_eagle3_layers_to_capture(ids)
     assert recorded(model) == [3, 31, LAYERS]
-    assert sglang_wiring([3, 31, LAYERS], model_type="gpt_oss", layers=LAYERS).taps == ("3", "31", str(LAYERS))
+    assert sglang_wiring(ids, architecture=architecture, layers=LAYERS).taps == ("3", "31", str(LAYERS))
 
 
-@pytest.mark.parametrize("model_type", list(CLASSES))
+@pytest.mark.parametrize("architecture", list(CLASSES))
 @pytest.mark.parametrize("wiring", ["embed,3,31", "3,31,59", "1,2,3", "2,30,58", "embed", "60"])
-def test_the_ids_that_replay_prints_feed_the_wiring(model_type: str, wiring: str) -> None:
+def test_the_ids_that_replay_prints_feed_the_wiring(architecture: str, wiring: str) -> None:
     wanted = parse_wiring(wiring, layers=LAYERS)
-    sglang, *_ = engine_ids(wanted, model_type=model_type, layers=LAYERS)
+    sglang, *_ = engine_ids(wanted, architecture=architecture, layers=LAYERS)
     assert sglang.engine.startswith("SGLang")
     assert sglang.ids is not None
-    model = bare(model_type)
+    model = bare(architecture)
     model.set_eagle3_layers_to_capture(list(sglang.ids))
     assert recorded(model) == indices(wanted.taps)
 
 
-@pytest.mark.parametrize("model_type", list(CLASSES))
+@pytest.mark.parametrize("architecture", list(CLASSES))
 @pytest.mark.parametrize("boundaries", [[0, 3, 16], [0], [2], [1, 2, 30, 58], list(range(LAYERS))])
-def test_the_plugin_sets_exactly_the_taps(model_type: str, boundaries: list[int]) -> None:
-    model = bare(model_type)
+def test_the_plugin_sets_exactly_the_taps(architecture: str, boundaries: list[int]) -> None:
+    model = bare(architecture)
     core, processor = capturing_parts(model)
     assert hasattr(processor, "keep_last_hidden_states")
     capture_boundaries(model, core, boundaries)
@@ -111,17 +111,18 @@ def test_the_plugin_sets_exactly_the_taps(model_type: str, boundaries: list[int]
     assert getattr(model, "language_model", model).capture_aux_hidden_states is True
 
 
-@pytest.mark.parametrize("model_type", [name for name in CLASSES if name != "gpt_oss"])
-def test_the_stream_after_the_last_layer_is_refused(model_type: str) -> None:
-    model = bare(model_type)
+@pytest.mark.parametrize("architecture", [name for name in CLASSES if name not in TO_LAST])
+def test_the_stream_after_the_last_layer_is_refused(architecture: str) -> None:
+    model = bare(architecture)
     core, _ = capturing_parts(model)
     with pytest.raises(CaptureError, match=rf"R\[{LAYERS}\] cannot be recorded .* 1 to {LAYERS - 1}, and final"):
         capture_boundaries(model, core, [0, 3, LAYERS])
     assert core.layers_to_capture == []
 
 
-def test_the_plugin_sets_the_last_output_of_gpt_oss() -> None:
-    model = bare("gpt_oss")
+@pytest.mark.parametrize("architecture", TO_LAST)
+def test_the_plugin_sets_the_last_output_where_it_is_captured(architecture: str) -> None:
+    model = bare(architecture)
     core, _ = capturing_parts(model)
     capture_boundaries(model, core, [0, 3, LAYERS])
     assert recorded(model) == [0, 3, LAYERS]

@@ -13,7 +13,9 @@ from support.check_cases import (
     CHAIN,
     DEFAULT_IDS,
     EAGLE3,
+    GPT_OSS,
     KIMI,
+    QWEN_MOE,
     TOP_IDS,
     VOCABULARY,
     Case,
@@ -63,6 +65,17 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
     "id beyond the last layer": ("wiring.aux-layer-id", "error", Case(ids(1, 14, 40))),
     "id below the embedding": ("wiring.aux-layer-id", "error", Case(ids(-2, 14, 26))),
     "ids of Kimi begin with the embedding": ("wiring.aux-layer-id", "error", Case(ids(-1, 2, 30), target=KIMI)),
+    "id of the last layer, which the server marks": (
+        "wiring.aux-layer-id", "error", Case(ids(1, 14, 29), target=QWEN_MOE)),
+    "id that marks a layer from the end": ("wiring.aux-layer-id", "error", Case(ids(-2, 14, 26), target=QWEN_MOE)),
+    "id beyond what Gemma captures": (
+        "wiring.aux-layer-id", "error", Case(ids(1, 14, 30), target={"architectures": ["Gemma3ForCausalLM"]})),
+    "ids twice, into one buffer": ("wiring.aux-layer-id", "error", Case(ids(2, 2, 30), target=KIMI)),
+    "gpt-oss up to its last layer, on a release that cannot": (
+        "wiring.aux-layer-id", "error", Case(ids(24, 30, 36), target=GPT_OSS, version="0.5.9")),
+    "Kimi on a release between two ways": (
+        "wiring.aux-layer-id", "warning", Case(ids(3, 30, 58), wiring=None, target=KIMI, version="0.5.11")),
+    "ids that decode graphs do not see": ("wiring.aux-layer-id", "error", Case(ids(-1, 2, 15), version="0.5.9")),
     "default ids as vLLM counts": ("wiring.aux-layer-id", "warning", Case(ids(2, 15, 27))),
     "two lists disagree": ("wiring.aux-layer-id", "warning", Case({**ids(1, 14, 26), TOP_IDS: [1, 14, 26]})),
     "other wiring than trained": ("wiring.aux-layer-id", "error", Case(wiring="embed,3,16")),
@@ -108,6 +121,15 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
     "second layer made for vLLM": (
         "wiring.multi-layer", "error", Case({"num_hidden_layers": 2}, drop("layers.1.hidden_norm.weight"))),
     # ---- tensors ----
+    "target of which no layers are captured": (
+        "wiring.aux-missing", "error", Case(target={"architectures": ["Olmo2ForCausalLM"]})),
+    "target that SGLang has no class of": (
+        "wiring.aux-missing", "error", Case(target={"architectures": ["NoSuchForCausalLM"]})),
+    "target that names no class": ("wiring.aux-missing", "error", Case(target={"architectures": None})),
+    "target whose code tells nothing": ("wiring.aux-missing", "note", Case(target={"architectures": ["MiniCPMV"]})),
+    "target served as Transformers does": (
+        "wiring.aux-missing", "error", Case(server=EAGLE3 + CHAIN + "--model-impl transformers")),
+    "target of a later release": ("wiring.aux-missing", "error", Case(ids(2, 30, 58), target=KIMI, version="0.5.9")),
     "architecture of a plain Llama": ("config.field-drop", "error", Case({"architectures": ["LlamaForCausalLM"]})),
     "no architecture": ("config.field-drop", "error", Case({"architectures": None})),
     "no vocab_size": ("config.field-drop", "error", Case({"vocab_size": None})),

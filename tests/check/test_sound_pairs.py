@@ -13,6 +13,7 @@ from support.check_cases import (
     EAGLE3,
     GPT_OSS,
     KIMI,
+    QWEN_MOE,
     TOP_IDS,
     VOCABULARY,
     Case,
@@ -72,6 +73,24 @@ SOUND: dict[str, tuple[Case, dict[str, Any]]] = {
     "Kimi as SpecForge writes it": (Case(ids(1, 29, 57), target=KIMI), {}),
     "Kimi, embedding first": (Case(ids(0, 3, 31), target=KIMI), {}),
     "gpt-oss up to its last layer": (Case(ids(24, 30, 36), target=GPT_OSS), {}),
+    "gpt-oss up to its last layer, where that is what is meant": (Case(ids(23, 29, 35), target=GPT_OSS), {}),
+    "a subclass of DeepSeek's": (
+        Case(ids(2, 39, 75), target={"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 78}), {}),
+    "Gemma up to its last layer": (Case(ids(1, 14, 29), target={"architectures": ["Gemma3ForCausalLM"]}), {}),
+    "Gemma that also sees, up to its last layer": (
+        Case(ids(1, 14, 29), target={"architectures": ["Gemma4ForConditionalGeneration"],
+                                     "text_config": target_config()}), {}),
+    "a class that marks layers, embedding first": (Case(ids(-1, 2, 15), target=QWEN_MOE), {}),
+    "the first class that SGLang has": (Case(target={"architectures": ["NoSuchModel", "LlamaForCausalLM"]}), {}),
+    "an older release, default ids": (Case(version="0.5.9"), {}),
+    "an older release, without graphs": (
+        Case(ids(-1, 2, 15), server=EAGLE3 + CHAIN + "--disable-cuda-graph", version="0.5.9"), {}),
+    "a target that captures nothing, fed the final state": (
+        Case({"eagle_config": {"use_aux_hidden_state": False}}, drop("fc.weight"),
+             target={"architectures": ["Olmo2ForCausalLM"]}), {"eagle_config": None}),
+    "a target that captures nothing, in vLLM": (
+        Case({"eagle_config": None, TOP_IDS: [3, 16, 28]}, target={"architectures": ["Olmo2ForCausalLM"]},
+             engine="vllm"), {}),
     "a target that also sees": (
         Case(target={"text_config": target_config(), "num_hidden_layers": 7, "hidden_size": 11}), {}),
     "rope as transformers 5 writes it": (
@@ -168,8 +187,11 @@ def test_layer_ids_are_read_as_each_engine_does(tmp_path: Path) -> None:
 
 
 def test_an_older_server_reads_kimi_ids_otherwise(tmp_path: Path) -> None:
+    """0.5.9 has no capture in models/kimi_k25.py. In 0.5.12 the same ids feed R[3,31,59]."""
     draft, target = write_case(tmp_path, Case(ids(2, 30, 58), target=KIMI))
-    for version, faults in (("0.5.9", ["wiring.aux-layer-id"]), ("0.5.23", []), ("0.5.23.post1", [])):
+    missing, ids_of = "wiring.aux-missing", "wiring.aux-layer-id"
+    known = {"0.5.9": [missing], "0.5.11": [ids_of], "0.5.12": [ids_of], "0.5.23": [], "0.5.23.post1": []}
+    for version, faults in known.items():
         server = live_server({"model_path": "x", "version": version, "internal_states": [{}]}, "url")
         assert [finding.fault for finding in check(read_facts(draft, target, server)).findings] == faults
 

@@ -8,6 +8,11 @@ from replay.engines.wiring import Wiring, check_wiring, default_wiring, engine_i
 from replay.errors import UsageError, WiringError
 from replay.traces.taps import default_taps, parse_tap, parse_taps, sort_taps
 
+LLAMA, QWEN3, GPT_OSS, GLM_LITE = (
+    "LlamaForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM", "Glm4MoeLiteForCausalLM"
+)  # fmt: skip
+DEEPSEEK_V2, DEEPSEEK, KIMI = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"
+
 # ---- the grammar of taps ----
 
 
@@ -63,68 +68,106 @@ def test_default_taps_hold_the_default_wiring_and_its_neighbours() -> None:
 # only if the first id is 1, else R[k]. gpt-oss (models/gpt_oss.py; sgl-project/sglang#32334): R[k] if the largest
 # id is the number of layers, else R[k+1].
 FED: list[tuple[str, int, list[int] | None, str]] = [
-    ("llama", 32, None, "2,16,29"),
-    ("llama", 32, [1, 15, 28], "2,16,29"),
-    ("llama", 32, [2, 16, 29], "3,17,30"),
-    ("llama", 32, [-1, 2, 15], "embed,3,16"),
-    ("llama", 32, [0, 2, 15], "1,3,16"),
-    ("llama", 32, [30], "31"),
-    ("qwen3", 36, [1, 17, 32], "2,18,33"),
-    ("llama", 32, [28, 1, 15], "2,16,29"),  # in layer order, whatever the config's order
-    ("llama", 32, [1, 1, 15], "2,16"),  # each once
-    ("deepseek_v2", 61, None, "2,30,58"),
-    ("deepseek_v3", 61, None, "2,30,58"),
-    ("deepseek_v3", 61, [2, 30, 58], "2,30,58"),
-    ("deepseek_v3", 61, [1, 29, 57], "2,30,58"),
-    ("deepseek_v2", 61, [1, 30, 58], "2,31,59"),
-    ("deepseek_v2", 61, [2, 1, 3], "1,2,3"),  # it is the first id that decides, not the smallest
-    ("kimi_k2", 61, [0, 3, 31], "embed,3,31"),
-    ("kimi_k25", 61, [0, 3, 31], "embed,3,31"),
-    ("kimi_k25", 61, [2, 30, 58], "2,30,58"),
-    ("kimi_k25", 61, [3, 31, 59], "3,31,59"),
-    ("glm4_moe_lite", 47, [1, 22, 43], "2,23,44"),
-    ("glm4_moe_lite", 47, [2, 23, 44], "2,23,44"),
-    ("gpt_oss", 36, None, "2,18,33"),
-    ("gpt_oss", 36, [1, 17, 32], "2,18,33"),
-    ("gpt_oss", 36, [24, 30, 36], "24,30,36"),
-    ("gpt_oss", 36, [24, 30, 35], "25,31,36"),
-    ("gpt_oss", 24, [-1, 2, 15], "embed,3,16"),
-    ("gpt_oss", 24, [0, 12, 24], "embed,12,24"),
+    (LLAMA, 32, None, "2,16,29"),
+    (LLAMA, 32, [1, 15, 28], "2,16,29"),
+    (LLAMA, 32, [2, 16, 29], "3,17,30"),
+    (LLAMA, 32, [-1, 2, 15], "embed,3,16"),
+    (LLAMA, 32, [0, 2, 15], "1,3,16"),
+    (LLAMA, 32, [30], "31"),
+    (QWEN3, 36, [1, 17, 32], "2,18,33"),
+    (LLAMA, 32, [28, 1, 15], "2,16,29"),  # in layer order, whatever the config's order
+    (LLAMA, 32, [1, 1, 15], "2,16"),  # each once
+    (DEEPSEEK_V2, 61, None, "2,30,58"),
+    (DEEPSEEK, 61, None, "2,30,58"),
+    (DEEPSEEK, 61, [2, 30, 58], "2,30,58"),
+    (DEEPSEEK, 61, [1, 29, 57], "2,30,58"),
+    (DEEPSEEK_V2, 61, [1, 30, 58], "2,31,59"),
+    (DEEPSEEK_V2, 61, [2, 1, 3], "1,2,3"),  # it is the first id that decides, not the smallest
+    (DEEPSEEK, 61, [0, 3, 31], "embed,3,31"),
+    (KIMI, 61, [0, 3, 31], "embed,3,31"),
+    (KIMI, 61, [2, 30, 58], "2,30,58"),
+    (KIMI, 61, [3, 31, 59], "3,31,59"),
+    (GLM_LITE, 47, [1, 22, 43], "2,23,44"),
+    (GLM_LITE, 47, [2, 23, 44], "2,23,44"),
+    (GPT_OSS, 36, None, "2,18,33"),
+    (GPT_OSS, 36, [1, 17, 32], "2,18,33"),
+    (GPT_OSS, 36, [24, 30, 36], "24,30,36"),
+    (GPT_OSS, 36, [24, 30, 35], "25,31,36"),
+    (GPT_OSS, 24, [-1, 2, 15], "embed,3,16"),
+    (GPT_OSS, 24, [0, 12, 24], "embed,12,24"),
+    # A subclass of DeepSeek's (models/glm4_moe.py); R[N] after the loop (models/gemma3_causal.py); the default list
+    # with 1 added and without (models/minimax_m3_vl.py, minimax_m3.py); a layer marked from the end, as Python counts
+    # below 0 (models/qwen2_moe.py)
+    ("GlmMoeDsaForCausalLM", 78, [2, 39, 75], "2,39,75"),
+    ("Gemma3ForCausalLM", 26, [1, 12, 25], "2,13,26"),
+    ("Gemma3ForConditionalGeneration", 34, [1, 16, 33], "2,17,34"),
+    ("Gemma4ForConditionalGeneration", 30, [29], "30"),
+    ("MiniMaxM3SparseForConditionalGeneration", 60, None, "3,31,58"),
+    ("MiniMaxM3SparseForConditionalGeneration", 60, [1, 29, 59], "2,30,60"),
+    ("MiniMaxM3SparseForCausalLM", 60, None, "2,30,57"),
+    ("Qwen3MoeForCausalLM", 48, [-2, 2, 15], "3,16,47"),
+    ("Llama4ForConditionalGeneration", 48, [-1, 23, 46], "embed,24,47"),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "layers", "ids", "fed"), FED)
-def test_what_sglang_feeds(model_type: str, layers: int, ids: list[int] | None, fed: str) -> None:
-    assert str(sglang_wiring(ids, model_type=model_type, layers=layers)) == fed
+@pytest.mark.parametrize(("architecture", "layers", "ids", "fed"), FED)
+def test_what_sglang_feeds(architecture: str, layers: int, ids: list[int] | None, fed: str) -> None:
+    assert str(sglang_wiring(ids, architecture=architecture, layers=layers)) == fed
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layers", "ids", "boundaries", "last"),
+    ("architecture", "layers", "ids", "read", "never", "last"),
     [
-        ("llama", 32, [1, 15, 31], "[2, 16, 32]", 31),  # nothing follows the last layer, so nothing records R[32]
-        ("llama", 32, [-2, 2, 15], "[-1, 3, 16]", 31),
-        ("deepseek_v3", 61, [-1, 2, 30], "[-1, 2, 30]", 60),
-        ("deepseek_v3", 61, [2, 30, 61], "[2, 30, 61]", 60),
-        ("kimi_k25", 61, [1, 30, 60], "[2, 31, 61]", 60),
-        ("gpt_oss", 36, [24, 30, 37], "[25, 31, 38]", 36),
-        ("gpt_oss", 36, [-1, 30, 36], "[-1, 30, 36]", 36),
+        (LLAMA, 32, [1, 15, 31], "[2, 16, 32]", "R[32] never fires", 31),  # nothing follows the last layer
+        (LLAMA, 32, [-2, 2, 15], "[-1, 3, 16]", "R[-1] never fires", 31),
+        (DEEPSEEK, 61, [-1, 2, 30], "[-1, 2, 30]", "R[-1] never fires", 60),
+        (DEEPSEEK, 61, [2, 30, 61], "[2, 30, 61]", "R[61] never fires", 60),
+        (KIMI, 61, [1, 30, 60], "[2, 31, 61]", "R[61] never fires", 60),
+        (GPT_OSS, 36, [24, 30, 37], "[25, 31, 38]", "R[38] never fires", 36),
+        (GPT_OSS, 36, [-1, 30, 36], "[-1, 30, 36]", "R[-1] never fires", 36),
+        (LLAMA, 32, [40, 50], "[41, 51]", "R[41], R[51] never fire", 31),
     ],
 )
 def test_ids_that_never_fire_are_refused(
-    model_type: str, layers: int, ids: list[int], boundaries: str, last: int
+    architecture: str, layers: int, ids: list[int], read: str, never: str, last: int
 ) -> None:
     with pytest.raises(WiringError) as raised:
-        sglang_wiring(ids, model_type=model_type, layers=layers)
+        sglang_wiring(ids, architecture=architecture, layers=layers)
     assert str(raised.value) == (
-        f"the draft config states layer ids {ids}, which SGLang reads as R{boundaries} of a {model_type} target, "
-        f"where R[0] to R[{last}] can be fed; say the wiring with --wiring"
+        f"the draft config states layer ids {ids}, which SGLang 0.5.23 reads as R{read} of {architecture}: {never}, "
+        f"{architecture} captures R[0] to R[{last}]; say the wiring with --wiring"
     )
 
 
-@pytest.mark.parametrize("model_type", ["llama", "kimi_k25", "gpt_oss"])
-def test_no_ids_at_all_are_refused(model_type: str) -> None:
+def test_ids_at_which_a_server_stops_are_refused() -> None:
+    with pytest.raises(WiringError, match="marks layer 48, its layers are 0 to 47; say the wiring"):
+        sglang_wiring([1, 23, 47], architecture="Qwen3MoeForCausalLM", layers=48)
+    with pytest.raises(WiringError, match="expects 3 captured layers and gets 2; say the wiring"):
+        sglang_wiring([2, 2, 30], architecture=DEEPSEEK, layers=61)
+
+
+@pytest.mark.parametrize("ids", [None, [1, 7, 12]])
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("Olmo2ForCausalLM", "SGLang 0.5.23 cannot capture layers of Olmo2ForCausalLM, and does not start with EAGLE3"),
+        ("NoSuchModel", "SGLang 0.5.23 has no class NoSuchModel, cannot capture layers of what it takes instead, and "),
+        ("MiniCPMV", "what SGLang 0.5.23 captures of MiniCPMV cannot be told from its code; say the wiring"),
+    ],
+)
+def test_a_target_of_which_nothing_is_captured_or_known_is_refused(
+    ids: list[int] | None, architecture: str, said: str
+) -> None:
+    with pytest.raises(WiringError) as raised:
+        sglang_wiring(ids, architecture=architecture, layers=16)
+    assert said in str(raised.value) and str(raised.value).endswith("; say the wiring with --wiring")
+    assert ids_of("2,8,13", architecture, 16)["SGLang"] is None
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, KIMI, GPT_OSS])
+def test_no_ids_at_all_are_refused(architecture: str) -> None:
     with pytest.raises(WiringError, match="states no layer ids at all; say the wiring with --wiring"):
-        sglang_wiring([], model_type=model_type, layers=32)
+        sglang_wiring([], architecture=architecture, layers=32)
 
 
 @pytest.mark.parametrize(
@@ -138,66 +181,66 @@ def test_default_wiring(layers: int, fed: str) -> None:
 # ---- ids for each engine ----
 
 
-@pytest.mark.parametrize("model_type", ["llama", "kimi_k25", "glm4_moe_lite", "gpt_oss"])
+@pytest.mark.parametrize("architecture", [LLAMA, KIMI, GLM_LITE, GPT_OSS])
 @pytest.mark.parametrize("layers", [6, 9])
-def test_sglang_ids_round_trip(model_type: str, layers: int) -> None:
+def test_sglang_ids_round_trip(architecture: str, layers: int) -> None:
     """Every rising wiring that ids can say is said, and said right; those that none say, no ids within reach feed."""
     reach = range(-2, layers + 2)
     for taps in itertools.combinations(range(layers + 1), 3):
         wiring = parse_wiring(",".join(map(str, taps)))
         said = next(
-            each for each in engine_ids(wiring, model_type=model_type, layers=layers) if "SGLang" in each.engine
+            each for each in engine_ids(wiring, architecture=architecture, layers=layers) if "SGLang" in each.engine
         )
         if said.ids is not None:
-            assert sglang_wiring(said.ids, model_type=model_type, layers=layers) == wiring
+            assert sglang_wiring(said.ids, architecture=architecture, layers=layers) == wiring
             continue
-        assert said.note == f"its {model_type} class has no ids that feed this"
+        assert said.note == f"its {architecture} has no ids that feed this"
         for ids in itertools.permutations(reach, 3):
             try:
-                assert sglang_wiring(ids, model_type=model_type, layers=layers) != wiring
+                assert sglang_wiring(ids, architecture=architecture, layers=layers) != wiring
             except WiringError:
                 continue
 
 
-def ids_of(wiring: str, model_type: str = "llama", layers: int = 32) -> dict[str, tuple[int, ...] | None]:
-    said = engine_ids(parse_wiring(wiring), model_type=model_type, layers=layers)
+def ids_of(wiring: str, architecture: str = LLAMA, layers: int = 32) -> dict[str, tuple[int, ...] | None]:
+    said = engine_ids(parse_wiring(wiring), architecture=architecture, layers=layers)
     assert all(each.ids is not None or each.note for each in said)
     return {each.engine.split()[0]: each.ids for each in said}
 
 
 @pytest.mark.parametrize(
-    ("wiring", "model_type", "sglang", "vllm", "specforge"),
+    ("wiring", "architecture", "sglang", "vllm", "specforge"),
     [
-        ("2,16,29", "llama", (1, 15, 28), (2, 16, 29), (1, 15, 28)),
-        ("embed,3,31", "llama", (-1, 2, 30), (0, 3, 31), None),
-        ("embed,3,31", "kimi_k25", (0, 3, 31), (0, 3, 31), None),
-        ("1,3,31", "kimi_k25", (3, 1, 31), (1, 3, 31), (0, 2, 30)),  # [1, 3, 31] would be read as R[2], R[4], R[32]
-        ("1", "kimi_k25", None, (1,), None),
-        ("2,3,31", "kimi_k25", (1, 2, 30), (2, 3, 31), (1, 2, 30)),
-        ("2,16,32", "llama", None, (2, 16, 32), (1, 15, 31)),
-        ("2,16,32", "gpt_oss", (1, 15, 31), (2, 16, 32), (1, 15, 31)),
-        ("29,2,16", "llama", None, None, (28, 1, 15)),
-        ("2,2,16", "llama", None, None, (1, 1, 15)),
-        ("2,16", "llama", (1, 15), (2, 16), None),
-        ("2,16,final", "llama", None, None, None),
+        ("2,16,29", LLAMA, (1, 15, 28), (2, 16, 29), (1, 15, 28)),
+        ("embed,3,31", LLAMA, (-1, 2, 30), (0, 3, 31), None),
+        ("embed,3,31", KIMI, (0, 3, 31), (0, 3, 31), None),
+        ("1,3,31", KIMI, (3, 1, 31), (1, 3, 31), (0, 2, 30)),  # [1, 3, 31] would be read as R[2], R[4], R[32]
+        ("1", KIMI, None, (1,), None),
+        ("2,3,31", KIMI, (1, 2, 30), (2, 3, 31), (1, 2, 30)),
+        ("2,16,32", LLAMA, None, (2, 16, 32), (1, 15, 31)),
+        ("2,16,32", GPT_OSS, (1, 15, 31), (2, 16, 32), (1, 15, 31)),
+        ("29,2,16", LLAMA, None, None, (28, 1, 15)),
+        ("2,2,16", LLAMA, None, None, (1, 1, 15)),
+        ("2,16", LLAMA, (1, 15), (2, 16), None),
+        ("2,16,final", LLAMA, None, None, None),
     ],
 )
 def test_ids_of_each_engine(
     wiring: str,
-    model_type: str,
+    architecture: str,
     sglang: tuple[int, ...] | None,
     vllm: tuple[int, ...] | None,
     specforge: tuple[int, ...] | None,
 ) -> None:
-    assert ids_of(wiring, model_type) == {"SGLang": sglang, "vLLM": vllm, "SpecForge": specforge}
+    assert ids_of(wiring, architecture) == {"SGLang": sglang, "vLLM": vllm, "SpecForge": specforge}
 
 
 def test_all_defaults_are_one_wiring() -> None:
-    for model_type, layers in itertools.product(("llama", "kimi_k2", "gpt_oss"), (12, 30, 61)):
+    for architecture, layers in itertools.product((LLAMA, DEEPSEEK, GPT_OSS), (12, 30, 61)):
         wiring = default_wiring(layers)
-        assert ids_of(str(wiring), model_type, layers)["vLLM"] == (2, layers // 2, layers - 3)
-        assert ids_of(str(wiring), model_type, layers)["SpecForge"] == (1, layers // 2 - 1, layers - 4)
-        assert sglang_wiring(None, model_type=model_type, layers=layers) == wiring
+        assert ids_of(str(wiring), architecture, layers)["vLLM"] == (2, layers // 2, layers - 3)
+        assert ids_of(str(wiring), architecture, layers)["SpecForge"] == (1, layers // 2 - 1, layers - 4)
+        assert sglang_wiring(None, architecture=architecture, layers=layers) == wiring
 
 
 # ---- does a wiring fit? ----

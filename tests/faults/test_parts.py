@@ -50,7 +50,7 @@ def test_a_kind_counts_reports(kind: str) -> None:
 def test_a_kind_has_a_remedy(kind: str) -> None:
     """One sentence, or the explicit statement that there is none; its braces are those that remedies.py fills in."""
     assert FAULTS[kind].remedy, "say remedy=..., or remedy=NO_REMEDY"
-    said = remedy(f"{kind}=1", Wiring(("embed", "3", "16")), model_type="llama", layers=30)
+    said = remedy(f"{kind}=1", Wiring(("embed", "3", "16")), architecture="LlamaForCausalLM", layers=30)
     assert bool(said) == (FAULTS[kind].remedy != NO_REMEDY) and not re.search("[{}]", said)
     assert not said.endswith(".")  # sentences are joined
 

@@ -8,8 +8,8 @@ from replay.faults.remedies import remedy
 WIRING = Wiring(("embed", "3", "16"))
 
 
-def fix(name: str, wiring: Wiring = WIRING, model_type: str = "llama") -> str:
-    return remedy(name, wiring, model_type=model_type, layers=30)
+def fix(name: str, wiring: Wiring = WIRING, architecture: str = "LlamaForCausalLM") -> str:
+    return remedy(name, wiring, architecture=architecture, layers=30)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_only_the_last_layer_is_said_never_to_fire() -> None:
     )
     assert "never does" in fix("wiring.aux-missing=all", last)
     assert "never does" not in fix("wiring.aux-missing=1", last)
-    assert "never does" not in fix("wiring.aux-missing=2", last, "gpt_oss")  # whose ids reach the last output
+    assert "never does" not in fix("wiring.aux-missing=2", last, "GptOssForCausalLM")  # whose ids reach the last output
 
 
 def test_another_wiring_is_written_for_each_engine() -> None:

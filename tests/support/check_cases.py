@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replay.check.facts import Facts, read_facts
 from replay.check.run import Outcome, check
-from replay.check.server import parse_server_arguments
+from replay.check.server import Server, parse_server_arguments
 from replay.checkpoint.config import parse_config
 from replay.engines.wiring import parse_wiring
 
@@ -22,8 +22,9 @@ DEFAULT_IDS = [1, 14, 26]  # R[2], R[15] and R[27] of 30 layers, as SGLang count
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors], object]
 
-KIMI = {"model_type": "kimi_k25", "num_hidden_layers": 61}
-GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 36}
+KIMI = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "num_hidden_layers": 61}
+QWEN_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 36}
 TOP_IDS = "eagle_aux_hidden_state_layer_ids"
 
 EAGLE3 = "--speculative-algorithm EAGLE3 --speculative-draft-model-path x "
@@ -37,7 +38,10 @@ def ids(*values: int, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """``config`` changes the draft's config (None removes), ``target`` the target's, ``change`` the tensors."""
+    """``config`` changes the draft's config (None removes), ``target`` the target's, ``change`` the tensors.
+
+    ``version`` is what the server says it is.
+    """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     change: Change = lambda tensors: None
@@ -45,6 +49,7 @@ class Case:
     server: str | None = None
     engine: str | None = None
     wiring: str | None = None
+    version: str | None = None
     null: tuple[str, ...] = ()  # fields of the draft's config that are there and null
 
 
@@ -89,6 +94,8 @@ def facts_of(folder: Path, case: Case, built: Mapping[str, Any] | None = None, *
     """What rules look at in a case; ``more`` as ``read_facts`` takes it."""
     draft, target = write_case(folder, case, built)
     server = None if case.server is None else parse_server_arguments(case.server, case.engine)
+    if case.version is not None:
+        server = replace(server or Server(), version=case.version)
     wiring = parse_wiring(case.wiring, layers=LAYERS) if case.wiring else None
     return read_facts(draft, target, server, engine=case.engine, wiring=wiring, **more)
 

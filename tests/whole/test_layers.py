@@ -15,7 +15,7 @@ FOLDERS = {"replay": "replay", "traces": "replay.traces", "capture": "replay.cap
 # A module imports from its own room and from the floors before its own, function-level imports included.
 FLOORS = (
     {"replay.errors"},
-    {"replay.traces"},
+    {"replay.traces", "replay.targets"},
     {"replay.checkpoint", "replay.engines", "replay.verify", "replay.capture", "replay.analysis"},
     {"replay.faults", "replay.head", "replay.check"},
     {"replay.drafting"},
