@@ -1,0 +1,62 @@
+"""``--json-model-override-args``: one JSON object that SGLang writes into the target's config, and into the head's.
+
+Source: SGLang 0.5.23 utils/hf_transformers/config.py (get_config), which both configs go through.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from replay.check.server import Server
+from replay.errors import UsageError
+from replay.traces.fields import parse_json
+
+FIELD = "json_model_override_args"
+_ROPE = ("rope_scaling", "rope_parameters")  # two names of one field of Transformers 5
+_PARTS = ("text_config", "language_config", "llm_config", "thinker_config", "vision_config", "audio_config")
+
+
+def override_of(server: Server) -> dict[str, Any]:
+    """What the arguments change in a config; empty where they change nothing, or say nothing that can be read."""
+    text = server.text(FIELD)
+    if text is None or server.engine != "sglang":
+        return {}
+    try:
+        changes = parse_json(text, FIELD, UsageError, constants=True)
+    except UsageError:
+        return {}
+    return changes if isinstance(changes, dict) else {}
+
+
+def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config after the override.
+
+    A rope object is laid over the one that is there, an inner config is updated, anything else replaced. ``rope_theta``
+    at the top changes nothing: Transformers 5 keeps theta in the rope object.
+    """
+    result = dict(document)
+    for key, value in changes.items():
+        if key in _ROPE:
+            _lay_over(result, value)
+        elif key in _PARTS and isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = {**result[key], **value}
+        elif key != "rope_theta":
+            result[key] = value
+    return result
+
+
+def rope_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope object as Transformers 5 makes it of a config: theta and ``rope_type`` in it, whatever their spelling."""
+    objects = (document.get(key) for key in reversed(_ROPE))
+    stated: dict[str, Any] = next((rope for rope in objects if isinstance(rope, dict) and rope), {})
+    rope = {key: value for key, value in stated.items() if key != "type"}
+    rope.setdefault("rope_type", stated.get("type", "default"))
+    if "rope_theta" not in rope and document.get("rope_theta") is not None:
+        rope["rope_theta"] = document["rope_theta"]
+    return rope
+
+
+def _lay_over(document: dict[str, Any], value: Any) -> None:
+    rope = {**rope_of(document), **value} if isinstance(value, dict) else value
+    for key in (*_ROPE, "rope_theta"):
+        document.pop(key, None)
+    document["rope_parameters"] = rope
