@@ -137,10 +137,8 @@ def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, who
     original = read_config(folder)
     document = overridden(original, changes)
     name = folder.name or str(folder)
-    nested = document.get("transformer_layer_config")
-    speculators = isinstance(nested, dict)
-    # speculators keeps the decoder layer's fields in an object of their own; no name is in both.
-    merged = {**nested, **document} if isinstance(nested, dict) else document
+    speculators = isinstance(document.get("transformer_layer_config"), dict)
+    merged = _flat(document)
     config = Settings(merged, f"{name}/{CONFIG}")
     weights = read_weights(folder, whole=whole)
     norm = weights.tensors.get("norm.weight")
@@ -152,7 +150,13 @@ def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, who
     config = Settings({**merged, **{key: instead[key] for key in filled}}, config.where)
     for key in instead:
         _needed(config, key, "a draft head's")
-    return Draft(name, config, speculators, weights, filled, original)
+    return Draft(name, config, speculators, weights, filled, _flat(original))
+
+
+def _flat(document: dict[str, Any]) -> dict[str, Any]:
+    """speculators keeps the decoder layer's fields in an object of their own; no name is in both."""
+    nested = document.get("transformer_layer_config")
+    return {**nested, **document} if isinstance(nested, dict) else document
 
 
 def read_target_config(folder: Path, changes: Mapping[str, Any] | None = None) -> Target:

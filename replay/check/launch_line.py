@@ -10,6 +10,8 @@ from replay.errors import UsageError
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.ASCII | re.DOTALL)
 _SUBSTITUTED = re.compile(r"\$[A-Za-z_{(]|`")
 _REDIRECTION = re.compile(r"(?:\d|&)?(?:>>?|<)(.*)", re.DOTALL)
+_PLACEHOLDER = re.compile(r"\.\.\.|…|<[^<>]+>|\[[A-Za-z][\w .-]*\]", re.ASCII)
+_CONTINUED = re.compile(r"\\\r?\n")  # a line end behind a backslash, which shlex leaves in place
 _ENDS = ("|", "||", "&", "&&", ";")
 _MODULES = ("sglang.launch_server", "sglang/launch_server.py")
 _OTHERS = re.compile(r"(?:[\w-]+\.)*(?:sglang\w*\.[\w.]+|sglang|sglang_router)")  # dynamo.sglang, sglang_router...
@@ -31,7 +33,7 @@ def split_line(text: str) -> LaunchLine:
     Raises UsageError for a line that cannot be split.
     """
     try:
-        words = shlex.split(text, comments=True)
+        words = shlex.split(_CONTINUED.sub("", text), comments=True)
     except ValueError as error:
         raise UsageError(f"--server-args cannot be split into words ({error}); close the quote") from error
     command, first = _command(words)
@@ -47,7 +49,7 @@ def is_substituted(word: str) -> bool:
 
 def is_placeholder(word: str) -> bool:
     """Whether ``word`` stands for others in a text on how to start a server: ``...``, ``<model>`` or ``[options]``."""
-    return word in ("...", "…") or (len(word) > 1 and word[0] + word[-1] in ("<>", "[]"))
+    return _PLACEHOLDER.fullmatch(word) is not None
 
 
 def _command(words: Sequence[str]) -> tuple[str | None, int]:

@@ -85,14 +85,14 @@ def table() -> tuple[Option, ...]:
 def read_options(words: Sequence[str], *, more: Sequence[Option] = (), strict: bool = True) -> Arguments:
     """``more``: options of the command beside those of the table. Words that belong to no option are refused, or passed
     over where the command may have others (not ``strict``)."""
-    options = {option.field: option for option in (*table(), *more)}
-    parser = _parser(tuple(options.values()))
+    options = (*table(), *more)
+    by_field = {option.field: option for option in options}
     try:
-        namespace, extra = parser.parse_known_args(list(words))
+        namespace, extra = _parser(options).parse_known_args(list(words))
     except _StopError as stop:
         return Arguments({}, (_structural(str(stop)),))
     values = vars(namespace)
-    refused = [_wrong(options[field], wrong) for field, wrong in _wrongs(values)]
+    refused = [_wrong(by_field[field], wrong) for field, wrong in _wrongs(values)]
     if strict:
         refused += _unknown(extra, options)
     given = {field: value for field, value in values.items() if not _unread(value)}
@@ -172,9 +172,9 @@ def _wrong(option: Option, wrong: _Wrong) -> Refusal:
                    f"{name} {near[0]}" if near else f"give {name} one of {possible}")  # fmt: skip
 
 
-def _unknown(extra: Sequence[str], options: Mapping[str, Option]) -> list[Refusal]:
+def _unknown(extra: Sequence[str], options: Sequence[Option]) -> list[Refusal]:
     """Options that are none, each with the nearest that is; and words that no option takes."""
-    names = [name for option in options.values() for name in option.names]
+    names = [name for option in options for name in option.names]
     refused: list[Refusal] = []
     taken = False
     for word in extra:

@@ -30,22 +30,26 @@ def override_of(server: Server) -> dict[str, Any]:
 def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A config after the override.
 
-    A rope object is laid over the one that is there, an inner config is updated, anything else replaced. ``rope_theta``
-    at the top changes nothing: Transformers 5 keeps theta in the rope object.
+    A rope object is laid over the one that is there, an inner config is updated (and none is added: SGLang stops),
+    anything else replaced. ``rope_theta`` at the top changes nothing: Transformers 5 keeps theta in the rope object.
     """
     result = dict(document)
     for key, value in changes.items():
         if key in _ROPE:
             _lay_over(result, value)
-        elif key in _PARTS and isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = {**result[key], **value}
+        elif key in _PARTS:
+            result |= {key: {**result[key], **value}} if _both(result.get(key), value) else {}
         elif key != "rope_theta":
             result[key] = value
     return result
 
 
+def _both(inner: Any, value: Any) -> bool:
+    return isinstance(inner, dict) and isinstance(value, dict)
+
+
 def rope_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope object as Transformers 5 makes it of a config: theta and ``rope_type`` in it, whatever their spelling."""
+    """The rope object as Transformers 5 makes it of a config: theta and ``rope_type`` in it, however spelled."""
     objects = (document.get(key) for key in reversed(_ROPE))
     stated: dict[str, Any] = next((rope for rope in objects if isinstance(rope, dict) and rope), {})
     rope = {key: value for key, value in stated.items() if key != "type"}
@@ -53,6 +57,12 @@ def rope_of(document: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" not in rope and document.get("rope_theta") is not None:
         rope["rope_theta"] = document["rope_theta"]
     return rope
+
+
+def rewrites_rope(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether two configs rotate otherwise; theta is 10000 where none is stated."""
+    default = {"rope_theta": 10000}
+    return default | rope_of(before) != default | rope_of(after)
 
 
 def _lay_over(document: dict[str, Any], value: Any) -> None:

@@ -1,0 +1,158 @@
+"""Arguments that SGLang refuses beside an EAGLE-3 head, each with its own sentence.
+
+Sources: SGLang 0.5.23 arg_groups/validation_hook.py (check_pipeline_parallel_compat, handle_aux_hidden_state_capture),
+attention_hook.py, speculative_hook.py, kv_cache_hook.py, lora_hook.py, parallel_hook.py (handle_dwdp), hicache_hook.py,
+hisparse_hook.py, model_path_hook.py (handle_load_format), serving_hook.py, speculative/draft_utils.py.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from replay.check.facts import Facts
+from replay.check.finding import ERROR, Finding
+from replay.check.server import Server
+from replay.check.server_finding import at, flag
+from replay.check.speculation import Speculation, attention_dp, page_size, resolve
+from replay.traces.fields import show_name
+
+_ARGUMENT = "config.argument"
+_RAGGED, _COORDINATED = "SGLANG_RAGGED_VERIFY_MODE", "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+_MODES = ("static", "cap-accept", "compact")
+# Attention backends by which an EAGLE head can draft (DraftBackendFactory).
+_DRAFTING = ("flashinfer", "triton", "intel_amx", "intel_xpu", "aiter", "fa3", "hybrid_linear_attn", "flashmla",
+             "trtllm_mha", "trtllm_mla", "cutedsl_mla", "dsa", "nsa", "ascend", "fa4", "dsv4")  # fmt: skip
+_RENAMED = {"compressed": "dsv4", "tokenspeed_mla": "cutedsl_mla"}
+_DETERMINISTIC = ("ascend", "fa3", "fa4", "flashinfer", "intel_xpu", "triton")
+_WITHOUT = "start the server without {flag}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """An argument that ``stands`` beside speculation and must not: ``why``, after "SGLang stops: "."""
+
+    field: str
+    stands: Callable[[Server, Speculation], bool]
+    why: str
+    expected: str = "absent"
+    fix: str = _WITHOUT
+    fault: str = _ARGUMENT
+
+
+def _above(field: str, most: int) -> Callable[[Server, Speculation], bool]:
+    return lambda server, drafting: (server.integer(field) or most) > most
+
+
+def _on(field: str) -> Callable[[Server, Speculation], bool]:
+    return lambda server, drafting: server.flag(field)
+
+
+def _is(field: str, *values: str) -> Callable[[Server, Speculation], bool]:
+    return lambda server, drafting: server.text(field) in values
+
+
+def _tree(field: str) -> Callable[[Server, Speculation], bool]:
+    return lambda server, drafting: server.flag(field) and drafting.topk is not None and drafting.topk > 1
+
+
+def _negative(field: str, least: int) -> Callable[[Server, Speculation], bool]:
+    return lambda server, drafting: server.integer(field) is not None and (server.integer(field) or 0) < least
+
+
+_PAIRS = (
+    _Pair("pp_size", _above("pp_size", 1), "pipeline parallelism drafts with EAGLE alone, not with EAGLE3", "1",
+          "--pp-size 1, with a larger --tp-size"),
+    _Pair("attention_backend", _is("attention_backend", "flex_attention"), "flex_attention cannot draft",
+          "fa3, flashinfer or triton", "--attention-backend flashinfer"),
+    _Pair("dwdp_size", _above("dwdp_size", 1), "--dwdp-size above 1 cannot draft"),
+    _Pair("enable_lmcache", _on("enable_lmcache"), "--enable-lmcache cannot draft"),
+    _Pair("weight_cache_mode", _is("weight_cache_mode", "daemon", "client"), "the weight cache holds no head", "off",
+          "--weight-cache-mode off"),
+    _Pair("enable_return_aux_hidden_states",
+          lambda server, drafting: server.flag("enable_return_aux_hidden_states")
+          and server.text("speculative_draft_model_path") is not None,
+          "--enable-return-aux-hidden-states records taps without a head"),
+    _Pair("speculative_draft_window_size", _negative("speculative_draft_window_size", 1),
+          "the window of the head is not positive", "at least 1", _WITHOUT, "attn.window"),
+    _Pair("speculative_draft_sink_size", _negative("speculative_draft_sink_size", 0), "the sink is negative",
+          "at least 0", _WITHOUT, "attn.window"),
+    _Pair("speculative_draft_sink_size",
+          lambda server, drafting: (server.integer("speculative_draft_sink_size") or -1) >= 0
+          and server.integer("speculative_draft_window_size") is None,
+          "a sink needs a window", "absent", _WITHOUT, "attn.window"),
+    _Pair("enable_unified_memory", _tree("enable_unified_memory"), "--enable-unified-memory verifies no trees",
+          "absent", "--speculative-eagle-topk 1"),
+    _Pair("enable_linear_replayssm_spec", _tree("enable_linear_replayssm_spec"),
+          "--enable-linear-replayssm-spec verifies no trees", "absent", "--speculative-eagle-topk 1"),
+    _Pair("enable_hisparse", _tree("enable_hisparse"), "--enable-hisparse verifies no trees", "absent",
+          "--speculative-eagle-topk 1"),
+    _Pair("speculative_adaptive",
+          lambda server, drafting: server.flag("speculative_adaptive")
+          and (server.flag("enable_lora") or bool(server.arguments.get("lora_paths"))),
+          "LoRA needs a fixed number of steps"),
+    _Pair("dcp_size",
+          lambda server, drafting: (server.integer("dcp_size") or 1) > 1 and server.flag("enable_hierarchical_cache"),
+          "a hierarchical cache with --dcp-size above 1 cannot draft with EAGLE3", "1", "--dcp-size 1"),
+    _Pair("attention_backend",
+          lambda server, drafting: server.flag("enable_deterministic_inference")
+          and server.text("attention_backend") not in (None, *_DETERMINISTIC),
+          "this attention backend is not deterministic", " or ".join(_DETERMINISTIC), "--attention-backend fa3"),
+    _Pair("enable_two_batch_overlap",
+          lambda server, drafting: server.flag("enable_two_batch_overlap") and attention_dp(server) == 1
+          and server.text("moe_a2a_backend") in (None, "none"),
+          "two-batch overlap needs attention data parallelism or an all-to-all backend"),
+    _Pair("page_size", _negative("page_size", 1), "a KV page holds at least one token", "at least 1", "--page-size 1"),
+    _Pair("chunked_prefill_size", lambda server, drafting: _splits_pages(server),
+          "the prefill's pieces are no whole number of KV pages", "a multiple of --page-size",
+          "--chunked-prefill-size 8192"),
+    _Pair("served_model_name", lambda server, drafting: ":" in (server.text("served_model_name") or ""),
+          "the served model's name holds a colon", "a name without a colon"),
+    _Pair("quantize_and_serve", _on("quantize_and_serve"), "--quantize-and-serve is switched off in this version"),
+    _Pair("enable_multi_layer_eagle",
+          lambda server, drafting: server.flag("enable_multi_layer_eagle") and server.variable(_COORDINATED),
+          f"{_COORDINATED} works with one layer"),
+)  # fmt: skip
+
+
+def refused(facts: Facts) -> Iterator[Finding]:
+    """Arguments that cannot stand beside the head. One finding each."""
+    server = facts.server
+    if server.engine != "sglang" or server.live:
+        return
+    drafting = resolve(server, facts.target.architecture)
+    if drafting.algorithm != "EAGLE3":
+        return
+    for pair in _PAIRS:
+        if pair.stands(server, drafting):
+            yield at(facts, pair.fault, ERROR, f"SGLang stops: {pair.why}", pair.field, pair.expected,
+                     pair.fix.format(flag=flag(pair.field)))  # fmt: skip
+    yield from _draft_backend(facts)
+    yield from _mode(facts)
+
+
+def _splits_pages(server: Server) -> bool:
+    """Attention's data parallelism divides the pieces first (parallel_hook.py, handle_data_parallelism)."""
+    piece, page = (server.integer("chunked_prefill_size") or -1) // max(attention_dp(server), 1), page_size(server)
+    return piece > 0 and page > 0 and piece % page != 0 and server.text("disaggregation_mode") != "decode"
+
+
+def _mode(facts: Facts) -> Iterator[Finding]:
+    """speculative/ragged_verify.py, read_ragged_verify_mode."""
+    mode = facts.server.environment.get(_RAGGED)
+    if mode is not None and mode not in _MODES:
+        yield Finding(_ARGUMENT, ERROR, f"SGLang stops: {_RAGGED} knows {', '.join(_MODES)}", "environment", _RAGGED,
+                      show_name(mode), " or ".join(_MODES), f"unset {_RAGGED}")  # fmt: skip
+
+
+def _draft_backend(facts: Facts) -> Iterator[Finding]:
+    """The backend by which the head attends: its own, else that of the target's prefill, and of its decoding."""
+    server, own = facts.server, "speculative_draft_attention_backend"
+    parts = (own,) if server.text(own) is not None else ("prefill_attention_backend", "decode_attention_backend")
+    shared = server.text("attention_backend")
+    for field in parts:
+        given = server.text(field)
+        value = _RENAMED.get(given or shared or "", given or shared)
+        if value is not None and value not in (*_DRAFTING, "flex_attention"):
+            yield at(facts, _ARGUMENT, ERROR, f"SGLang stops: no EAGLE head can draft with {value}",
+                     field if given is not None else "attention_backend", "fa3, flashinfer or triton",
+                     f"{flag(own)} flashinfer")  # fmt: skip
+            return
