@@ -12,6 +12,8 @@ _SUBSTITUTED = re.compile(r"\$[A-Za-z_{(]|`")
 _REDIRECTION = re.compile(r"(?:\d|&)?(?:>>?|<)(.*)", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\.\.\.|…|<[^<>]+>|\[[A-Za-z][\w .-]*\]", re.ASCII)
 _CONTINUED = re.compile(r"\\\r?\n")  # a line end behind a backslash, which shlex leaves in place
+_MOST = 1 << 17  # characters; Linux hands no longer word on to a program
+_MOST_WORDS = 1000
 _ENDS = ("|", "||", "&", "&&", ";")
 _MODULES = ("sglang.launch_server", "sglang/launch_server.py")
 _OTHERS = re.compile(r"(?:[\w-]+\.)*(?:sglang\w*\.[\w.]+|sglang|sglang_router)")  # dynamo.sglang, sglang_router...
@@ -32,10 +34,14 @@ def split_line(text: str) -> LaunchLine:
 
     Raises UsageError for a line that cannot be split.
     """
+    if len(text) > _MOST:
+        raise UsageError(f"--server-args holds {len(text)} characters, at most {_MOST} are possible; shorten the line")
     try:
         words = shlex.split(_CONTINUED.sub("", text), comments=True)
     except ValueError as error:
         raise UsageError(f"--server-args cannot be split into words ({error}); close the quote") from error
+    if len(words) > _MOST_WORDS:
+        raise UsageError(f"--server-args holds {len(words)} words, {_MOST_WORDS} are possible; shorten the line")
     command, first = _command(words)
     before = [word.rstrip(";") for word in words[:first]]
     environment = dict(word.split("=", 1) for word in before if _VARIABLE.fullmatch(word))

@@ -7,6 +7,7 @@ stand behind ``=``, and the last of a repeated option counts.
 import argparse
 import difflib
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T)", re.ASCII)
 _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _WANTED = {"int": "a whole number", "float": "a number", "count": "a whole number, such as 8192, 8k or 8Ki",
            "json": "JSON"}  # fmt: skip
+_SHOWN = 8  # unknown options that are named
+_COMPARED = 64  # characters of what was typed that are compared with what is known
 _MOST_DIGITS = 18  # of a number that means anything here
 
 
@@ -38,7 +41,7 @@ class Option:
     field: str
     kind: str = "text"
     nargs: str | None = None
-    choices: tuple[str, ...] | None = None
+    choices: tuple[str | int, ...] | None = None
     yaml: bool = True
 
 
@@ -76,10 +79,13 @@ _UNKNOWN = object()  # a value that the shell puts in
 def table() -> tuple[Option, ...]:
     """Every option of the server, in the order in which its parser lists them."""
     rows = json.loads(resources.files("replay.check").joinpath(_TABLE).read_text(encoding="utf-8"))["options"]
-    return tuple(
-        Option(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
-        for row in rows
-    )
+    return tuple(map(_option, rows))
+
+
+def _option(row: Mapping[str, Any]) -> Option:
+    choices = row.get("choices")
+    return Option(tuple(row["names"]), row["field"], row["kind"], row.get("nargs"),
+                  None if choices is None else tuple(choices), row.get("yaml", True))  # fmt: skip
 
 
 def read_options(words: Sequence[str], *, more: Sequence[Option] = (), strict: bool = True) -> Arguments:
@@ -108,7 +114,8 @@ class _Parser(argparse.ArgumentParser):
         raise _StopError(message)
 
 
-def _parser(options: Sequence[Option]) -> _Parser:
+@functools.cache
+def _parser(options: tuple[Option, ...]) -> _Parser:
     parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     for option in options:
         if option.kind == "flag":
@@ -166,8 +173,9 @@ def _wrong(option: Option, wrong: _Wrong) -> Refusal:
         wanted = _WANTED[option.kind]
         return Refusal(option.field, f"SGLang stops: {name} takes {wanted}, {seen} is none", seen, wanted,
                        f"give {name} {wanted}")  # fmt: skip
-    near = difflib.get_close_matches(wrong.text[:64].lower(), option.choices, 1, 0.5)
-    possible = ", ".join(map(str, option.choices))
+    choices = [str(choice) for choice in option.choices]
+    near = difflib.get_close_matches(wrong.text[:_COMPARED].lower(), choices, 1, 0.5)
+    possible = ", ".join(choices)
     return Refusal(option.field, f"SGLang stops: {name} does not know {seen}", seen, possible,
                    f"{name} {near[0]}" if near else f"give {name} one of {possible}")  # fmt: skip
 
@@ -175,23 +183,22 @@ def _wrong(option: Option, wrong: _Wrong) -> Refusal:
 def _unknown(extra: Sequence[str], options: Sequence[Option]) -> list[Refusal]:
     """Options that are none, each with the nearest that is; and words that no option takes."""
     names = [name for option in options for name in option.names]
-    refused: list[Refusal] = []
-    taken = False
-    for word in extra:
-        name = word.partition("=")[0]
-        if word.startswith("--") and word != "--":
-            refused.append(_no_option(show_name(name), names))
-            taken = True
-        elif not (taken or is_substituted(word) or is_placeholder(word)):
-            seen = show_name(word)
-            refused.append(Refusal("", f"SGLang stops: {seen} belongs to no option", seen, "an option",
-                                   "put the option before it, or take it away"))  # fmt: skip
-    return refused
+    unknown = dict.fromkeys(word.partition("=")[0] for word in extra if word.startswith("--") and word != "--")
+    stray = dict.fromkeys(itertools.takewhile(lambda word: not word.startswith("--"), extra))
+    words = [word for word in stray if not (is_substituted(word) or is_placeholder(word))]
+    refused = [_stray(show_name(word)) for word in words[:_SHOWN]]
+    return refused + [_no_option(name, names) for name in list(unknown)[:_SHOWN]]
+
+
+def _stray(seen: str) -> Refusal:
+    return Refusal("", f"SGLang stops: {seen} belongs to no option", seen, "an option",
+                   "put the option before it, or take it away")  # fmt: skip
 
 
 def _no_option(name: str, names: Sequence[str]) -> Refusal:
-    dashed = name.replace("_", "-")
+    dashed = name[:_COMPARED].replace("_", "-")
     near = [dashed] if dashed in names else difflib.get_close_matches(dashed, names, 1, 0.8)
+    name = show_name(name)
     return Refusal("", f"SGLang 0.5.23 knows no option {name} and stops", name, near[0] if near else "an option of the "
                    "server", f"write {near[0]}" if near else f"take {name} away, or see what your version of SGLang "
                    "calls it")  # fmt: skip

@@ -3,6 +3,7 @@
 Source: SGLang 0.5.23 utils/hf_transformers/config.py (get_config), which both configs go through.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,15 +17,24 @@ _PARTS = ("text_config", "language_config", "llm_config", "thinker_config", "vis
 
 
 def override_of(server: Server) -> dict[str, Any]:
-    """What the arguments change in a config; empty where they change nothing, or say nothing that can be read."""
+    """What the arguments change in a config; empty where they change nothing, or where SGLang stops at them.
+
+    Raises UsageError for JSON that SGLang reads and that is not to be trusted: a key twice, or a depth without end.
+    """
     text = server.text(FIELD)
-    if text is None or server.engine != "sglang":
+    if text is None or server.engine != "sglang" or not is_read(text):
         return {}
-    try:
-        changes = parse_json(text, FIELD, UsageError, constants=True)
-    except UsageError:
-        return {}
+    changes = parse_json(text, f"--{FIELD.replace('_', '-')}", UsageError, constants=True)
     return changes if isinstance(changes, dict) else {}
+
+
+def is_read(text: str) -> bool:
+    """Whether SGLang takes it: an object, or any other JSON that is empty (configs/model_config.py)."""
+    try:
+        changes = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(changes, dict) or not changes
 
 
 def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

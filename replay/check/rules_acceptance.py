@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, NOTE, WARNING, Finding
 from replay.check.server_finding import at, flag
-from replay.check.speculation import resolve
+from replay.check.speculation import drafts, resolve
 
 _RULE = "sampling.accept-rule"
 _REJECTION, _BLOCK = "speculative_use_rejection_sampling", "speculative_use_block_verification"
@@ -22,6 +22,8 @@ def acceptance(facts: Facts) -> Iterator[Finding]:
         yield Finding("metrics.definition", ERROR, f"{_MADE_UP} makes up an accept length of {length}",
                       "environment", _MADE_UP, length, "absent",
                       f"unset {_MADE_UP} and start the server again")  # fmt: skip
+    if not drafts(server):
+        return
     if server.flag(_REJECTION) or server.flag(_BLOCK):
         yield from _rejection(facts, _REJECTION if server.flag(_REJECTION) else _BLOCK)
     else:

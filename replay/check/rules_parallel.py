@@ -12,11 +12,12 @@ from replay.check.facts import Facts
 from replay.check.finding import ERROR, Finding
 from replay.check.server import Server
 from replay.check.server_finding import at, flag
-from replay.check.speculation import attention_dp
+from replay.check.speculation import attention_dp, drafts
 from replay.checkpoint.config_file import Settings
 
 _ARGUMENT = "config.argument"
 _SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "ep_size", "moe_dp_size", "nnodes")
+_MOST = 4096  # GPUs of which advice is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ def shares(facts: Facts) -> Iterator[Finding]:
         yield wrong
         return
     layout = _layout(server)
-    yield from _head(facts, layout)
+    if drafts(server):
+        yield from _head(facts, layout)
     yield from _target(facts, layout)
 
 
@@ -106,7 +108,8 @@ def _uneven(config: Settings, parts: int, latent: bool, *more: str) -> tuple[int
     name = fits(parts)
     if name is None:
         return None
-    return _whole(config, name) or 0, name, next(fewer for fewer in range(parts - 1, 0, -1) if fits(fewer) is None)
+    fewer = next(fewer for fewer in range(min(parts - 1, _MOST), 0, -1) if fits(fewer) is None)
+    return _whole(config, name) or 0, name, fewer
 
 
 def _found(facts: Facts, layout: _Layout, whose: str, size: int, name: str, fewer: int) -> Finding:

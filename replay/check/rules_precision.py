@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from replay.check.facts import Facts, stated_dtype
 from replay.check.finding import ERROR, WARNING, Finding
 from replay.check.server_finding import at
+from replay.check.speculation import drafts
+from replay.traces.fields import show_name
 
 _KV, _WEIGHTS, _CAST = "precision.draft-kv", "precision.draft-weights", "precision.dtype-cast"
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16", "float": "fp32", "bf16": "bf16",
@@ -19,6 +21,7 @@ STOPS = ("auto-round", "awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_
          "modelopt_mixed", "modelslim", "moe_wna16", "mxfp_w4a8", "petit_nvfp4", "quark")  # fmt: skip
 SPARES = ("modelopt_fp4", "mxfp4", "nvfp4_online", "unquant")  # experts alone are quantised, and a head has none
 MISREADS = ("gguf", "w4afp8", "w8a8_int8")  # its weights are taken for ones that are quantised already
+_NO_FP32 = ("fp8", "mxfp8", "w8a8_fp8")
 _OWN, _SHARED = "speculative_draft_model_quantization", "quantization"
 
 
@@ -27,8 +30,8 @@ def draft_precision(facts: Facts) -> Iterator[Finding]:
     server, draft = facts.server, facts.draft
     odd = [name for name, fact in draft.tensors.items() if fact.dtype not in _FLOATS and name not in ("d2t", "t2d")]
     states = bool(draft.config.values.get("quantization_config") or draft.config.values.get("compression_config"))
-    method = server.text(_OWN) or server.text(_SHARED)
-    if method is not None and not states and server.engine == "sglang":
+    method = show_name(server.text(_OWN) or server.text(_SHARED) or "") or None
+    if method is not None and not states and server.engine == "sglang" and drafts(server):
         yield from _told(facts, method)
     elif odd:
         yield Finding(_WEIGHTS, WARNING if states else ERROR, f"the head's weights are stored as "
@@ -52,6 +55,9 @@ def _told(facts: Facts, method: str) -> Iterator[Finding]:
     elif method in MISREADS:
         yield at(facts, _WEIGHTS, ERROR, f"the head's weights are taken for weights in {method}{why}; they are not",
                  field, "unquant", fix)  # fmt: skip
+    elif _SHORT.get(facts.server.text("dtype") or "") == "fp32" and method in _NO_FP32:
+        yield at(facts, _WEIGHTS, ERROR, f"SGLang stops: {method} computes in no fp32, and the head is quantised to it"
+                 f"{why}", field, "unquant", fix)  # fmt: skip
     else:
         yield at(facts, _WEIGHTS, WARNING, f"the head is quantised to {method}{why}", field, "unquant", fix)
 
@@ -61,8 +67,8 @@ def draft_kv(facts: Facts) -> Iterator[Finding]:
     server = facts.server
     own, kept = "speculative_draft_kv_cache_dtype", "kv_cache_dtype"
     field = own if server.text(own) is not None else kept
-    in_force = server.text(field)
-    low = in_force is not None and in_force not in ("auto", "bf16", "bfloat16", "float16", "fp16")
+    in_force = show_name(server.text(field) or "auto")
+    low = in_force not in ("auto", "bf16", "bfloat16", "float16", "fp16") and drafts(server)
     if low and server.engine == "vllm":
         yield at(facts, _KV, WARNING, f"the head's KV cache is {in_force} as the target's", kept, "auto",
                  "start the server without --kv-cache-dtype")  # fmt: skip

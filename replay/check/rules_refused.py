@@ -2,7 +2,8 @@
 
 Sources: SGLang 0.5.23 arg_groups/validation_hook.py (check_pipeline_parallel_compat, handle_aux_hidden_state_capture),
 attention_hook.py, speculative_hook.py, kv_cache_hook.py, lora_hook.py, parallel_hook.py (handle_dwdp), hicache_hook.py,
-hisparse_hook.py, model_path_hook.py (handle_load_format), serving_hook.py, speculative/draft_utils.py.
+hisparse_hook.py, model_path_hook.py (handle_load_format), serving_hook.py, model_loader/loader.py (_initialize_model),
+speculative/draft_utils.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +17,29 @@ from replay.check.speculation import Speculation, attention_dp, page_size, resol
 from replay.traces.fields import show_name
 
 _ARGUMENT = "config.argument"
-_RAGGED, _COORDINATED = "SGLANG_RAGGED_VERIFY_MODE", "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+_RAGGED = "SGLANG_RAGGED_VERIFY_MODE"
 _MODES = ("static", "cap-accept", "compact")
 # Attention backends by which an EAGLE head can draft (DraftBackendFactory).
 _DRAFTING = ("flashinfer", "triton", "intel_amx", "intel_xpu", "aiter", "fa3", "hybrid_linear_attn", "flashmla",
              "trtllm_mha", "trtllm_mla", "cutedsl_mla", "dsa", "nsa", "ascend", "fa4", "dsv4")  # fmt: skip
 _RENAMED = {"compressed": "dsv4", "tokenspeed_mla": "cutedsl_mla"}
 _DETERMINISTIC = ("ascend", "fa3", "fa4", "flashinfer", "intel_xpu", "triton")
+_UNIFORM = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)  # every layer attends to all tokens
+# Attention backends of targets that do not run on all (arg_groups/model_hook.py).
+_GEMMA = ("triton", "trtllm_mha", "fa4", "ascend", "intel_xpu", "intel_amx", "aiter")
+_BACKENDS = {
+    "GptOssForCausalLM": ("triton", "fa3", "fa4", "trtllm_mha", "ascend", "intel_amx", "intel_xpu", "aiter"),
+    "Llama4ForCausalLM": ("fa3", "triton", "trtllm_mha", "aiter", "ascend", "intel_xpu"),
+    "Llama4ForConditionalGeneration": ("fa3", "triton", "trtllm_mha", "aiter", "ascend", "intel_xpu"),
+    "Gemma4ForCausalLM": _GEMMA, "Gemma4ForConditionalGeneration": _GEMMA,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA,
+}  # fmt: skip
 _WITHOUT = "start the server without {flag}"
 
 
@@ -107,9 +124,8 @@ _PAIRS = (
     _Pair("served_model_name", lambda server, drafting: ":" in (server.text("served_model_name") or ""),
           "the served model's name holds a colon", "a name without a colon"),
     _Pair("quantize_and_serve", _on("quantize_and_serve"), "--quantize-and-serve is switched off in this version"),
-    _Pair("enable_multi_layer_eagle",
-          lambda server, drafting: server.flag("enable_multi_layer_eagle") and server.variable(_COORDINATED),
-          f"{_COORDINATED} works with one layer"),
+    _Pair("enable_multi_layer_eagle", _on("enable_multi_layer_eagle"),
+          "--enable-multi-layer-eagle builds a head for each step, an EAGLE-3 head is one for all"),
 )  # fmt: skip
 
 
@@ -125,8 +141,25 @@ def refused(facts: Facts) -> Iterator[Finding]:
         if pair.stands(server, drafting):
             yield at(facts, pair.fault, ERROR, f"SGLang stops: {pair.why}", pair.field, pair.expected,
                      pair.fix.format(flag=flag(pair.field)))  # fmt: skip
+    yield from _for_target(facts, drafting)
     yield from _draft_backend(facts)
     yield from _mode(facts)
+
+
+def _for_target(facts: Facts, drafting: Speculation) -> Iterator[Finding]:
+    """What this target's architecture does not take (arg_groups/model_hook.py, kv_cache_hook.py)."""
+    server, name = facts.server, facts.target.architecture or ""
+    if server.flag("enable_unified_memory") and name in _UNIFORM and drafting.topk == 1:
+        yield at(facts, _ARGUMENT, ERROR, "SGLang stops: --enable-unified-memory drafts for targets of mixed "
+                 f"attention, not for {name}", "enable_unified_memory", "absent",
+                 "start the server without --enable-unified-memory")  # fmt: skip
+    known = _BACKENDS.get(name)
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        value = server.text(field)
+        if known is not None and value in _DRAFTING and value not in known:
+            yield at(facts, _ARGUMENT, ERROR, f"SGLang stops: {name} does not run on {value}", field,
+                     " or ".join(known), f"{flag(field)} {known[0]}")  # fmt: skip
+            return
 
 
 def _splits_pages(server: Server) -> bool:
@@ -152,7 +185,7 @@ def _draft_backend(facts: Facts) -> Iterator[Finding]:
         given = server.text(field)
         value = _RENAMED.get(given or shared or "", given or shared)
         if value is not None and value not in (*_DRAFTING, "flex_attention"):
-            yield at(facts, _ARGUMENT, ERROR, f"SGLang stops: no EAGLE head can draft with {value}",
+            yield at(facts, _ARGUMENT, ERROR, f"SGLang stops: no EAGLE head can draft with {show_name(value)}",
                      field if given is not None else "attention_backend", "fa3, flashinfer or triton",
                      f"{flag(own)} flashinfer")  # fmt: skip
             return

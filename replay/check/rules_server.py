@@ -7,13 +7,12 @@ from typing import Any
 
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
-from replay.check.override import FIELD, override_of, rewrites_rope, rope_of
+from replay.check.override import FIELD, is_read, override_of, rewrites_rope, rope_of
 from replay.check.rules_positions import OVERRIDE, context_of, served_length
 from replay.check.server_finding import at, flag
 from replay.check.speculation import resolve
 from replay.checkpoint.config_file import Settings
-from replay.errors import UsageError
-from replay.traces.fields import parse_json, show_name
+from replay.traces.fields import show_name
 
 _ARGUMENT, _STEPS, _TAPS, _WEIGHTS = "config.argument", "config.steps", "wiring.aux-missing", "weights.missing"
 _ROPE, _LENGTH = "position.rope-params", "position.max-len"
@@ -118,7 +117,7 @@ def override(facts: Facts) -> Iterator[Finding]:
     changes, before, after = override_of(server), facts.draft.original, facts.draft.config.values
     rebuilt = [key for key in _BUILT_FROM if key in changes and before.get(key) != after.get(key)]
     inner = changes.get("text_config")
-    if not _is_object(text):
+    if not is_read(text):
         yield at(facts, _ARGUMENT, ERROR, f"SGLang stops: {_OPTION} is no JSON object", FIELD, "a JSON object",
                  "write the fields and their values as one JSON object")  # fmt: skip
     elif rebuilt:
@@ -170,10 +169,3 @@ def context(facts: Facts) -> Iterator[Finding]:
     elif asked > own and not server.variable(OVERRIDE):
         yield at(facts, _LENGTH, ERROR, f"SGLang stops: the target goes to position {own}, {asked} are asked for",
                  field, f"at most {own}", f"{flag(field)} {own}, or {OVERRIDE}=1 before the command")  # fmt: skip
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(parse_json(text, FIELD, UsageError, constants=True), dict)
-    except UsageError:
-        return False

@@ -12,6 +12,7 @@ from replay.traces.fields import Fields, parse_json, show
 
 ENGINES_WITH_RULES = ("sglang", "vllm", "eagle")
 _SERVE = (Option(("--model-type",), "model_type"),)  # of `sglang serve` (cli/serve.py)
+_HELP = (Option(("-h", "--help"), "help", "flag"),)
 _ALIASES = {"speculative_draft_model": "speculative_draft_model_path", "model": "model_path"}
 _NUMBERS = ("context_length", "max_model_len", "speculative_num_steps", "speculative_eagle_topk",
             "speculative_num_draft_tokens", "speculative_draft_window_size", "page_size",
@@ -119,10 +120,13 @@ def live_server(info: Any, url: str) -> Server:
 def _sglang(line: LaunchLine) -> Server:
     """Sources: SGLang 0.5.23 server_args.py (prepare_server_args), cli/serve.py."""
     words, refused = with_file(_with_model(line))
-    read = read_options(words, more=_SERVE if line.command == "serve" else (), strict=line.command != "other")
+    more = (*_HELP, *(_SERVE if line.command == "serve" else ()))
+    read = read_options(words, more=more, strict=line.command != "other")
     given = dict(read.given)
     if (unread := given.pop("config", None)) is not None:
         refused = (*refused, _unread_file(str(unread)))
+    if given.pop("help", False):
+        refused = (*refused, Refusal("help", "SGLang prints its help and ends", "--help", "absent", "take --help away"))
     whole = not read.open and (line.command is not None or "model_path" in given)
     return Server("sglang", None, given, line.environment, stated=True, whole=whole, refused=(*refused, *read.refused))
 

@@ -48,8 +48,8 @@ class Speculation:
 def resolve(server: Server, architecture: str | None) -> Speculation:
     """Of SGLang's arguments; ``architecture`` is the target's, by which it chooses what is not given."""
     name = _algorithm(server)
-    drafting = Speculation(name, *(server.integer(field) for field in (_STEPS, _TOPK, _TOKENS)),
-                           known=server.text("speculative_algorithm") is not None)  # fmt: skip
+    steps, topk, tokens = (server.integer(field) for field in (_STEPS, _TOPK, _TOKENS))
+    drafting = Speculation(name, steps, topk, tokens, known=server.text("speculative_algorithm") is not None)
     if name is not None and name not in ALGORITHMS:
         what = f"SGLang stops: it knows no algorithm {show_name(server.text('speculative_algorithm') or '')}"
         return _stopped(drafting, what, "speculative_algorithm", EAGLE3, "--speculative-algorithm EAGLE3")
@@ -58,6 +58,11 @@ def resolve(server: Server, architecture: str | None) -> Speculation:
     adaptive = _is_adaptive(server)
     drafting = _adapted(drafting, server) if adaptive else _chosen(drafting, architecture)
     return drafting if drafting.stop else _settled(drafting, server)
+
+
+def drafts(server: Server) -> bool:
+    """Whether the head is loaded at all; taken for granted of an engine that is not SGLang."""
+    return server.engine != "sglang" or server.live or _algorithm(server) in _EAGLES
 
 
 def _algorithm(server: Server) -> str | None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from support.check_cases import (
 
 from replay.check.facts import read_facts
 from replay.check.launch_line import split_line
+from replay.check.options import table
 from replay.check.run import check
 from replay.check.server import live_server, parse_server_arguments
-from replay.errors import UsageError
+from replay.errors import ReplayError, UsageError
 
 
 def test_a_launch_line_is_read() -> None:
@@ -54,6 +56,7 @@ def test_a_launch_line_that_cannot_be_is_refused(text: str) -> None:
         ("--context-length nan", "context_length", "nan is none"),
         ("--dtype", "dtype", "has no value"),
         ("--dtype bflaot16", "dtype", "does not know bflaot16"),
+        ("--speculative-attention-mode 3", "speculative_attention_mode", "does not know 3"),
         ("--trust-remote-code=yes", "trust_remote_code", "takes no value, 'yes' is given"),
         ("--speculative-num 3", "", "is short for more than one option"),
         ("--tp_size 8", "", "knows no option --tp_size"),
@@ -64,6 +67,7 @@ def test_a_launch_line_that_cannot_be_is_refused(text: str) -> None:
         ("--config a.yaml --config b.yaml", "config", "more than once"),
         ("--config=server.yaml", "config", "reads no file"),
         ("--conf server.yaml", "config", "reads no file"),
+        ("python -m sglang.launch_server --help", "help", "prints its help and ends"),
     ],
 )
 def test_what_its_parser_stops_at_is_told(text: str, field: str, said: str) -> None:
@@ -168,6 +172,31 @@ def test_a_file_of_options_that_is_none_is_refused(text: str, tmp_path: Path) ->
     (tmp_path / "server.yaml").write_text(text)
     with pytest.raises(UsageError):
         parse_server_arguments(f"--config {tmp_path}/server.yaml")
+
+
+@pytest.mark.parametrize("text", ["x" * (1 << 18), "--x " * 5000])
+def test_a_line_without_end_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="shorten the line"):
+        parse_server_arguments(text)
+
+
+def test_any_words_are_read_or_refused(tmp_path: Path) -> None:
+    """Options, values and what a shell treats specially, thrown together; no finding prints a control character."""
+    draft, target = write_case(tmp_path, Case())
+    random = Random(7)
+    names = [option.names[0] for option in table()]
+    odd = ["'", '"', "\\", "$", "{", "}", "[", "--", "-", "=", "\n", "\x1b[31m", "\x00", "9" * 50, "1e5", "nan", "-1", "0",
+           "x" * 5000, "|", "&&", ">", "<", ";", "#", "--config", "/dev/zero.yaml", "vllm", "sglang", "serve", "true",
+           "[" * 900, '{"a":' * 900, "SGLANG_SIMULATE_ACC_LEN=3", "--json-model-override-args"]  # fmt: skip
+    for _ in range(300):
+        words = [random.choice(names if random.random() < 0.5 else odd) for _ in range(random.randint(1, 12))]
+        try:
+            found = check(read_facts(draft, target, parse_server_arguments(" ".join(words)))).findings
+        except ReplayError as error:
+            assert str(error)
+            continue
+        for finding in found:
+            assert all(text.isprintable() and len(text) < 800 for text in (finding.what, finding.seen, finding.fix))
 
 
 @pytest.mark.parametrize("info", [None, [], "x", {}, {"internal_states": 3}, {"internal_states": []}])

@@ -86,7 +86,7 @@ def _layers(config: Any, view: Any) -> list[str]:
     from sglang.srt.runtime_context import get_parallel
 
     parts = view.tp_size // view.attn_dp_size if view.attn_dp_size > 1 else view.tp_size
-    load = LoadConfig(load_format=view.load_format)
+    load = LoadConfig(load_format=view.load_format, draft_model_idx=0 if view.enable_multi_layer_eagle else None)
     with get_parallel().override(**_one_rank(parts)), torch.device("meta"):
         head = _initialize_model(config, load, _get_quantization_config(config, load))
     return sorted({type(part.quant_method).__name__ for part in head.modules() if isinstance(part, LinearBase)})

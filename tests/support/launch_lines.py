@@ -23,6 +23,10 @@ SIX = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "i
 WIDE = {"hidden_size": 48, "intermediate_size": 48}
 FULL = {"draft_vocab_size": 96}  # a head over the target's whole vocabulary
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 4}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4,
+           "num_experts_per_tok": 2, "head_dim": 4, "sliding_window": 128,
+           "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+                            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}}  # fmt: skip
 YARN = '{{"rope_scaling": {{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}}}'
 
 
@@ -111,8 +115,10 @@ STOPPED: dict[str, Launch] = {
     "name with a colon": Launch(CHAIN + " --served-model-name llama:8b"),
     "quantise and serve": Launch(CHAIN + " --quantize-and-serve --quantization modelopt_fp4"),
     "verify mode that is none": Launch("SGLANG_RAGGED_VERIFY_MODE=dynamic " + CHAIN),
+    "a head for each step": Launch(CHAIN + " --enable-multi-layer-eagle"),
     "prefill coordination with many layers": Launch(
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION=1 " + CHAIN + " --enable-multi-layer-eagle"),
+    "unified memory for a plain target": Launch(CHAIN + " --enable-unified-memory"),
     # ---- shares ----
     "more GPUs than heads": Launch(CHAIN + " --tp-size 16"),
     "six heads on eight GPUs": Launch(CHAIN + " --tp-size 8", SIX, WIDE),
@@ -147,6 +153,8 @@ STOPPED: dict[str, Launch] = {
         {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
                                  "sym": True}}),
     "head inherits compressed tensors": Launch(CHAIN + " --speculative-draft-model-quantization compressed-tensors"),
+    "gpt-oss on FlashInfer": Launch(CHAIN + " --attention-backend flashinfer", {}, GPT_OSS),
+    "fp8 in fp32": Launch(CHAIN + " --dtype float32 --speculative-draft-model-quantization fp8"),
     "head told to be ModelOpt": Launch(CHAIN + " --speculative-draft-model-quantization modelopt_mixed"),
 }  # fmt: skip
 
@@ -182,6 +190,8 @@ STARTED: dict[str, Launch] = {
     "context in powers of two": Launch(CHAIN + " --context-length 32Ki"),
     "longer than the head, allowed": Launch(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 " + CHAIN, {"max_position_embeddings": 8192}),
+    "gpt-oss on Triton": Launch(EAGLE3 + " --attention-backend triton", {}, GPT_OSS),
+    "an override of nothing": Launch(CHAIN + " --json-model-override-args '[]'"),
     "YaRN for both": Launch(CHAIN + f" --json-model-override-args '{YARN}'"),
     "YaRN by its old name": Launch(CHAIN + f" --json-model-override-args '{YARN.replace('rope_type', 'type')}'"),
     "YaRN among rope parameters": Launch(
