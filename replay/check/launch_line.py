@@ -14,6 +14,7 @@ _PLACEHOLDER = re.compile(r"\.\.\.|…|<[^<>]+>|\[[A-Za-z][\w .-]*\]", re.ASCII)
 _CONTINUED = re.compile(r"\\\r?\n")  # a line end behind a backslash, which shlex leaves in place
 _MOST = 1 << 17  # characters; Linux hands no longer word on to a program
 _MOST_WORDS = 1000
+_GOES_ON = re.compile(r"[ \t]*-")
 _ENDS = ("|", "||", "&", "&&", ";")
 _MODULES = ("sglang.launch_server", "sglang/launch_server.py")
 _OTHERS = re.compile(r"(?:[\w-]+\.)*(?:sglang\w*\.[\w.]+|sglang|sglang_router)")  # dynamo.sglang, sglang_router...
@@ -30,14 +31,15 @@ class LaunchLine:
 
 
 def split_line(text: str) -> LaunchLine:
-    """Quotes, comments, line ends behind a backslash, redirections, and what follows ``|`` or ``&&``, are the shell's.
+    """Quotes, comments, line ends, redirections, and what follows ``|`` or ``&&``, are the shell's. A line that begins
+    with an option goes on with the one before it, with a backslash or without.
 
     Raises UsageError for a line that cannot be split.
     """
     if len(text) > _MOST:
         raise UsageError(f"--server-args holds {len(text)} characters, at most {_MOST} are possible; shorten the line")
     try:
-        words = shlex.split(_CONTINUED.sub("", text), comments=True)
+        words = shlex.split(_ended(_CONTINUED.sub("", text).strip()), comments=True)
     except ValueError as error:
         raise UsageError(f"--server-args cannot be split into words ({error}); close the quote") from error
     if len(words) > _MOST_WORDS:
@@ -45,7 +47,27 @@ def split_line(text: str) -> LaunchLine:
     command, first = _command(words)
     before = [word.rstrip(";") for word in words[:first]]
     environment = dict(word.split("=", 1) for word in before if _VARIABLE.fullmatch(word))
-    return LaunchLine(environment, command, tuple(_handed_on(words[first:])))
+    after = [word for word in words[first:] if command is not None or word != ";"]
+    return LaunchLine(environment, command, tuple(_handed_on(after)))
+
+
+def _ended(text: str) -> str:
+    """With ``;`` at line ends that are neither quoted nor followed by an option: there a command ends."""
+    parts: list[str] = []
+    quote, escaped = "", False
+    for index, char in enumerate(text):
+        ends = char == "\n" and quote in ("", "#") and not escaped
+        if escaped:
+            escaped = False
+        elif quote:
+            escaped = char == "\\" and quote == '"'
+            quote = "" if char == ("\n" if quote == "#" else quote) else quote
+        elif char in "'\"" or (char == "#" and (not index or text[index - 1].isspace())):
+            quote = char
+        else:
+            escaped = char == "\\"
+        parts.append("\n;\n" if ends and _GOES_ON.match(text, index + 1) is None else char)
+    return "".join(parts)
 
 
 def is_substituted(word: str) -> bool:
@@ -72,7 +94,8 @@ def _command(words: Sequence[str]) -> tuple[str | None, int]:
         if index and words[index - 1] == "-m" and _OTHERS.fullmatch(word):
             return "other", index + 1
     first = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
-    return ("other" if any(not _VARIABLE.fullmatch(word) for word in words[:first]) else None), first
+    foreign = any(word not in _ENDS and not _VARIABLE.fullmatch(word) for word in words[:first])
+    return ("other" if foreign else None), first
 
 
 def _handed_on(words: Sequence[str]) -> list[str]:

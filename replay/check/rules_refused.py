@@ -2,8 +2,8 @@
 
 Sources: SGLang 0.5.23 arg_groups/validation_hook.py (check_pipeline_parallel_compat, handle_aux_hidden_state_capture),
 attention_hook.py, speculative_hook.py, kv_cache_hook.py, lora_hook.py, parallel_hook.py (handle_dwdp), hicache_hook.py,
-hisparse_hook.py, model_path_hook.py (handle_load_format), serving_hook.py, model_loader/loader.py (_initialize_model),
-speculative/draft_utils.py.
+cuda_graph_hook.py, hisparse_hook.py, model_path_hook.py (handle_load_format), serving_hook.py,
+model_loader/loader.py (_initialize_model), speculative/draft_utils.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,6 +40,12 @@ _BACKENDS = {
     "Gemma4ForCausalLM": _GEMMA, "Gemma4ForConditionalGeneration": _GEMMA,
     "Gemma4UnifiedForConditionalGeneration": _GEMMA,
 }  # fmt: skip
+_GRAPHS = {
+    "decode": ("backend", "max_bs", "bs"),
+    "prefill": ("backend", "max_bs", "bs", "max_context_size", "full_prefill_max_req",
+                "full_prefill_prefix_chunk_tokens", "max_seq_len"),
+}  # fmt: skip
+_GRAPH_BACKENDS = ("full", "breakable", "disabled")
 _WITHOUT = "start the server without {flag}"
 
 
@@ -90,10 +96,12 @@ _PAIRS = (
           "--enable-return-aux-hidden-states records taps without a head"),
     _Pair("speculative_draft_window_size", _negative("speculative_draft_window_size", 1),
           "the window of the head is not positive", "at least 1", _WITHOUT, "attn.window"),
-    _Pair("speculative_draft_sink_size", _negative("speculative_draft_sink_size", 0), "the sink is negative",
-          "at least 0", _WITHOUT, "attn.window"),
     _Pair("speculative_draft_sink_size",
-          lambda server, drafting: (server.integer("speculative_draft_sink_size") or -1) >= 0
+          lambda server, drafting: (server.integer("speculative_draft_sink_size") or 0) < 0
+          and server.integer("speculative_draft_window_size") is not None,
+          "the sink is negative", "at least 0", _WITHOUT, "attn.window"),
+    _Pair("speculative_draft_sink_size",
+          lambda server, drafting: server.integer("speculative_draft_sink_size") is not None
           and server.integer("speculative_draft_window_size") is None,
           "a sink needs a window", "absent", _WITHOUT, "attn.window"),
     _Pair("enable_unified_memory", _tree("enable_unified_memory"), "--enable-unified-memory verifies no trees",
@@ -117,6 +125,13 @@ _PAIRS = (
           lambda server, drafting: server.flag("enable_two_batch_overlap") and attention_dp(server) == 1
           and server.text("moe_a2a_backend") in (None, "none"),
           "two-batch overlap needs attention data parallelism or an all-to-all backend"),
+    _Pair("disable_cuda_graph_padding",
+          lambda server, drafting: server.flag("disable_cuda_graph_padding") and server.flag("enable_torch_compile"),
+          "--enable-torch-compile needs padded CUDA graphs"),
+    _Pair("cuda_graph_prefill_max_context", _negative("cuda_graph_prefill_max_context", 1),
+          "the context of prefill graphs is not positive", "at least 1"),
+    _Pair("cuda_graph_config", lambda server, drafting: not _are_graphs(server.arguments.get("cuda_graph_config", {})),
+          "--cuda-graph-config holds what no phase of it takes", "decode and prefill, with their backend and sizes"),
     _Pair("page_size", _negative("page_size", 1), "a KV page holds at least one token", "at least 1", "--page-size 1"),
     _Pair("chunked_prefill_size", lambda server, drafting: _splits_pages(server),
           "the prefill's pieces are no whole number of KV pages", "a multiple of --page-size",
@@ -166,6 +181,18 @@ def _splits_pages(server: Server) -> bool:
     """Attention's data parallelism divides the pieces first (parallel_hook.py, handle_data_parallelism)."""
     piece, page = (server.integer("chunked_prefill_size") or -1) // max(attention_dp(server), 1), page_size(server)
     return piece > 0 and page > 0 and piece % page != 0 and server.text("disaggregation_mode") != "decode"
+
+
+def _are_graphs(config: object) -> bool:
+    """model_executor/cuda_graph_config.py, parse_cuda_graph_config_arg."""
+    if not isinstance(config, dict) or not config.keys() <= _GRAPHS.keys():
+        return False
+    return all(
+        isinstance(phase, dict)
+        and phase.keys() <= set(_GRAPHS[name])
+        and phase.get("backend", "full") in _GRAPH_BACKENDS
+        for name, phase in config.items()
+    )
 
 
 def _mode(facts: Facts) -> Iterator[Finding]:

@@ -40,8 +40,8 @@ _BUILT_FROM = ("architectures", "hidden_size", "target_hidden_size", "num_hidden
                "partial_rotary_factor")  # fmt: skip
 _OPTION = "--json-model-override-args"
 _INSTEAD = "write the fields into the target's config.json instead"
-_FILES = {"pt": ".pt", "npcache": ".bin", "safetensors": ".safetensors", "fastsafetensors": ".safetensors",
-          "instanttensor": ".safetensors"}  # fmt: skip
+_FILES = {"pt": "*.pt", "npcache": "*.bin", "safetensors": "*.safetensors", "fastsafetensors": "*.safetensors",
+          "instanttensor": "*.safetensors", "mistral": "consolidated*.safetensors"}  # fmt: skip
 
 
 def launch_line(facts: Facts) -> Iterator[Finding]:
@@ -100,12 +100,12 @@ def load_format(facts: Facts) -> Iterator[Finding]:
     field = own if server.text(own) is not None else "load_format"
     value = server.text(field)
     wanted, has = _FILES.get(value or ""), facts.draft.weights.file.rpartition("/")[2]
-    kept = ".bin" if has.endswith(".bin") else ".safetensors"
+    kept = "*.bin" if has.endswith(".bin") else "*.safetensors"
     if value == "dummy":
         yield at(facts, _WEIGHTS, ERROR, "the head is loaded with random weights", field, "auto",
                  f"start the server without {flag(field)} dummy")  # fmt: skip
     elif wanted is not None and wanted != kept:
-        yield at(facts, _WEIGHTS, ERROR, f"SGLang stops: {flag(field)} {value} reads *{wanted}, the head's weights are "
+        yield at(facts, _WEIGHTS, ERROR, f"SGLang stops: {flag(field)} {value} reads {wanted}, the head's weights are "
                  f"{has}", field, "auto", f"--{own.replace('_', '-')} auto")  # fmt: skip
 
 
@@ -136,9 +136,9 @@ def _rope_override(facts: Facts, changes: Mapping[str, Any]) -> Iterator[Finding
     stated = next((changes[key] for key in ("rope_scaling", "rope_parameters") if key in changes), None)
     old, new = (rope_of(document) for document in (facts.draft.original, facts.draft.config.values))
     if isinstance(stated, dict) and "type" in stated and "rope_type" not in stated:
-        yield at(facts, _ROPE, WARNING, f'"type" in {_OPTION} changes nothing: SGLang goes by rope_type, which stays '
+        yield at(facts, _ROPE, WARNING, f'"type" in {_OPTION} scales no rope: SGLang goes by rope_type, which stays '
                  f"{show_name(str(new['rope_type']))}", FIELD, '"rope_type"',
-                 'write "rope_type" in place of "type"')  # fmt: skip
+                 f'{_INSTEAD}; "rope_type" here would rewrite the head\'s rope too')  # fmt: skip
     elif rewrites_rope(facts.draft.original, facts.draft.config.values):
         was, now = (show_name(f"{one['rope_type']}, theta {one.get('rope_theta', 10000)}") for one in (old, new))
         yield at(facts, _ROPE, WARNING, f"{_OPTION} rewrites the head's rope too, from {was} to {now}", FIELD,

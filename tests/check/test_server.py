@@ -101,6 +101,9 @@ SHELL = {
     "as typed": "python -m sglang.launch_server --model-path a --tp 2",
     "over several lines": "python3 -m sglang.launch_server \\\n  --model-path a \\\n  --tp 2",
     "with a comment": "python -m sglang.launch_server --model-path a # --tp 3\n",
+    "with another line after it": "python -m sglang.launch_server --model-path a --tp 2\necho --tp 3",
+    "in a script": "#!/bin/bash\n# It's a server's\nset -e\nexport SGLANG_ONE='a\nb'\n\n"
+    "python -m sglang.launch_server \\\n    --model-path a \\\n    --tp 2\n# done\necho done",
     "with variables": "SGLANG_ONE=1 SGLANG_TWO='2 3' python -m sglang.launch_server --model-path a",
     "with exports before it": "export SGLANG_ONE=1; python -m sglang.launch_server --model-path a",
     "behind env": "env SGLANG_ONE=1 python -m sglang.launch_server --model-path a",
@@ -180,15 +183,23 @@ def test_a_line_without_end_is_refused(text: str) -> None:
         parse_server_arguments(text)
 
 
+def test_lines_of_options_belong_together() -> None:
+    """As documents break them, with a backslash or without."""
+    for line in ("\n--tp 2\n  --dtype half\n", "sglang serve m --tp 2\n  --dtype half", "--tp 2\n\n# so\n--dtype half"):
+        assert parse_server_arguments(line).arguments | {"model_path": "m"} == {
+            "model_path": "m", "tp_size": 2, "dtype": "half",
+        }, line  # fmt: skip
+
+
 def test_any_words_are_read_or_refused(tmp_path: Path) -> None:
     """Options, values and what a shell treats specially, thrown together; no finding prints a control character."""
     draft, target = write_case(tmp_path, Case())
     random = Random(7)
     names = [option.names[0] for option in table()]
-    odd = ["'", '"', "\\", "$", "{", "}", "[", "--", "-", "=", "\n", "\x1b[31m", "\x00", "9" * 50, "1e5", "nan", "-1", "0",
-           "x" * 5000, "|", "&&", ">", "<", ";", "#", "--config", "/dev/zero.yaml", "vllm", "sglang", "serve", "true",
-           "[" * 900, '{"a":' * 900, "SGLANG_SIMULATE_ACC_LEN=3", "--json-model-override-args"]  # fmt: skip
-    for _ in range(300):
+    odd = ["'", '"', "\\", "$", "{", "}", "[", "--", "-", "=", "\n", "\x1b[31m", "\x00", "9" * 50, "1e5", "nan", "-1",
+           "0", "x" * 5000, "|", "&&", ">", "<", ";", "#", "--config", "/dev/zero.yaml", "vllm", "sglang", "serve",
+           "true", "[" * 900, '{"a":' * 900, "SGLANG_SIMULATE_ACC_LEN=3", "--json-model-override-args"]  # fmt: skip
+    for _ in range(150):
         words = [random.choice(names if random.random() < 0.5 else odd) for _ in range(random.randint(1, 12))]
         try:
             found = check(read_facts(draft, target, parse_server_arguments(" ".join(words)))).findings
