@@ -56,8 +56,8 @@ def _thresholds(facts: Facts) -> Iterator[Finding]:
         value = facts.server.number(field)
         drop = f"start the server without {flag(field)}"
         if value is not None and not 0 <= value <= 1:
-            yield at(facts, _RULE, ERROR, f"{flag(field)} {value:g} is not from 0 to 1: SGLang's kernel refuses it at the "
-                     "first sampled request", field, "from 0 to 1", drop)  # fmt: skip
+            yield at(facts, _RULE, ERROR, f"{flag(field)} {value:g} is not from 0 to 1: SGLang's kernel refuses it at "
+                     "the first sampled request", field, "from 0 to 1", drop)  # fmt: skip
             return
         if value is not None and value != 1:
             yield at(facts, _RULE, WARNING, "a threshold below 1 accepts tokens that the target would not have "
