@@ -7,10 +7,11 @@ numpy is imported, unless the head is a pytorch_model.bin or its weights are ask
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from replay.check.override import overridden, override_of
 from replay.check.server import Server
 from replay.checkpoint.config_file import CONFIG, Settings, read_config
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
@@ -33,6 +34,7 @@ class Draft:
     """A draft head on disk. ``speculators``: its config is nested the way speculators writes it.
 
     ``filled``: sizes that the config lacks and that were taken from its tensors or the target, so that rules can go on.
+    ``original``: the config as it lies on disk, before the server's override.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Draft:
     speculators: bool
     weights: Weights
     filled: tuple[str, ...] = ()
+    original: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tensors(self) -> Mapping[str, TensorFact]:
@@ -113,12 +116,14 @@ def read_facts(
 
     Raises CheckpointError for what cannot be read or is no draft head's or target's.
     """
-    read_target = read_target_config(target)
-    read_draft = _read_draft(draft, read_target, whole=weights)
+    known = server or Server(engine or "sglang")
+    changes = override_of(known)
+    read_target = read_target_config(target, changes)
+    read_draft = _read_draft(draft, read_target, changes, whole=weights)
     return Facts(
         read_draft,
         read_target,
-        server or Server(engine or "sglang"),
+        known,
         wiring,
         _embeddings_agree(read_draft, read_target, target),
         emitted,
@@ -134,13 +139,12 @@ def count_emitted(trace: "Trace") -> Counter[int]:
     return counts
 
 
-def _read_draft(folder: Path, target: Target, *, whole: bool) -> Draft:
-    document = read_config(folder)
+def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, whole: bool) -> Draft:
+    original = read_config(folder)
+    document = overridden(original, changes)
     name = folder.name or str(folder)
-    nested = document.get("transformer_layer_config")
-    speculators = isinstance(nested, dict)
-    # speculators keeps the decoder layer's fields in an object of their own; no name is in both.
-    merged = {**nested, **document} if isinstance(nested, dict) else document
+    speculators = isinstance(document.get("transformer_layer_config"), dict)
+    merged = _flat(document)
     config = Settings(merged, f"{name}/{CONFIG}")
     weights = read_weights(folder, whole=whole)
     norm = weights.tensors.get("norm.weight")
@@ -152,12 +156,21 @@ def _read_draft(folder: Path, target: Target, *, whole: bool) -> Draft:
     config = Settings({**merged, **{key: instead[key] for key in filled}}, config.where)
     for key in instead:
         _needed(config, key, "a draft head's")
-    return Draft(name, config, speculators, weights, filled)
+    return Draft(name, config, speculators, weights, filled, _flat(original))
 
 
-def read_target_config(folder: Path) -> Target:
-    """The target's config; its weights are not needed. Raises CheckpointError."""
-    document = read_config(folder)
+def _flat(document: dict[str, Any]) -> dict[str, Any]:
+    """speculators keeps the decoder layer's fields in an object of their own; no name is in both."""
+    nested = document.get("transformer_layer_config")
+    return {**nested, **document} if isinstance(nested, dict) else document
+
+
+def read_target_config(folder: Path, changes: Mapping[str, Any] | None = None) -> Target:
+    """The target's config, with what the server's override ``changes``; its weights are not needed.
+
+    Raises CheckpointError.
+    """
+    document = overridden(read_config(folder), changes or {})
     name = folder.name or str(folder)
     outer = Settings(document, f"{name}/{CONFIG}")
     architecture = _served(outer)

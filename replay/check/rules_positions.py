@@ -5,6 +5,7 @@ from typing import Any
 
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
+from replay.check.override import rewrites_rope
 from replay.checkpoint.config_file import Settings
 
 _PARAMS, _GEOMETRY, _WINDOW, _LENGTH = (
@@ -48,6 +49,8 @@ def _number(config: Settings, key: str) -> float | None:
 def rope(facts: Facts) -> Iterator[Finding]:
     """Theta and scaling: what the engine takes from the config, against the target's."""
     draft, target = facts.draft.config, facts.target.config
+    if rewrites_rope(facts.draft.original, draft.values):
+        return  # rules_server.override says so
     theta, wanted = _theta(draft), _theta(target) or _DEFAULT_THETA
     scaling, other = _scaling(draft), _scaling(target)
     kind, target_kind = _kind(scaling), _kind(other)
@@ -147,7 +150,7 @@ def max_length(facts: Facts) -> Iterator[Finding]:
     if own >= served:
         return
     stated = config.count("max_position_embeddings")
-    overridden = facts.server.environment.get(OVERRIDE, "").lower() in ("1", "true", "yes", "y", "t", "on")
+    overridden = facts.server.variable(OVERRIDE)
     stops = facts.server.engine == "sglang" and not overridden and not facts.server.live
     effect = {"sglang": "SGLang stops at start" if stops else f"{OVERRIDE} lets it run on beyond its training",
               "vllm": "vLLM clamps its positions there", "eagle": "it was not trained beyond"}  # fmt: skip

@@ -1,212 +1,171 @@
-"""Rules on server arguments and on the precision that follows from them. Sources: SGLang 0.5.23 arg_groups/
-speculative_hook.py, serving_hook.py, configs/model_config.py, mem_cache/kv_cache_dtype.py, environ.py."""
+"""Rules on the launch line itself: what SGLang's parser takes, its algorithm, its load format, and what it overrides in
+the models' configs. Sources: SGLang 0.5.23 server_args.py, arg_groups/speculative_hook.py, speculative/spec_info.py,
+model_loader/loader.py, utils/hf_transformers/config.py."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from replay.check.facts import Facts, stated_dtype
-from replay.check.finding import ERROR, NOTE, WARNING, Finding
+from replay.check.facts import Facts
+from replay.check.finding import ERROR, WARNING, Finding
+from replay.check.override import FIELD, is_read, override_of, rewrites_rope, rope_of
+from replay.check.rules_positions import OVERRIDE, context_of, served_length
+from replay.check.server_finding import at, flag
+from replay.check.speculation import resolve
+from replay.checkpoint.config_file import Settings
+from replay.traces.fields import show_name
 
-_STEPS, _RULE, _KV, _WEIGHTS, _CAST = (
-    "config.steps", "sampling.accept-rule", "precision.draft-kv", "precision.draft-weights", "precision.dtype-cast"
-)  # fmt: skip
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16", "float": "fp32", "bf16": "bf16",
-          "fp16": "fp16", "fp32": "fp32"}  # fmt: skip
-_FLOATS = ("F32", "F16", "BF16", "F64")
-_TREE_BACKENDS = ("flashinfer", "fa3", "triton")
-
-
-def _integer(arguments: Mapping[str, Any], name: str) -> int | None:
-    value = arguments.get(name)
-    return value if type(value) is int else None
-
-
-def _at(facts: Facts, fault: str, severity: str, what: str, field: str, expected: object, fix: str) -> Finding:
-    seen = facts.server.arguments.get(field)
-    return Finding(fault, severity, what, facts.server.where, field, "absent" if seen is None else str(seen),
-                   str(expected), fix)  # fmt: skip
-
-
-def depth(facts: Facts) -> Iterator[Finding]:
-    """How many tokens a round really drafts. At most one finding."""
-    arguments = facts.server.arguments
-    if facts.server.engine != "sglang":
-        return
-    steps, topk, nodes = (
-        _integer(arguments, f"speculative_{name}") for name in ("num_steps", "eagle_topk", "num_draft_tokens")
-    )
-    if facts.server.live and "speculative_algorithm" in arguments and not arguments["speculative_algorithm"]:
-        yield _at(facts, _STEPS, ERROR, "the server runs without speculation", "speculative_algorithm", "EAGLE3",
-                  "start it with --speculative-algorithm EAGLE3")  # fmt: skip
-    elif steps is None and (topk is not None or nodes is not None) and not arguments.get("speculative_adaptive"):
-        yield _at(facts, _STEPS, ERROR, "SGLang stops: eagle-topk or num-draft-tokens is given without num-steps",
-                  "speculative_num_steps", "given as well",
-                  "give --speculative-num-steps, --speculative-eagle-topk and "
-                  "--speculative-num-draft-tokens, or none of them")  # fmt: skip
-    elif steps is not None and (topk is None or nodes is None):
-        name = "speculative_eagle_topk" if topk is None else "speculative_num_draft_tokens"
-        flags = "--speculative-eagle-topk 1 --speculative-num-draft-tokens"
-        yield _at(facts, _STEPS, ERROR, "SGLang stops: num-steps is given without the other two", name, "given as well",
-                  f"add {flags} {steps + 1}")  # fmt: skip
-    elif steps is not None and topk == 1 and nodes is not None and nodes != steps + 1:
-        yield _at(facts, _STEPS, WARNING, f"with topk 1 and {steps} step{'s' if steps != 1 else ''} SGLang verifies "
-                  f"{steps + 1} tokens a round, not {nodes}: it drafts {steps}", "speculative_num_steps", nodes - 1,
-                  f"--speculative-num-steps {nodes - 1}, or --speculative-num-draft-tokens {steps + 1}")  # fmt: skip
-    elif steps is not None and topk is not None and nodes is not None and topk > 1:
-        yield from _tree(facts, steps, topk, nodes)
-    elif facts.server.live and steps == 1:
-        yield _at(facts, _STEPS, NOTE, "the server drafts one token a round, so its accept length is 2 at most",
-                  "speculative_num_steps", "what was meant",
-                  "start it with --speculative-num-steps and --speculative-num-draft-tokens one above")  # fmt: skip
+_ARGUMENT, _STEPS, _TAPS, _WEIGHTS = "config.argument", "config.steps", "wiring.aux-missing", "weights.missing"
+_ROPE, _LENGTH = "position.rope-params", "position.max-len"
+# Of which fault an argument is that the parser does not take; any other is of the line.
+_FAULTS = {
+    "speculative_num_steps": _STEPS, "speculative_eagle_topk": _STEPS, "speculative_num_draft_tokens": _STEPS,
+    "speculative_accept_threshold_single": "sampling.accept-rule",
+    "speculative_accept_threshold_acc": "sampling.accept-rule", "dtype": "precision.dtype-cast",
+    "context_length": _LENGTH, "speculative_draft_window_size": "attn.window",
+    "quantization": "precision.draft-weights", "speculative_draft_model_quantization": "precision.draft-weights",
+    "kv_cache_dtype": "precision.draft-kv", "speculative_draft_kv_cache_dtype": "precision.draft-kv",
+}  # fmt: skip
+_OTHER_ALGORITHMS = {
+    "STANDALONE": "drafts with a whole model of its own, which is fed tokens alone",
+    "NGRAM": "drafts from the text alone; the head is never run",
+    "DFLASH": "drafts with another kind of head, a block at once",
+    "DSPARK": "drafts with another kind of head, a block at once",
+    "UNO": "drafts with the target itself; the head is never run",
+    "FROZEN_KV_MTP": "drafts with the assistant of a Gemma 4 target",
+}
+# Fields of a config that a head is built from.
+_BUILT_FROM = ("architectures", "hidden_size", "target_hidden_size", "num_hidden_layers", "num_attention_heads",
+               "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size",
+               "tie_word_embeddings", "rms_norm_eps", "hidden_act", "eagle_config", "quantization_config",
+               "partial_rotary_factor")  # fmt: skip
+_OPTION = "--json-model-override-args"
+_INSTEAD = "write the fields into the target's config.json instead"
+_FILES = {"pt": "*.pt", "npcache": "*.bin", "safetensors": "*.safetensors", "fastsafetensors": "*.safetensors",
+          "instanttensor": "*.safetensors", "mistral": "consolidated*.safetensors"}  # fmt: skip
 
 
-def _tree(facts: Facts, steps: int, topk: int, nodes: int) -> Iterator[Finding]:
-    arguments = facts.server.arguments
-    most = 1 + topk + (steps - 1) * topk * topk
-    backend = arguments.get("attention_backend")
-    page = _integer(arguments, "page_size") or 1
-    if nodes - 1 < steps:
-        yield _at(facts, _STEPS, WARNING, f"{nodes} tokens a round hold {nodes - 1} drafted ones, so {steps} steps are "
-                  f"never all used", "speculative_num_draft_tokens", f"above {steps}",
-                  f"--speculative-num-draft-tokens {max(nodes, 4 * steps)}, or --speculative-num-steps "
-                  f"{nodes - 1}")  # fmt: skip
-    elif nodes > most:
-        yield _at(facts, _STEPS, ERROR, f"topk {topk} and {steps} steps make {most} tokens at most, {nodes} are asked "
-                  "for", "speculative_num_draft_tokens", f"at most {most}",
-                  f"--speculative-num-draft-tokens {most}")  # fmt: skip
-    elif backend == "trtllm_mha" or (page > 1 and isinstance(backend, str) and backend not in _TREE_BACKENDS):
-        yield _at(facts, _STEPS, ERROR, f"SGLang stops: {backend} verifies no trees" + (f" with page size {page}" if
-                  backend != "trtllm_mha" else ""), "attention_backend", " or ".join(_TREE_BACKENDS),
-                  "--attention-backend fa3, or --speculative-eagle-topk 1")  # fmt: skip
+def launch_line(facts: Facts) -> Iterator[Finding]:
+    """What the engine's own parser stops at."""
+    for refusal in facts.server.refused:
+        fault = _FAULTS.get(refusal.field, _ARGUMENT)
+        yield Finding(fault, ERROR, refusal.what, facts.server.where, refusal.field or refusal.seen, refusal.seen,
+                      refusal.expected, refusal.fix)  # fmt: skip
 
 
 def algorithm(facts: Facts) -> Iterator[Finding]:
-    """Whether the server feeds taps at all."""
-    name = facts.server.arguments.get("speculative_algorithm")
-    fc = facts.draft.tensors.get("fc.weight")
-    if facts.server.engine == "sglang" and isinstance(name, str) and name.upper() in ("EAGLE", "NEXTN"):
-        yield _at(facts, "wiring.aux-missing", ERROR, f"the algorithm {name} feeds the target's final state alone"
-                  + (f"; fc takes {fc.shape[-1]} features" if fc is not None and fc.shape else ""),
-                  "speculative_algorithm", "EAGLE3", "--speculative-algorithm EAGLE3")  # fmt: skip
-    for argument in ("load_format", "speculative_draft_load_format"):
-        if facts.server.arguments.get(argument) == "dummy":
-            yield _at(facts, "weights.missing", ERROR, "the head is loaded with random weights", argument, "auto",
-                      f"start the server without --{argument.replace('_', '-')} dummy")  # fmt: skip
-
-
-def acceptance(facts: Facts) -> Iterator[Finding]:
-    """Thresholds, rejection sampling, simulated acceptance."""
-    arguments, environment = facts.server.arguments, facts.server.environment
-    rejection = arguments.get("speculative_use_rejection_sampling") is True
-    simulated = environment.get("SGLANG_SIMULATE_ACC_LEN", "")
-    if _positive(simulated):
-        yield Finding("metrics.definition", ERROR, f"SGLANG_SIMULATE_ACC_LEN makes up an accept length of {simulated}",
-                      "environment", "SGLANG_SIMULATE_ACC_LEN", simulated, "absent",
-                      "unset SGLANG_SIMULATE_ACC_LEN and start the server again")  # fmt: skip
-    lenient = []
-    for name in ("single", "acc"):
-        field = f"speculative_accept_threshold_{name}"
-        value = arguments.get(field)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value != 1:
-            lenient.append(field)
-    if rejection:
-        draft, target = facts.draft.config.count("draft_vocab_size"), facts.target.vocab_size
-        topk = _integer(arguments, "speculative_eagle_topk")
-        field = "speculative_use_rejection_sampling"
-        drop = "start the server without --speculative-use-rejection-sampling"
-        if draft is not None and draft != target:
-            yield _at(facts, _RULE, ERROR, f"SGLang stops: rejection sampling needs one vocabulary, the "
-                                           "head drafts over "
-                      f"{draft} of {target} tokens", field, "absent", drop)  # fmt: skip
-        elif topk is not None and topk != 1:
-            yield _at(facts, _RULE, ERROR, f"SGLang stops: rejection sampling works on chains, topk is {topk}", field,
-                      "absent", f"{drop}, or with --speculative-eagle-topk 1")  # fmt: skip
-        elif lenient:
-            yield _at(facts, _RULE, ERROR, "SGLang stops: rejection sampling takes no thresholds", lenient[0], 1.0,
-                      f"start the server without --{lenient[0].replace('_', '-')}")  # fmt: skip
-    elif lenient:
-        yield _at(facts, _RULE, WARNING, "a threshold below 1 accepts tokens that the target would not have sampled: "
-                  "accept length rises and the output changes", lenient[0], 1.0,
-                  f"start the server without --{lenient[0].replace('_', '-')}")  # fmt: skip
-    if arguments.get("speculative_token_map") and facts.server.engine == "sglang":
-        yield _at(facts, "vocab.d2t", NOTE, "an EAGLE-3 head brings its own map; SGLang ignores this one",
-                  "speculative_token_map", "absent", "start the server without --speculative-token-map")  # fmt: skip
-
-
-def _positive(text: str) -> bool:
-    try:
-        return float(text) > 0
-    except ValueError:
-        return False
-
-
-def draft_precision(facts: Facts) -> Iterator[Finding]:
-    """Quantisation that the head inherits, or has."""
-    arguments, draft = facts.server.arguments, facts.draft
-    target, own = arguments.get("quantization"), arguments.get("speculative_draft_model_quantization")
-    told = arguments.get("_speculative_draft_quantization_explicitly_set")
-    inherited = own is None if told is None else told is False
-    odd = [name for name, fact in draft.tensors.items() if fact.dtype not in _FLOATS and name not in ("d2t", "t2d")]
-    method = own if isinstance(own, str) else target
-    if isinstance(method, str) and method != "unquant" and facts.server.engine == "sglang":
-        yield _at(facts, _WEIGHTS, WARNING, f"the head is quantised to {method}"
-                  + (", which it inherits from the target's" if inherited else ""),
-                  "quantization" if own is None else "speculative_draft_model_quantization", "unquant",
-                  "--speculative-draft-model-quantization unquant")  # fmt: skip
-    elif odd:
-        states = bool(draft.config.values.get("quantization_config"))
-        yield Finding(_WEIGHTS, WARNING if states else ERROR, f"the head's weights are stored as "
-                      f"{draft.tensors[odd[0]].dtype}" + ("" if states else " and no quantization_config says how"),
-                      draft.weights.file, odd[0], draft.tensors[odd[0]].dtype, "BF16",
-                      "export the head unquantised, or replay it both ways")  # fmt: skip
-
-
-def draft_kv(facts: Facts) -> Iterator[Finding]:
-    """The dtype of the head's KV cache."""
-    arguments = facts.server.arguments
-    kept, own = arguments.get("kv_cache_dtype"), arguments.get("speculative_draft_kv_cache_dtype")
-    in_force = own if isinstance(own, str) else kept
-    low = isinstance(in_force, str) and in_force not in ("auto", "bf16", "bfloat16", "float16", "fp16")
-    if low and facts.server.engine == "vllm":
-        yield _at(facts, _KV, WARNING, f"the head's KV cache is {in_force} as the target's", "kv_cache_dtype", "auto",
-                  "start the server without --kv-cache-dtype")  # fmt: skip
-    elif low and facts.server.engine == "sglang":
-        yield _at(facts, _KV, WARNING, f"the head's KV cache is {in_force} without calibrated scales"
-                  + ("" if own else ", as the target's"), "speculative_draft_kv_cache_dtype" if own else
-                  "kv_cache_dtype", "bf16", "--speculative-draft-kv-cache-dtype bf16")  # fmt: skip
-
-
-def dtype(facts: Facts) -> Iterator[Finding]:
-    """What the engine computes the head in, against the target."""
-    if facts.server.engine != "sglang":
+    """Whether the server feeds taps at all, and to the head's own weights."""
+    server, field = facts.server, "speculative_algorithm"
+    if server.engine != "sglang" or server.refused:
         return
-    stated = facts.server.arguments.get("dtype")
-    if isinstance(stated, str) and stated != "auto":
-        yield from _beyond_fp16(facts, _SHORT.get(stated, stated))
+    drafting = resolve(server, facts.target.architecture)
+    name, given = drafting.algorithm, show_name(str(server.arguments.get(field)))
+    use = "--speculative-algorithm EAGLE3"
+    if drafting.stop is not None and drafting.stop.field == field:
+        yield at(facts, _ARGUMENT, ERROR, drafting.stop.what, field, "EAGLE3", use)
+    elif name is None and (not server.live or field in server.arguments) and not server.flag(_CAPTURE):
+        without = "" if server.live or drafting.known else "without --speculative-algorithm "
+        what = f"{without}the server runs without speculation; the head is never loaded"
+        yield at(facts, _STEPS, ERROR, what, field, "EAGLE3", f"start it with {use}" if server.live else f"add {use}")
+    elif name == "EAGLE":
+        fc = facts.draft.tensors.get("fc.weight")
+        yield at(facts, _TAPS, ERROR, f"the algorithm {given} feeds the target's final state alone"
+                 + (f"; fc takes {fc.shape[-1]} features" if fc is not None and fc.shape else ""), field, "EAGLE3",
+                 use)  # fmt: skip
+    elif name in _OTHER_ALGORITHMS:
+        yield at(facts, _TAPS, ERROR, f"the algorithm {given} {_OTHER_ALGORITHMS[name]}", field, "EAGLE3", use)
+    elif name is not None and server.whole and not server.live:
+        yield from _draft_path(facts)
+
+
+_CAPTURE = "enable_return_aux_hidden_states"  # taps of a target without a head: another use of the algorithm's name
+
+
+def _draft_path(facts: Facts) -> Iterator[Finding]:
+    server, field = facts.server, "speculative_draft_model_path"
+    path, target = server.text(field), server.text("model_path")
+    if path is None and field not in server.arguments and not server.flag(_CAPTURE):
+        yield at(facts, _WEIGHTS, ERROR, "without --speculative-draft-model-path SGLang takes the target itself for "
+                 "the head", field, "the head's folder", "add --speculative-draft-model-path DIR")  # fmt: skip
+    elif path is not None and path == target:
+        yield at(facts, _WEIGHTS, ERROR, "the draft model path is the target's own", field, "the head's folder",
+                 "--speculative-draft-model-path DIR, with the folder of the head")  # fmt: skip
+
+
+def load_format(facts: Facts) -> Iterator[Finding]:
+    """Which files the head's weights are read from: the draft's own format, else the target's."""
+    server = facts.server
+    if server.engine != "sglang":
         return
-    draft, own, other = facts.draft.config, stated_dtype(facts.draft.config), facts.target.dtype
-    seen = _in_force(own, draft.text("model_type") or "")
-    wanted = _in_force(other, facts.target.model_types[0] if facts.target.model_types else "")
-    if seen != wanted:
-        why = "the config states no dtype" if own is None else f"the config says {own}"
-        falls = ", and SGLang takes fp16 for fp32" if own is None or _SHORT.get(own) == "fp32" else ""
-        full = {"bf16": "bfloat16", "fp16": "float16"}.get(wanted, wanted)
-        yield Finding(_CAST, WARNING, f"{why}{falls}: the head runs in {seen} beside a target in {wanted}", draft.where,
-                      "dtype" if draft.has("dtype") else "torch_dtype", own or "absent", full,
-                      f'write "torch_dtype": "{full}", or start the server with --dtype {full}')  # fmt: skip
+    own = "speculative_draft_load_format"
+    field = own if server.text(own) is not None else "load_format"
+    value = server.text(field)
+    wanted, has = _FILES.get(value or ""), facts.draft.weights.file.rpartition("/")[2]
+    kept = "*.bin" if has.endswith(".bin") else "*.safetensors"
+    if value == "dummy":
+        yield at(facts, _WEIGHTS, ERROR, "the head is loaded with random weights", field, "auto",
+                 f"start the server without {flag(field)} dummy")  # fmt: skip
+    elif wanted is not None and wanted != kept:
+        yield at(facts, _WEIGHTS, ERROR, f"SGLang stops: {flag(field)} {value} reads {wanted}, the head's weights are "
+                 f"{has}", field, "auto", f"--{own.replace('_', '-')} auto")  # fmt: skip
+
+
+def override(facts: Facts) -> Iterator[Finding]:
+    """``--json-model-override-args`` goes into the head's config as well. At most one finding."""
+    server, text = facts.server, facts.server.text(FIELD)
+    if server.engine != "sglang" or text is None:
+        return
+    changes, before, after = override_of(server), facts.draft.original, facts.draft.config.values
+    rebuilt = [key for key in _BUILT_FROM if key in changes and before.get(key) != after.get(key)]
+    inner = changes.get("text_config")
+    if not is_read(text):
+        yield at(facts, _ARGUMENT, ERROR, f"SGLang stops: {_OPTION} is no JSON object", FIELD, "a JSON object",
+                 "write the fields and their values as one JSON object")  # fmt: skip
+    elif rebuilt:
+        yield at(facts, _ARGUMENT, ERROR, f"{_OPTION} rewrites {', '.join(rebuilt)} of the head too", FIELD,
+                 "fields of the target alone", _INSTEAD)  # fmt: skip
+    elif isinstance(inner, dict):
+        effect = "gives the head the target's sizes too" if "num_attention_heads" in inner else "gives the head a "\
+                 "text_config without heads"  # fmt: skip
+        yield at(facts, _ARGUMENT, ERROR, f"SGLang stops: {_OPTION} {effect}", FIELD, "no text_config", _INSTEAD)
     else:
-        yield from _beyond_fp16(facts, seen)
+        yield from _rope_override(facts, changes)
+        yield from _length_override(facts, changes)
 
 
-def _beyond_fp16(facts: Facts, dtype: str) -> Iterator[Finding]:
-    """Only where the weights were read whole."""
-    large = [name for name, extent in (facts.draft.weights.extents or {}).items() if extent.beyond_fp16]
-    if large and dtype == "fp16":
-        yield Finding(_CAST, ERROR, f"{large[0]} holds numbers that fp16 cannot", facts.draft.weights.file, large[0],
-                      "above 65504", "within fp16", "start the server with --dtype bfloat16")  # fmt: skip
+def _rope_override(facts: Facts, changes: Mapping[str, Any]) -> Iterator[Finding]:
+    stated = next((changes[key] for key in ("rope_scaling", "rope_parameters") if key in changes), None)
+    old, new = (rope_of(document) for document in (facts.draft.original, facts.draft.config.values))
+    if isinstance(stated, dict) and "type" in stated and "rope_type" not in stated:
+        yield at(facts, _ROPE, WARNING, f'"type" in {_OPTION} scales no rope: SGLang goes by rope_type, which stays '
+                 f"{show_name(str(new['rope_type']))}", FIELD, '"rope_type"',
+                 f'{_INSTEAD}; "rope_type" here would rewrite the head\'s rope too')  # fmt: skip
+    elif rewrites_rope(facts.draft.original, facts.draft.config.values):
+        was, now = (show_name(f"{one['rope_type']}, theta {one.get('rope_theta', 10000)}") for one in (old, new))
+        yield at(facts, _ROPE, WARNING, f"{_OPTION} rewrites the head's rope too, from {was} to {now}", FIELD,
+                 "the rope that the head was trained with", f"{_INSTEAD}, or train the head with it")  # fmt: skip
+    elif "rope_theta" in changes:
+        yield at(facts, _ROPE, WARNING, f'"rope_theta" in {_OPTION} changes nothing: SGLang takes theta from '
+                 "rope_parameters", FIELD, "rope_parameters", "write it into the target's config.json")  # fmt: skip
 
 
-def _in_force(stated: str | None, model_type: str) -> str:
-    """configs/model_config.py: with --dtype auto, absent is fp32 and fp32 becomes fp16, for Gemma bf16."""
-    short = _SHORT.get(stated or "float32", stated or "fp32")
-    return short if short != "fp32" else "bf16" if model_type.startswith("gemma") else "fp16"
+def _length_override(facts: Facts, changes: Mapping[str, Any]) -> Iterator[Finding]:
+    own = context_of(Settings(facts.draft.original, facts.draft.config.where))
+    served = served_length(facts)
+    if "max_position_embeddings" in changes and own < served <= context_of(facts.draft.config):
+        yield at(facts, _LENGTH, WARNING, f"{_OPTION} lifts the head's longest position from {own} too: {served} are "
+                 "served, beyond its training", FIELD, f"{own} positions",
+                 f"start the server with --context-length {own}, or train the head on longer ones")  # fmt: skip
+
+
+def context(facts: Facts) -> Iterator[Finding]:
+    """The context that is asked for against the target's own (configs/model_config.py, _derive_context_length)."""
+    server, field = facts.server, "context_length"
+    asked, own = server.integer(field), context_of(facts.target.config)
+    if server.engine != "sglang" or asked is None or server.live:
+        return
+    if asked < 1:
+        yield at(facts, _LENGTH, ERROR, f"SGLang stops: a context of {asked} tokens holds no request", field,
+                 "at least 1", f"{flag(field)} {own}")  # fmt: skip
+    elif asked > own and not server.variable(OVERRIDE):
+        yield at(facts, _LENGTH, ERROR, f"SGLang stops: the target goes to position {own}, {asked} are asked for",
+                 field, f"at most {own}", f"{flag(field)} {own}, or {OVERRIDE}=1 before the command")  # fmt: skip

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from replay.analysis.json_document import JsonObject, object_json
 from replay.check import (
+    rules_acceptance,
+    rules_depth,
+    rules_parallel,
     rules_positions,
+    rules_precision,
+    rules_refused,
     rules_server,
     rules_target,
     rules_tensors,
@@ -57,12 +62,18 @@ RULES: tuple[CheckRule, ...] = (
     CheckRule("attention window", rules_positions.window),
     CheckRule("longest position", rules_positions.max_length),
     CheckRule("positions of images", rules_positions.image_positions),
-    CheckRule("dtype", rules_server.dtype),
-    CheckRule("dtype of the weights and inherited quantisation", rules_server.draft_precision),
-    CheckRule("drafting depth", rules_server.depth, _stated, _SERVER),
-    CheckRule("algorithm and load format", rules_server.algorithm, _stated, _SERVER),
-    CheckRule("acceptance rule", rules_server.acceptance, _stated, _SERVER),
-    CheckRule("KV cache dtype", rules_server.draft_kv, _stated, _SERVER),
+    CheckRule("dtype", rules_precision.dtype),
+    CheckRule("dtype of the weights and inherited quantisation", rules_precision.draft_precision),
+    CheckRule("launch line", rules_server.launch_line, _stated, _SERVER),
+    CheckRule("algorithm", rules_server.algorithm, _stated, _SERVER),
+    CheckRule("load format", rules_server.load_format, _stated, _SERVER),
+    CheckRule("override of the configs", rules_server.override, _stated, _SERVER),
+    CheckRule("context asked for", rules_server.context, _stated, _SERVER),
+    CheckRule("drafting depth", rules_depth.depth, _stated, _SERVER),
+    CheckRule("acceptance rule", rules_acceptance.acceptance, _stated, _SERVER),
+    CheckRule("KV cache dtype", rules_precision.draft_kv, _stated, _SERVER),
+    CheckRule("shares of each GPU", rules_parallel.shares, _stated, _SERVER),
+    CheckRule("arguments that exclude each other", rules_refused.refused, _stated, _SERVER),
     CheckRule(
         "coverage of emitted tokens", rules_vocabulary.coverage, lambda facts: facts.emitted is not None, "--trace"
     ),

@@ -1,32 +1,34 @@
 """Server arguments as typed, or as a live server reports them → what rules look at."""
 
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from replay.check.launch_line import LaunchLine, split_line
+from replay.check.option_file import with_file
+from replay.check.options import Option, Refusal, read_options
 from replay.errors import UsageError
 from replay.traces.fields import Fields, parse_json, show
 
 ENGINES_WITH_RULES = ("sglang", "vllm", "eagle")
-_ALIASES = {
-    "speculative_algo": "speculative_algorithm",
-    "speculative_draft_model": "speculative_draft_model_path",
-    "model": "model_path",
-}
+_SERVE = (Option(("--model-type",), "model_type"),)  # of `sglang serve` (cli/serve.py)
+_HELP = (Option(("-h", "--help"), "help", "flag"),)
+_ALIASES = {"speculative_draft_model": "speculative_draft_model_path", "model": "model_path"}
 _NUMBERS = ("context_length", "max_model_len", "speculative_num_steps", "speculative_eagle_topk",
             "speculative_num_draft_tokens", "speculative_draft_window_size", "page_size",
             "speculative_accept_threshold_single", "speculative_accept_threshold_acc")  # fmt: skip
 _TEXTS = ("dtype", "quantization", "kv_cache_dtype", "speculative_draft_kv_cache_dtype", "load_format",
           "speculative_draft_model_quantization", "speculative_algorithm", "attention_backend",
           "speculative_draft_load_format")  # fmt: skip
-_VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """How it is, or will be, served: arguments in snake_case, ``stated`` where any are known, ``live`` where asked."""
+    """How it is, or will be, served: arguments in snake_case, ``stated`` where any are known, ``live`` where asked.
+
+    ``whole``: the line names a command or a target, so what is not in it is not given at all. ``refused``: what the
+    engine's own parser stops at.
+    """
 
     engine: str = "sglang"
     version: str | None = None
@@ -34,11 +36,43 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
     stated: bool = False
     live: bool = False
+    whole: bool = False
+    refused: tuple[Refusal, ...] = ()
 
     @property
     def where(self) -> str:
         """What evidence calls it."""
         return "/server_info" if self.live else "server arguments"
+
+    def integer(self, name: str) -> int | None:
+        """A whole number among the arguments."""
+        value = self.arguments.get(name)
+        return value if type(value) is int else None
+
+    def number(self, name: str) -> float | None:
+        """A number among the arguments."""
+        value = self.arguments.get(name)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def text(self, name: str) -> str | None:
+        """A word among the arguments."""
+        value = self.arguments.get(name)
+        return value if isinstance(value, str) else None
+
+    def flag(self, name: str) -> bool:
+        """Whether a switch among the arguments is on."""
+        return self.arguments.get(name) is True
+
+    def variable(self, name: str) -> bool:
+        """A switch of the environment, as SGLang 0.5.23 environ.py (EnvBool) reads it: anything odd is off."""
+        return self.environment.get(name, "").lower() in ("true", "1", "yes", "y")
+
+    def variable_number(self, name: str, default: float) -> float:
+        """A number of the environment, as SGLang 0.5.23 environ.py (EnvFloat) reads it: anything odd is the default."""
+        try:
+            return float(self.environment[name])
+        except (KeyError, ValueError):
+            return default
 
 
 def check_engine(name: str | None) -> None:
@@ -48,19 +82,18 @@ def check_engine(name: str | None) -> None:
 
 
 def parse_server_arguments(text: str, engine: str | None = None) -> Server:
-    """A launch line or a part of one: leading VARIABLE=value words, then --options; other words are passed over.
+    """A launch line or a part of one, as a shell and then the engine's own parser take it apart.
 
-    vLLM is known by ``--speculative-config`` or its name. Raises UsageError for a line or a number that cannot be.
+    vLLM is known by its command or ``--speculative-config``. What SGLang's parser would stop at is in ``refused``.
+    Raises UsageError for a line that cannot be split, for a file of ``--config`` that is not here, and for values of
+    another engine that cannot be.
     """
-    try:
-        words = shlex.split(text, comments=True)
-    except ValueError as error:
-        raise UsageError(f"--server-args cannot be split into words ({error}); close the quote") from error
-    first = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
-    environment = dict(word.rstrip(";").split("=", 1) for word in words[:first] if _VARIABLE.fullmatch(word))
-    arguments = _options(words[first:])
-    known = engine or ("vllm" if "speculative_config" in arguments or "vllm" in words[:first] else "sglang")
-    return Server(known, None, _checked(arguments), environment, stated=True)
+    line = split_line(text)
+    loose = _options(line.words)
+    known = engine or ("vllm" if line.command == "vllm" or "speculative_config" in loose else "sglang")
+    if known == "sglang":
+        return _sglang(line)
+    return Server(known, None, _checked(loose), line.environment, stated=True, whole=line.command is not None)
 
 
 def live_server(info: Any, url: str) -> Server:
@@ -74,12 +107,45 @@ def live_server(info: Any, url: str) -> Server:
         raise UsageError(f"{url} reports no model_path: --server takes the address of an SGLang server")
     version = info.get("version")
     return Server(
-        "sglang", version if isinstance(version, str) else None, _checked(arguments), {}, stated=True, live=True
+        "sglang",
+        version if isinstance(version, str) else None,
+        _checked(arguments),
+        {},
+        stated=True,
+        live=True,
+        whole=True,
     )
 
 
+def _sglang(line: LaunchLine) -> Server:
+    """Sources: SGLang 0.5.23 server_args.py (prepare_server_args), cli/serve.py."""
+    words, refused = with_file(_with_model(line))
+    more = (*_HELP, *(_SERVE if line.command == "serve" else ()))
+    read = read_options(words, more=more, strict=line.command != "other")
+    given = dict(read.given)
+    if (unread := given.pop("config", None)) is not None:
+        refused = (*refused, _unread_file(str(unread)))
+    if given.pop("help", False):
+        refused = (*refused, Refusal("help", "SGLang prints its help and ends", "--help", "absent", "take --help away"))
+    whole = not read.open and (line.command is not None or "model_path" in given)
+    return Server("sglang", None, given, line.environment, stated=True, whole=whole, refused=(*refused, *read.refused))
+
+
+def _with_model(line: LaunchLine) -> Sequence[str]:
+    """`sglang serve` takes the target as its first word too."""
+    if line.command == "serve" and line.words and not line.words[0].startswith("-"):
+        return ("--model-path", *line.words)
+    return line.words
+
+
+def _unread_file(name: str) -> Refusal:
+    """SGLang looks for the word ``--config`` itself; spelled otherwise it is parsed and then forgotten."""
+    return Refusal("config", f"SGLang reads no file from {show(name)}: it looks for --config and FILE as two words",
+                   show(name), "--config FILE", f"write --config {name}")  # fmt: skip
+
+
 def _options(words: Sequence[str]) -> dict[str, Any]:
-    """``--a-b v``, ``--a-b=v`` and bare flags; the last of a repeated option counts, as in argparse."""
+    """``--a-b v``, ``--a-b=v`` and bare flags, of an engine whose options are not in a table; the last one counts."""
     options: dict[str, Any] = {}
     index = 0
     while index < len(words):

@@ -253,13 +253,70 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
         server=EAGLE3 + "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 16")),
     "depth without its companions": ("config.steps", "error", Case(server=EAGLE3 + "--speculative-num-steps 5")),
     "draft tokens without depth": ("config.steps", "error", Case(server=EAGLE3 + "--speculative-num-draft-tokens 8")),
-    "tree of fewer tokens than steps": ("config.steps", "warning", Case(
+    "tree of fewer tokens than steps": ("config.steps", "error", Case(
         server=EAGLE3 + "--speculative-num-steps 8 --speculative-eagle-topk 4 --speculative-num-draft-tokens 4")),
     "tree of more tokens than branches": ("config.steps", "error", Case(
         server=EAGLE3 + "--speculative-num-steps 1 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16")),
     "tree that the backend cannot": ("config.steps", "error", Case(
         server=EAGLE3 + "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8 "
         "--attention-backend trtllm_mha")),
+    "no steps": ("config.steps", "error", Case(
+        server=EAGLE3 + "--speculative-num-steps 0 --speculative-eagle-topk 1")),
+    "fewer than no steps": ("config.steps", "error", Case(
+        server=EAGLE3 + "--speculative-num-steps -1 --speculative-eagle-topk 1")),
+    "no branches": ("config.steps", "error", Case(
+        server=EAGLE3 + "--speculative-num-steps 3 --speculative-eagle-topk 0 --speculative-num-draft-tokens 4")),
+    "tree of one token": ("config.steps", "error", Case(
+        server=EAGLE3 + "--speculative-num-steps 3 --speculative-eagle-topk 2 --speculative-num-draft-tokens 1")),
+    "tree without a size": ("config.steps", "error", Case(
+        server=EAGLE3 + "--speculative-num-steps 3 --speculative-eagle-topk 4")),
+    "steps that are no number": ("config.steps", "error", Case(server=EAGLE3 + "--speculative-num-steps 3.5")),
+    "option that is none": ("config.argument", "error", Case(server=EAGLE3 + CHAIN + "--speculative-num-stepz 3")),
+    "dtype that is none": ("precision.dtype-cast", "error", Case(server=EAGLE3 + CHAIN + "--dtype int7")),
+    "file of options that is not read": (
+        "config.argument", "error", Case(server=EAGLE3 + CHAIN + "--config=server.yaml")),
+    "no algorithm": ("config.steps", "error", Case(server=EAGLE3.partition("EAGLE3 ")[2] + CHAIN)),
+    "algorithm NONE": ("config.steps", "error", Case(server=EAGLE3.replace("EAGLE3", "none") + CHAIN)),
+    "algorithm with a hyphen": ("config.argument", "error", Case(server=EAGLE3.replace("EAGLE3", "EAGLE-3") + CHAIN)),
+    "algorithm STANDALONE": (
+        "wiring.aux-missing", "error", Case(server=EAGLE3.replace("EAGLE3", "standalone") + CHAIN)),
+    "whole line without a head": ("weights.missing", "error", Case(
+        server="sglang serve target --speculative-algorithm EAGLE3 " + CHAIN)),
+    "the target for a head": ("weights.missing", "error", Case(server=EAGLE3 + CHAIN + "--model-path x")),
+    "files that are not there": ("weights.missing", "error", Case(
+        server=EAGLE3 + CHAIN + "--speculative-draft-load-format pt")),
+    "context of nothing": ("position.max-len", "error", Case(server=EAGLE3 + CHAIN + "--context-length -5")),
+    "context beyond the target's": ("position.max-len", "error", Case(
+        {"max_position_embeddings": 512}, server=EAGLE3 + CHAIN + "--context-length 512")),
+    "rope of the head rewritten too": ("position.rope-params", "warning", Case(
+        server=EAGLE3 + CHAIN
+        + """--json-model-override-args '{"rope_scaling": {"rope_type": "linear", "factor": 4.0}}'""")),
+    "rope by its old name": ("position.rope-params", "warning", Case(
+        server=EAGLE3 + CHAIN + """--json-model-override-args '{"rope_scaling": {"type": "yarn"}}'""")),
+    "theta where nobody reads it": ("position.rope-params", "warning", Case(
+        server=EAGLE3 + CHAIN + """--json-model-override-args '{"rope_theta": 1e6}'""")),
+    "length of the head rewritten too": ("position.max-len", "warning", Case(
+        server=EAGLE3 + CHAIN + """--json-model-override-args '{"max_position_embeddings": 4096}'""")),
+    "norm of the head rewritten too": ("config.argument", "error", Case(
+        server=EAGLE3 + CHAIN + """--json-model-override-args '{"rms_norm_eps": 0.1}'""")),
+    "override that is no object": ("config.argument", "error", Case(
+        server=EAGLE3 + CHAIN + "--json-model-override-args yarn")),
+    "more GPUs than the head has heads": ("config.argument", "error", Case(server=EAGLE3 + CHAIN + "--tp-size 8")),
+    "pipeline parallelism": ("config.argument", "error", Case(server=EAGLE3 + CHAIN + "--pp-size 2")),
+    "window below nothing": ("attn.window", "error", Case(
+        server=EAGLE3 + CHAIN + "--speculative-draft-window-size -64")),
+    "backend by which no head drafts": ("config.argument", "error", Case(
+        server=EAGLE3 + CHAIN + "--attention-backend torch_native")),
+    "verify mode that is none": ("config.argument", "error", Case(
+        server="SGLANG_RAGGED_VERIFY_MODE=dynamic " + EAGLE3 + CHAIN)),
+    "fp16 over bf16": ("precision.dtype-cast", "warning", Case(server=EAGLE3 + CHAIN + "--dtype half")),
+    "inherited AWQ": ("precision.draft-weights", "error", Case(server=EAGLE3 + CHAIN + "--quantization awq")),
+    "taken for int8": ("precision.draft-weights", "error", Case(
+        server=EAGLE3 + CHAIN + "--speculative-draft-model-quantization w8a8_int8")),
+    "threshold above 1": (
+        "sampling.accept-rule", "error", Case(server=EAGLE3 + CHAIN + "--speculative-accept-threshold-acc 1.5")),
+    "block verification over two vocabularies": (
+        "sampling.accept-rule", "error", Case(server=EAGLE3 + CHAIN + "--speculative-use-block-verification")),
     "lenient threshold": (
         "sampling.accept-rule", "warning", Case(server=EAGLE3 + CHAIN + "--speculative-accept-threshold-single 0.8")),
     "rejection sampling over two vocabularies": (
@@ -288,7 +345,9 @@ def test_a_broken_pair_is_named(name: str, tmp_path: Path) -> None:
 
 
 # Kinds that only the check can see: nothing that a replay could play, so the fault table lacks them.
-ONLY_CHECKED = {"config.field-drop", "config.steps", "metrics.definition", "mm.embeds", "sampling.accept-rule"}
+ONLY_CHECKED = {
+    "config.argument", "config.field-drop", "config.steps", "metrics.definition", "mm.embeds", "sampling.accept-rule",
+}  # fmt: skip
 
 
 def test_every_fault_name_is_of_the_fault_table() -> None:

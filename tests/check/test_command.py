@@ -114,7 +114,7 @@ def _serving(info: dict[str, Any]) -> Iterator[str]:
         (("--server", "127.0.0.1:1"), 1),  # nobody listens there
         (("--engine", "mlx"), 1),
         (("--wiring", "embed,99"), 1),
-        (("--server-args", "--speculative-num-steps x"), 1),
+        (("--server-args", "--dtype 'half"), 1),
         (("--server", "x", "--server-args", "y"), 2),
         (("--server", "x", "--engine", "vllm"), 2),
     ],
