@@ -8,7 +8,7 @@ the state of another one; tokens, positions and draft KV stay its own.
 Suffixes as in chains.py: A anchors of all packed requests, K steps, X whatever follows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,17 +40,19 @@ def row_handed(crossed: str, row: int, batch: int) -> int:
 def handed_from(crossed: str, rows_A: BatchRows) -> list[int]:
     """Whose state each anchor is handed, as an index among the anchors; -1 where that one is not among them.
 
-    Anchors rise within a request. Several may have one batch row, those behind the start of its round; the state of
-    that row is the first one's.
+    Anchors rise within a request. Several may have one batch row, those behind the start of its round; other requests
+    are handed the state of the first one.
     """
     first: dict[tuple[int, int], int] = {}
     for anchor, here in enumerate(rows_A):
         if here is not None:
             first.setdefault((here.verify_pass, here.row), anchor)
-    return [
-        -1 if here is None else first.get((here.verify_pass, row_handed(crossed, here.row, here.batch)), -1)
-        for here in rows_A
-    ]
+    return [-1 if here is None else _source(crossed, anchor, here, first) for anchor, here in enumerate(rows_A)]
+
+
+def _source(crossed: str, anchor: int, here: BatchRow, first: Mapping[tuple[int, int], int]) -> int:
+    row = row_handed(crossed, here.row, here.batch)
+    return anchor if row == here.row else first.get((here.verify_pass, row), -1)
 
 
 def handover(behaviour: Behaviour, rows_A: BatchRows | None, device: torch.device) -> Callable[[Tensor, int], Tensor]:
