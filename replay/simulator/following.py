@@ -156,7 +156,7 @@ def _follow(
         read = tree_margins_along(
             head, inputs, trees, topk=group.topk, steps=steps, kv=group.kv, scales=scales, first=first
         )
-        known = _known_states(group, inputs, [tree.depth_AN[:, :1].expand(-1, steps) > -1 for tree in read])
+        known = _known_states(group, inputs, [torch.ones((item.anchors, steps), dtype=torch.bool) for item in inputs])
         return [_from_trees(*one, scales=scales, choices=choices) for one in _own(along, read, trees, known)]
     chains = [one.chains(steps) for one in along.drafts]
     known = _known_states(group, inputs, [chain_AK >= 0 for chain_AK in chains])
@@ -221,7 +221,8 @@ def _from_trees(
 ) -> Followed:
     told_AN = (served.drafted_AN >= 0) & (read.depth_AN > 0)
     round_AN = torch.arange(len(told_AN))[:, None].expand_as(told_AN)
-    known_AN = known_AK.gather(1, read.depth_AN.clamp(min=1) - 1)
+    # Nodes of all depths compete for a place in the tree.
+    known_AN = known_AK.all(dim=1, keepdim=True).expand_as(told_AN)
     found = Followed(
         request_N=np.zeros(int(told_AN.sum()), dtype=np.int64),
         round_N=_numbers(round_AN[told_AN]),

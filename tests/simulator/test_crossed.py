@@ -160,6 +160,23 @@ def test_where_it_is_not_known_who_else_was_there_no_token_counts(
     assert measure_noise(found, noisy).tokens == measure_noise(whole, noisy).tokens - _half(whole, noisy, unknown_N)
 
 
+def test_a_tree_of_which_some_state_is_not_known_counts_in_no_node(
+    trees: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its nodes compete with each other. Trees of batches without the missing request are as they were."""
+    rounds = trees.served_rounds()
+    left = rounds.filter(pl.col("request_id") != "r2")
+    whole = along(trees, FAULTS[0], left, **TREE)
+    with monkeypatch.context() as patched:
+        found = along(with_rounds(trees, left, patched), FAULTS[0], **TREE)
+    passes = set(rounds.filter(request_id="r2")["verify_pass"])
+    order = left.sort(pl.col("request_id").replace_strict({f"r{n}": n for n in range(6)}), "round")
+    touched_R = np.array([number in passes for number in order["verify_pass"]])
+    assert 0 < touched_R.sum() < len(touched_R) and np.array_equal(found.alike_R, ~touched_R)
+    assert np.array_equal(found.same_N, ~touched_R[found.round_N]) and not found.margin_N.any()
+    np.testing.assert_allclose(found.log_prob_N[found.same_N], whole.log_prob_N[found.same_N], rtol=1e-4, atol=1e-4)
+
+
 def _half(whole: Followed, noisy: Followed, chosen_N: np.ndarray) -> int:
     """How many of the chosen tokens noise would have been measured on."""
     likely_N = np.maximum(whole.log_prob_N, noisy.log_prob_N) > np.log(0.5)
