@@ -24,7 +24,7 @@ WORKERS ?= 2
 ARGS   ?=
 KERNELS ?= default AVX512_CORE AVX2 plain
 EQUALITY := tests/whole/test_predict_server.py tests/whole/test_predict_trees.py \
-	tests/whole/test_predict_chunks.py tests/capture/test_rig_server.py
+	tests/whole/test_predict_chunks.py tests/whole/test_predict_crossed.py tests/capture/test_rig_server.py
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check

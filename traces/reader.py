@@ -204,6 +204,18 @@ class Trace:
         return rounds_of(read_served(path, data), {record.request_id for record in self.records})
 
     @cached_property
+    def largest_batch(self) -> int:
+        """The most requests of a verify pass in which two or more of this trace ran; 0 where none is known.
+
+        Raises TraceCorruptError.
+        """
+        import polars as pl
+
+        told = self.served_rounds().filter(pl.col("verify_pass").is_not_null())
+        batches = told.filter(pl.len().over("verify_pass") > 1)["batch"].drop_nulls().to_list()
+        return max(batches, default=0)
+
+    @cached_property
     def _in_shard(self) -> dict[str, tuple[int, int]]:
         """Of each shard the index of its first request, and how many it holds."""
         counts = Counter(record.shard for record in self.records)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from replay.diagnosis.case import Case
-from replay.engines.behaviour import RECORDED
+from replay.engines.behaviour import CROSSED, RECORDED
 from replay.faults.table import TREE_FAULT
 from replay.traces.reader import Trace
 
@@ -108,6 +108,18 @@ def _chunks(case: Case) -> Iterator[str]:
     yield from (str(size) for size in (*told, *_powers_of_two(8)) if size < longest)
 
 
+def _crossed_rows(case: Case) -> Iterator[str]:
+    """Where the server verified several requests together: rows that differ in its batches. A batch of two has one
+    other row, and one step or two hand over a state at most once."""
+    largest, steps = case.trace.largest_batch, case.served.steps
+    if largest < 2 or steps < 2:
+        return
+    for row in CROSSED[1:] if largest > 2 else ("previous", "first"):
+        yield row
+        if steps > 2:
+            yield f"{row}:once"
+
+
 def _tree_layouts(case: Case) -> Iterator[str]:
     yield from (layout for layout in ("slot", "path") if case.served.topk > 1 and layout != case.served.kv)
 
@@ -161,6 +173,7 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     "kv.none": always("alone"),
     "state.hidden-row": always("drafted", "first", "previous", "hidden-only"),
     "state.dropped": _dropped_blocks,
+    "state.crossed": _crossed_rows,
     "state.noise": CANNOT_BE_GUESSED,  # its drafts are nobody's
     "precision.draft-weights": always(
         "fp8", "fp8:channel", "weights=fp8", "weights=fp8:channel", "int8", "w8a8", "w4a16:g128", "w4a16:g128:sym7",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from replay.analysis.diagnosis.breakdown import length_range
 from replay.diagnosis.case import Case
-from replay.simulator.following import served_drafts
+from replay.simulator.served_drafts import served_drafts
 
 if TYPE_CHECKING:
     import polars as pl

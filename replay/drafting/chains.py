@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replay.drafting.crossed import handover
 from replay.drafting.first_pass import FirstPass, PackedAttention
 from replay.drafting.rows import drafted_positions
 from replay.engines.behaviour import Behaviour
@@ -36,13 +37,15 @@ def chain_steps(head: Head, first: FirstPass, steps: int, feed: Callable[[int], 
     """The states of ``steps`` steps, one after the other.
 
     ``feed(step)`` gives the target ids [A] that the rows of ``step`` (1, 2, ...) embed. It is asked for them when the
-    step before has been dealt with, and so may answer with what was drafted there.
+    step before has been dealt with, and so may answer with what was drafted there. Raises UsageError where states
+    cross between requests (crossed.py) and ``first`` does not know their batches.
     """
+    handed = handover(head.behaviour, first.batch_rows, head.device)
     yield ChainStep(first.output.normed_RE, first.logit_sizes)
     attention, state_AE = ChainAttention(head, first.attention), first.output.feedback_RE
     for step in range(1, steps):
         positions_A = drafted_positions(first.anchor_rows_A, step, head.behaviour)
-        output = head.forward(head.embed(feed(step)), state_AE, positions_A, attention)
+        output = head.forward(head.embed(feed(step)), handed(state_AE, step), positions_A, attention)
         state_AE = output.feedback_RE
         yield ChainStep(output.normed_RE, None)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replay.drafting.crossed import BatchRows
 from replay.drafting.product_sizes import served_sizes
 from replay.drafting.rows import DraftInput, Rows, committed_rows
 from replay.head.attention import KeyValues, Sight, attend_committed_and_chain
@@ -25,13 +26,14 @@ class FirstPass:
     """What it leaves behind: the committed draft KV, and for each anchor its row's output and the row's index [A].
 
     ``logit_sizes`` are those of the products in which a server read logits from these rows; None where they do not
-    matter.
+    matter. ``batch_rows`` [A] in which a server drafted at the anchors; None where that was not told of all requests.
     """
 
     attention: "PackedAttention"
     output: HeadOutput
     anchor_rows_A: Tensor
     logit_sizes: ProductSizes | None = None
+    batch_rows: BatchRows | None = None
 
 
 def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
@@ -54,10 +56,16 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
         sizes,
     )
     index_A = torch.cat([item.anchors_A for item in inputs]).to(head.device) - 1
+    batch_rows = _batch_rows(inputs)
     if sizes is None:
-        return FirstPass(attention, output, index_A)
+        return FirstPass(attention, output, index_A, batch_rows=batch_rows)
     kept = HeadOutput(output.normed_RE[keep_A], output.feedback_RE[keep_A])
-    return FirstPass(attention, kept, index_A, _logit_sizes(head, inputs, sizes.sizes_R[keep_A]))
+    return FirstPass(attention, kept, index_A, _logit_sizes(head, inputs, sizes.sizes_R[keep_A]), batch_rows)
+
+
+def _batch_rows(inputs: Sequence[DraftInput]) -> BatchRows | None:
+    told = [item.batch_rows for item in inputs if item.batch_rows is not None]
+    return [row for rows in told for row in rows] if len(told) == len(inputs) else None
 
 
 def _logit_sizes(head: Head, inputs: Sequence[DraftInput], sizes_A: Tensor) -> ProductSizes:

@@ -1,8 +1,9 @@
 """Rounds in order, many requests side by side: for behaviour under which the draft KV depends on the rounds before.
 
 Where every_anchor.py drafts at every anchor at once, this keeps one growing draft KV per request (slot_kv.py) and plays
-round after round: drafts, verify, and what a server leaves in the KV (engines/behaviour.py). Any behaviour can be
-played here, and what follows the walk only here. Slower than every_anchor.py; the twin is tests/twins/rounds.py.
+round after round: drafts, verify, and what a server leaves in the KV (engines/behaviour.py). What follows the walk is
+played only here, and all other behaviour too but states that cross between requests (crossed.py). Slower than
+every_anchor.py; the twin is tests/twins/rounds.py.
 
 Suffixes: N requests of a pass, Q rows of each, R rows of all, K steps, E head width.
 """
@@ -18,6 +19,7 @@ from replay.drafting.next_tokens import next_tokens
 from replay.drafting.product_sizes import served_sizes
 from replay.drafting.rows import DraftInput, committed_rows, drafted_positions, find_dummies
 from replay.drafting.slot_kv import SlotKV, SlotRows
+from replay.errors import UsageError
 from replay.head.model import Head
 from replay.head.products import ProductSizes, group_by_size
 from replay.verify.accept import continuations, count_accepted
@@ -53,8 +55,11 @@ def walk(
     for none), every drafted row embeds what was drafted there, and what is left in the draft KV is made of that; each
     round has ``margins`` with these noise ``scales`` (margins.py).
 
-    Equal to tests/twins/rounds.py up to the rounding of products over other numbers of rows.
+    Equal to tests/twins/rounds.py up to the rounding of products over other numbers of rows. Raises UsageError for
+    states that cross between requests: here they go round by round, and not in the batches of a server.
     """
+    if head.behaviour.crosses:
+        raise UsageError("a walk has no batches, in which states cross between requests; follow a server's rounds")
     tails = tails or [torch.empty(0, dtype=torch.long) for _ in inputs]
     follow = follow or [() for _ in inputs]
     drafts = [None for _ in inputs] if served is None else served

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from replay.drafting.crossed import BatchRows
 from replay.engines.behaviour import RECORDED, Behaviour, Chunk
 
 # First row, rows, and rows of the product that made them.
@@ -27,7 +28,8 @@ class DraftInput:
     ``sampled_T`` is what the target would choose after each of its prompt positions, needed for ``Behaviour.chunk``
     only. ``only`` names the anchors to draft at, rising (None: every one). ``spans``: in products of how many rows a
     server made its rows, where it told (product_sizes.py). ``pieces`` in which it prefilled the prompt, none where it
-    did not tell; prompt rows before the first one came from a cache.
+    did not tell; prompt rows before the first one came from a cache. ``batch_rows`` in which each anchor's round ran
+    (None: not told), needed for ``Behaviour.crossed`` only.
     """
 
     tokens_T: Tensor
@@ -37,6 +39,7 @@ class DraftInput:
     only: Tensor | None = None
     spans: Sequence[Span] = ()
     pieces: Sequence[Piece] = ()
+    batch_rows: BatchRows | None = None
 
     @property
     def rows(self) -> int:

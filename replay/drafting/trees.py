@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from replay.drafting.crossed import handover
 from replay.drafting.first_pass import FirstPass, first_pass
 from replay.drafting.next_tokens import propose
 from replay.drafting.rows import DraftInput
@@ -126,12 +127,17 @@ def grow_in_blocks(
 def anchor_blocks(
     head: Head, inputs: Sequence[DraftInput], *, topk: int, steps: int, kv: str, first: FirstPass | None = None
 ) -> Iterator["AnchorBlock"]:
-    """All requests' anchors in blocks that bound memory, ready to grow ``steps`` steps."""
+    """All requests' anchors in blocks that bound memory, ready to grow ``steps`` steps.
+
+    Where states cross between requests there is one block, because a batch is drafted together.
+    """
     counts = [item.anchors for item in inputs]
     if sum(counts) == 0:
         return
     first = first or first_pass(head, inputs)
     size = max(1, min(_BLOCK_ROWS // topk, _BLOCK_CANDIDATES // count_candidates(topk, steps)))
+    if head.behaviour.crosses:
+        size = sum(counts)
     for start in range(0, sum(counts), size):
         anchors = slice(start, min(start + size, sum(counts)))
         yield AnchorBlock(head, first, anchors, list(_overlaps(counts, anchors)), topk, kv)
@@ -186,6 +192,7 @@ class AnchorBlock:
         """The candidates of ``steps`` steps, on the CPU."""
         topk, first = self._topk, self._first
         feedback_RE = first.output.feedback_RE[self.anchors]
+        handed = handover(self._head.behaviour, first.batch_rows, self._head.device)
         scores_AP, ids_AP, tied_AP = choices.propose(first.output.normed_RE[self.anchors])
         anchors = len(ids_AP)
         anchor_R = torch.arange(anchors, device=ids_AP.device).repeat_interleave(topk)
@@ -196,7 +203,8 @@ class AnchorBlock:
         parents = [torch.full_like(ids_AP[:, :1], ROOT), best_AP]
         for step in range(1, steps):
             embeds_RE = self._head.embed(grown[-1][0].gather(1, best_AP).flatten())
-            output = self._head.forward(embeds_RE, feedback_RE[source_R], self._reach_R + step - 1, self._attend)
+            state_APE = handed(feedback_RE[source_R].unflatten(0, (anchors, topk)), step)
+            output = self._head.forward(embeds_RE, state_APE.flatten(0, 1), self._reach_R + step - 1, self._attend)
             feedback_RE = output.feedback_RE
             probs, ids, tied = (part.view(anchors, topk, topk) for part in choices.propose(output.normed_RE))
             scores_AC = (scores_AP[:, :, None] * probs).flatten(1)

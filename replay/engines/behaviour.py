@@ -31,6 +31,10 @@ NEXT_ROWS = ("accepted", "first", "previous", "drafted", "hidden-only")
 # the row before it; each one those of the row before it; or all those of the first, or of the last, among them. Rows of
 # the prompt keep theirs.
 STALE_ROWS = ("none", "anchor", "previous", "first", "last")
+# Of which row of a server's batch the state is that a draft step hands to a row: its own; that of the row before it or
+# behind it, the first and the last being neighbours; of the row as far from the other end; of the other row of its
+# pair, the first with the second, the third with the fourth; or all of them that of the first row.
+CROSSED = ("none", "previous", "next", "reversed", "pairs", "first")
 # A prompt came in the pieces that the trace records, request by request, instead of in chunks of one size.
 RECORDED: Literal["recorded"] = "recorded"
 Chunk = int | Literal["recorded"]
@@ -60,6 +64,9 @@ class Behaviour:
     Attention: ``window`` keys that a row sees, itself included, ``alone`` committed rows other than the anchor row are
     out of sight, ``blank_prefix`` so many prompt rows (never the last one) left no KV, ``blank_output`` rows of output
     tokens [start, stop) left none, ``blank_fill`` whether what was left is KV slots of ``zero`` or ``masked`` ones.
+
+    Drafted rows: ``chain``, ``crossed`` whose state of the batch a draft step is handed (drafting/crossed.py),
+    ``crossed_once`` only the first one of a round, from the anchor rows.
 
     After verify: ``rewrite``, ``hole`` where the last accepted drafted token's row leaves no KV, ``next_row``,
     ``stale_rows`` whose features the rows get that verify makes from true ones.
@@ -95,6 +102,8 @@ class Behaviour:
     blank_output: tuple[int, int] = (0, 0)
     blank_fill: str = "zero"
     chain: str = "grow"
+    crossed: str = "none"
+    crossed_once: bool = False
 
     rewrite: str = "refresh"
     hole: str = "never"
@@ -105,6 +114,11 @@ class Behaviour:
     def follows_walk(self) -> bool:
         """Whether the draft KV or the next draft depends on the rounds before, so that rounds must run in order."""
         return self._differs(_AFTER_VERIFY)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether requests are handed states of others, so that those of a batch must be drafted together."""
+        return self.crossed != "none"
 
     @property
     def chains_only(self) -> bool:
@@ -133,6 +147,6 @@ _DRAFTED = (
     "chain",
 )
 # Read only after the first pass over committed rows.
-_LATER = ("drafted_offset", "advance", "dummy_from", "chain", *_AFTER_VERIFY)
+_LATER = ("drafted_offset", "advance", "dummy_from", "chain", "crossed", "crossed_once", *_AFTER_VERIFY)
 _ALL = tuple(field.name for field in fields(Behaviour))
 HEALTHY = Behaviour()

@@ -40,6 +40,8 @@ _CALLED: Mapping[str, str] = {
     "blank_output": "the output rows without draft KV",
     "blank_fill": "what stands in place of missing draft KV",
     "chain": "the drafted rows that a drafted row sees",
+    "crossed": "the row of a batch whose state is handed on",
+    "crossed_once": "how often a state of another request is handed on",
     "rewrite": "the draft KV after verify",
     "hole": "the hole that verify leaves in the draft KV",
     "next_row": "the row from which the next round goes on",

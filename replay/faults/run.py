@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from replay.checkpoint.config import Rope
-from replay.engines.behaviour import RECORDED
+from replay.engines.behaviour import CROSSED, RECORDED
 from replay.errors import CheckpointError, UsageError
 from replay.faults.change import Change, FaultValueError, Subject, behave, choice, number_of, positive_number
 
@@ -148,6 +148,15 @@ def dropped(value: str) -> Change:
         return subject.with_behaviour(dropped=(*subject.behaviour.dropped, (block, layer)))
 
     return change
+
+
+def crossed(value: str) -> Change:
+    rows = CROSSED[1:]
+    possible = f"{', '.join(rows)}, each with :once where only the first drafting step of a round is handed it"
+    row, _, once = value.partition(":")
+    if row not in rows or value not in (row, f"{row}:once"):
+        raise FaultValueError("state.crossed", value, possible)
+    return behave(crossed=row, crossed_once=bool(once))
 
 
 def noise(value: str) -> Change:

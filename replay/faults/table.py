@@ -143,6 +143,12 @@ _TABLE: Sequence[FaultKind] = (
         remedy="{value} of the head adds nothing to its residual stream: update the engine, or see that the weights of "
         "o_proj and down_proj were loaded"),
     FaultKind(
+        "state.crossed", "a step gets another request's state: previous, next, reversed, pairs, first", "ROW[:once]",
+        "previous", run.crossed,
+        reports=1,  # no thread has it as its cause; counted as one, so that it is tried
+        remedy="each row of a batch must go on from its own hidden state: see how the engine filters, merges and pads "
+        "batches, or update it; serve one request at a time to confirm"),
+    FaultKind(
         "state.noise", "features are fed with noise on them", "S", "0.1", run.noise,
         reports=1,  # no thread has it as its cause
         remedy=NO_REMEDY),

@@ -15,8 +15,9 @@ from replay.analysis.followed import LEAST_SCALE, Followed, agreement
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.simulator.binding import resolve, target_precision
 from replay.simulator.fit import samples_drafts
-from replay.simulator.following import follow_server, served_shape
+from replay.simulator.following import follow_server
 from replay.simulator.rounding import EXACT, noise_between, other_orders
+from replay.simulator.served_drafts import served_shape
 from replay.simulator.simulation import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant
 from replay.traces.agreement import Agreement

@@ -92,6 +92,8 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
         )
     if subject.behaviour.chunk == RECORDED:
         _check_pieces(trace)
+    if subject.behaviour.crosses:
+        _check_crossing(subject, variant, trace)
     if subject.behaviour.follows_walk and samples_drafts(variant.verify, trace):
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(
@@ -99,6 +101,25 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
             "target-only"
         )
     return subject
+
+
+def _check_crossing(subject: Subject, variant: ResolvedVariant, trace: Trace) -> None:
+    faults = "+".join(map(str, variant.all_faults))
+    if trace.largest_batch < 2:
+        raise UsageError(
+            f"fault {faults} hands states from request to request of a batch, and {trace.path} tells of no two of them "
+            "that a server verified together; record one by replay serve, and ask it for several at a time"
+        )
+    if subject.behaviour.follows_walk:
+        raise UsageError(
+            f"faults {faults} are a state of another request, which is played in the batches of the server, and one "
+            "that follows the walk, which is not; type one of them"
+        )
+    if samples_drafts(variant.verify, trace):
+        raise UsageError(
+            f"fault {faults} hands on what other requests drafted, and under rule {variant.verify} drafts are drawn; "
+            "type --verify target-only"
+        )
 
 
 def _check_pieces(trace: Trace) -> None:

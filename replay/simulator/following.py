@@ -7,54 +7,36 @@ Suffixes: A rounds of one request, K steps, N nodes of a tree, Z noise scales.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from replay.analysis.followed import Floats, Followed, Ints, join
 from replay.checkpoint.checkpoint import Checkpoint
+from replay.drafting.crossed import known_steps
 from replay.drafting.first_pass import FirstPass
 from replay.drafting.margins import Margins, margins_along
 from replay.drafting.product_sizes import served_spans
 from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
 from replay.drafting.tree_margins import ServedTrees, TreeMargins, tree_margins_along
-from replay.drafting.tree_shape import ORPHAN, ROOT
 from replay.errors import UsageError
+from replay.simulator.batches import Batches, Together, batches_for, gather
 from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
 from replay.simulator.inputs import FollowedRounds, read_packs
 from replay.simulator.play import shared_first_pass, stem_inputs
+from replay.simulator.served_drafts import ServedDrafts, served_drafts, served_shape
 from replay.simulator.simulation import ReplayProgress, taps_of
 from replay.simulator.variant import ResolvedVariant, Variant
 from replay.traces.reader import RequestRows, Trace
 
 if TYPE_CHECKING:
     import polars as pl
-
-
-@dataclass(frozen=True, slots=True)
-class ServedDrafts:
-    """What a server drafted in the rounds of one request, as lists: anchors [A], accepted [A], drafted and parents."""
-
-    anchors: tuple[int, ...]
-    accepted: tuple[int, ...]
-    drafted: tuple[tuple[int, ...], ...]
-    parents: tuple[tuple[int, ...] | None, ...]
-
-    def before(self, last: int) -> "ServedDrafts":
-        """The rounds whose anchors lie before token ``last``: from there on nothing is left to draft."""
-        kept = [place for place, anchor in enumerate(self.anchors) if anchor < last]
-        return ServedDrafts(
-            tuple(self.anchors[place] for place in kept),
-            tuple(self.accepted[place] for place in kept),
-            tuple(self.drafted[place] for place in kept),
-            tuple(self.parents[place] for place in kept),
-        )
 
 
 def follow_server(
@@ -83,16 +65,19 @@ def follow_server(
     found: list[list[Followed]] = [[] for _ in resolved]
     done, total = 0, len(served)
     places = {record.request_id: place for place, record in enumerate(trace.records)}
+    batches = batches_for(groups, trace)
+    beside = None if batches is None else _Beside.of(batches, trace, rounds)
     with torch.inference_mode():
         for pack in read_packs(trace, taps_of(groups), served):
-            drafts = [served[rows.request_id].before(len(rows.tokens) - 1) for rows in pack]
-            leads = [FollowedRounds(one.anchors, one.accepted) for one in drafts]
+            alone = _Along(pack, [served[rows.request_id].before(len(rows.tokens) - 1) for rows in pack])
+            together = alone if beside is None else beside.add_to(alone)
             for stem in stems:
-                inputs = stem_inputs(stem, pack, leads, trace, spans)
+                along = together if stem[0].crosses else alone
+                inputs = stem_inputs(stem, along.rows, along.leads, trace, spans, batches)
                 first = shared_first_pass(stem, inputs)
                 for group in stem:
                     numbers = [places[rows.request_id] for rows in pack]
-                    followed = _follow(group, pack, inputs, drafts, first, tuple(scales))
+                    followed = _follow(group, along, inputs, first, tuple(scales))
                     for member in group.members:
                         found[member] += [
                             _of_request(one, number) for one, number in zip(followed, numbers, strict=True)
@@ -100,26 +85,6 @@ def follow_server(
             done += len(pack)
             on_event(ReplayProgress(done, total))
     return [join(parts) for parts in found]
-
-
-def served_drafts(rounds: "pl.DataFrame") -> dict[str, ServedDrafts]:
-    """By request, what a table such as ``Trace.served_rounds`` says was drafted."""
-    columns = ["anchor", "accepted", "drafted", "parents"]
-    grouped = rounds.sort("round").group_by("request_id", maintain_order=True).agg(columns)
-    return {
-        name: ServedDrafts(
-            tuple(anchors),
-            tuple(accepted),
-            tuple(map(tuple, drafted)),
-            tuple(None if one is None else tuple(one) for one in parents),
-        )
-        for name, anchors, accepted, drafted, parents in grouped.iter_rows()
-    }
-
-
-def served_shape(drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int] | None]) -> tuple[bool, int]:
-    """Of a server's rounds whether they drafted trees, and the most tokens that one of them drafted."""
-    return any(one is not None for one in parents), max(map(len, drafted), default=0)
 
 
 def _check_shapes(
@@ -142,62 +107,101 @@ def _check_shapes(
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Along:
+    """Requests and the drafts along which they are followed; ``together`` (batches.py) where others are among them."""
+
+    rows: Sequence[RequestRows]
+    drafts: Sequence[ServedDrafts]
+    together: Together | None = None
+
+    @property
+    def leads(self) -> list[FollowedRounds]:
+        return [FollowedRounds(one.anchors, one.accepted) for one in self.drafts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What is followed beside a pack where states cross between requests: all that the server drafted."""
+
+    trace: Trace
+    batches: Batches
+    drafts: Mapping[str, ServedDrafts]
+
+    @classmethod
+    def of(cls, batches: Batches, trace: Trace, rounds: "pl.DataFrame") -> "_Beside":
+        """What ``rounds`` say goes before what the trace says of the same round."""
+        import polars as pl
+
+        others = trace.served_rounds().join(rounds, on=["request_id", "anchor"], how="anti")
+        return cls(trace, batches, served_drafts(pl.concat([rounds.select(others.columns), others])))
+
+    def add_to(self, alone: _Along) -> _Along:
+        together = gather(self.batches, self.trace, alone.rows, alone.leads)
+        pairs = zip(together.rows, together.leads, strict=True)
+        drafts = [
+            self.drafts[rows.request_id].at(lead.anchors or ()).before(len(rows.tokens) - 1) for rows, lead in pairs
+        ]
+        return _Along(together.rows, drafts, together)
+
+
 def _follow(
-    group: Group,
-    pack: Sequence[RequestRows],
-    inputs: list[DraftInput],
-    drafts: Sequence[ServedDrafts],
-    first: FirstPass | None,
-    scales: tuple[float, ...],
+    group: Group, along: _Along, inputs: list[DraftInput], first: FirstPass | None, scales: tuple[float, ...]
 ) -> list[Followed]:
     """Of each request of the pack what one group says, rounds and request counted from 0."""
     head, steps = group.head, max(size.steps for size in group.sizes)
     choices = head.config.draft_vocab_size
     if group.topk > 1:
-        trees = [_trees(one, max(size.num_draft_tokens for size in group.sizes) - 1) for one in drafts]
+        trees = [one.trees(max(size.num_draft_tokens for size in group.sizes) - 1) for one in along.drafts]
         read = tree_margins_along(
             head, inputs, trees, topk=group.topk, steps=steps, kv=group.kv, scales=scales, first=first
         )
-        return [_from_trees(*pair, scales, choices) for pair in zip(read, trees, strict=True)]
-    chains = [_padded(one.drafted, steps) for one in drafts]
+        known = _known_states(group, inputs, [torch.ones((item.anchors, steps), dtype=torch.bool) for item in inputs])
+        return [_from_trees(*one, scales=scales, choices=choices) for one in _own(along, read, trees, known)]
+    chains = [one.chains(steps) for one in along.drafts]
+    known = _known_states(group, inputs, [chain_AK >= 0 for chain_AK in chains])
     if head.behaviour.follows_walk:
-        tails = [rows.tail_ids for rows in pack]
-        accepted = [one.accepted for one in drafts]
+        tails = [rows.tail_ids for rows in along.rows]
+        accepted = [one.accepted for one in along.drafts]
         walked = walk(head, inputs, steps, tails, accepted, chains, scales)
-        return [
-            _from_chains(one.margins, chain_AK, scales, choices) for one, chain_AK in zip(walked, chains, strict=True)
-        ]
-    margins = margins_along(head, inputs, chains, scales=scales, first=first)
-    return [_from_chains(one, chain_AK, scales, choices) for one, chain_AK in zip(margins, chains, strict=True)]
+        margins = [one.margins for one in walked]
+    else:
+        margins = [*margins_along(head, inputs, chains, scales=scales, first=first)]
+    return [_from_chains(*one, scales=scales, choices=choices) for one in _own(along, margins, chains, known)]
 
 
-# ---- shapes ----
+def _known_states(group: Group, inputs: Sequence[DraftInput], told: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each request whether the states before each of its tokens are known, given where it is known what was drafted.
+
+    They are not where they came from a request that is not in the trace.
+    """
+    rows_A = [row for item in inputs for row in item.batch_rows or ()]
+    known_AK = known_steps(group.head.behaviour, rows_A, torch.cat(list(told)))
+    return list(known_AK.split([len(one) for one in told]))
 
 
-def _padded(lists: Sequence[Sequence[int]], longest: int, filler: int = -1) -> torch.Tensor:
-    """Lists as rows of one length."""
-    rows = [[*one, *[filler] * (longest - len(one))] for one in lists]
-    return torch.tensor(rows, dtype=torch.long).reshape(len(rows), longest)
-
-
-def _trees(drafts: ServedDrafts, nodes: int) -> ServedTrees:
-    # The trace counts the known token as 0 and the drafted ones from 1; an orphan is -1 there.
-    parents = [[ORPHAN if parent < 0 else parent - 1 for parent in one or ()] for one in drafts.parents]
-    assert ROOT == -1
-    return ServedTrees(_padded(drafts.drafted, nodes), _padded(parents, nodes, ORPHAN))
+def _own(along: _Along, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Request by request what was made of the pack's own, at the anchors that were asked for."""
+    kept = parts if along.together is None else [along.together.keep(part) for part in parts]
+    return zip(*kept, strict=True)
 
 
 def _from_chains(
-    margins: Margins | None, drafted_AK: torch.Tensor, scales: tuple[float, ...], choices: int
+    margins: Margins | None,
+    drafted_AK: torch.Tensor,
+    known_AK: torch.Tensor,
+    *,
+    scales: tuple[float, ...],
+    choices: int,
 ) -> Followed:
     if margins is None:  # no round of this request was played
         return _nothing(scales, choices)
     told_AK = (drafted_AK >= 0).cummin(dim=1).values
     round_AK = torch.arange(len(drafted_AK))[:, None].expand_as(told_AK)
     depth_AK = torch.arange(1, drafted_AK.shape[1] + 1).expand_as(told_AK)
-    same_AK = margins.preferred_AK == drafted_AK
+    same_AK = (margins.preferred_AK == drafted_AK) & known_AK
     log_prob_AK = margins.logit_AK - margins.logsumexp_AK
-    return Followed(
+    found = Followed(
         request_N=np.zeros(int(told_AK.sum()), dtype=np.int64),
         round_N=_numbers(round_AK[told_AK]),
         depth_N=_numbers(depth_AK[told_AK]),
@@ -209,23 +213,42 @@ def _from_chains(
         scales=scales,
         choices=choices,
     )
+    return _without(found, ~known_AK[told_AK])
 
 
-def _from_trees(read: TreeMargins, served: ServedTrees, scales: tuple[float, ...], choices: int) -> Followed:
+def _from_trees(
+    read: TreeMargins, served: ServedTrees, known_AK: torch.Tensor, *, scales: tuple[float, ...], choices: int
+) -> Followed:
     told_AN = (served.drafted_AN >= 0) & (read.depth_AN > 0)
     round_AN = torch.arange(len(told_AN))[:, None].expand_as(told_AN)
-    return Followed(
+    # Nodes of all depths compete for a place in the tree.
+    known_AN = known_AK.all(dim=1, keepdim=True).expand_as(told_AN)
+    found = Followed(
         request_N=np.zeros(int(told_AN.sum()), dtype=np.int64),
         round_N=_numbers(round_AN[told_AN]),
         depth_N=_numbers(read.depth_AN[told_AN]),
         margin_N=_known(read.margin_AN[told_AN], math.inf),
         log_prob_N=_known(read.score_AN[told_AN], -math.inf),
         spread_NZ=_known(read.spread_ANZ[told_AN], 0.0),
-        same_N=(read.margin_AN[told_AN] == 0).numpy(),
-        alike_R=read.alike_A.numpy(),
+        same_N=((read.margin_AN == 0) & known_AN)[told_AN].numpy(),
+        alike_R=(read.alike_A & (known_AN | ~told_AN).all(dim=1)).numpy(),
         scales=scales,
         choices=choices,
         by_depth=True,
+    )
+    return _without(found, ~known_AN[told_AN])
+
+
+def _without(found: Followed, unknown_N: torch.Tensor) -> Followed:
+    """Of tokens of which nothing is known each choice is as likely as any other: none is held against the replay."""
+    gone_N = unknown_N.numpy()
+    if not gone_N.any():
+        return found
+    return replace(
+        found,
+        margin_N=np.where(gone_N, 0.0, found.margin_N),
+        log_prob_N=np.where(gone_N, -math.inf, found.log_prob_N),  # so that no noise is measured there
+        spread_NZ=np.where(gone_N[:, None], math.log(found.choices), found.spread_NZ),
     )
 
 

@@ -19,7 +19,8 @@ from replay.verify.rules import Rule
 class Group:
     """Variants that differ in steps, the size of their trees and their rule only: one run at the most steps serves all.
 
-    Groups with one ``stem`` have their first pass in common. ``sampled``: the head samples its drafts, and the run
+    Groups with one ``stem`` have their first pass in common: all of them hand states from request to request, or none.
+    ``sampled``: the head samples its drafts, and the run
     follows the recorded text (drafting/path_probability.py).
     """
 
@@ -31,6 +32,11 @@ class Group:
     members: tuple[int, ...]
     stem: Hashable
     sampled: bool = False
+
+    @property
+    def crosses(self) -> bool:
+        """Whether requests are handed states of others of their batch, which then have to be replayed beside them."""
+        return self.head.behaviour.crosses
 
 
 def group_variants(
@@ -62,7 +68,8 @@ def group_variants(
                 checkpoints[first.draft], first, trace, device, subject, served_products=served_products
             )
         head = heads[weights].variation(subject.behaviour, subject.config)
-        stem = (weights, subject.config, subject.behaviour.of_first_pass(), subject.wiring)
+        behaviour = subject.behaviour
+        stem = (weights, subject.config, behaviour.of_first_pass(), subject.wiring, behaviour.crosses)
         kv = subject.tree_kv or first.kv
         groups.append(Group(head, subject.wiring, first.topk, kv, sizes, tuple(members), stem, sampled))
     stems = list(dict.fromkeys(group.stem for group in groups))

@@ -13,6 +13,7 @@ from replay.drafting.path_probability import force_every_anchor, path_tokens
 from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput, Span
 from replay.drafting.trees import Trees, draft_every_tree
+from replay.simulator.batches import Batches, Together, gather
 from replay.simulator.groups import Group
 from replay.simulator.inputs import FollowedRounds, draft_input, sampled_after_chunks
 from replay.simulator.results import RoundsTable, Tally
@@ -27,12 +28,15 @@ _Ints = NDArray[np.int64]
 class _Pack:
     """Requests replayed at once under all groups of one stem: inputs and first pass (None: not shared) made once.
 
+    Where states cross between requests more of them are ``drafting`` than are asked for, and ``together`` tells which.
     ``tallies`` and ``table`` take what comes of it, by variant.
     """
 
     rows: Sequence[RequestRows]
     inputs: list[DraftInput]
     leads: Sequence[FollowedRounds]
+    drafting: list[DraftInput]
+    together: Together | None
     first: FirstPass | None
     tallies: Sequence[Tally]
     table: RoundsTable
@@ -44,12 +48,16 @@ def replay_stem(
     leads: Sequence[FollowedRounds],
     trace: Trace,
     spans: Mapping[str, Sequence[Span]],
+    batches: Batches | None,
     tallies: Sequence[Tally],
     table: RoundsTable,
 ) -> None:
     start = perf_counter()
-    inputs = stem_inputs(stem, rows, leads, trace, spans)
-    pack = _Pack(rows, inputs, leads, shared_first_pass(stem, inputs), tallies, table)
+    inputs = drafting = stem_inputs(stem, rows, leads, trace, spans)
+    together = gather(batches, trace, rows, leads) if batches is not None and stem[0].crosses else None
+    if together is not None:
+        drafting = stem_inputs(stem, together.rows, together.leads, trace, spans, batches)
+    pack = _Pack(rows, inputs, leads, drafting, together, shared_first_pass(stem, drafting), tallies, table)
     members = sum(len(group.members) for group in stem)
     common = (perf_counter() - start) / members
     for group in stem:
@@ -69,11 +77,12 @@ def stem_inputs(
     leads: Sequence[FollowedRounds],
     trace: Trace,
     spans: Mapping[str, Sequence[Span]],
+    batches: Batches | None = None,
 ) -> list[DraftInput]:
     """A pack of requests as groups of one stem take them: at the anchors of ``leads``, or at all."""
     first_group = stem[0]
     chunk = first_group.head.behaviour.chunk
-    return [
+    inputs = [
         replace(
             draft_input(
                 one,
@@ -84,6 +93,12 @@ def stem_inputs(
             only=lead.anchors_before(len(one.tokens) - 1),
         )
         for one, lead in zip(rows, leads, strict=True)
+    ]
+    if batches is None:
+        return inputs
+    return [
+        replace(item, batch_rows=batches.rows_at(one.request_id, item.anchors_A.tolist()))
+        for one, item in zip(rows, inputs, strict=True)
     ]
 
 
@@ -96,7 +111,9 @@ def shared_first_pass(stem: Sequence[Group], inputs: Sequence[DraftInput]) -> Fi
 
 def _replay_anchors(group: Group, pack: _Pack) -> None:
     start = perf_counter()
-    drafts = _draft(group, pack.inputs, pack.first)
+    drafts = _draft(group, pack.drafting, pack.first)
+    if pack.together is not None:
+        drafts = [pack.together.keep(drafted) for drafted in drafts]
     seconds = perf_counter() - start
     for member, size, drafted in zip(group.members, group.sizes, drafts, strict=True):
         pack.tallies[member].seconds += seconds / len(group.members)  # one run serves them all

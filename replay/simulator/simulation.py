@@ -11,6 +11,7 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.drafting.product_sizes import served_spans
 from replay.drafting.rows import Span
 from replay.errors import UsageError
+from replay.simulator.batches import batches_for
 from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
 from replay.simulator.inputs import FollowedRounds, followed_rounds, read_packs
@@ -78,13 +79,13 @@ def simulate(
     table = RoundsTable(names)
     total = len(trace.requests)
     led = None if follow is None else followed_rounds(follow)
-    spans = _spans(trace, groups)
+    spans, batches = _spans(trace, groups), batches_for(groups, trace)
     with torch.inference_mode():
         done = 0
         for pack in read_packs(trace, taps_of(groups), _asked(led, only)):
             leads = [FollowedRounds() if led is None else led[rows.request_id] for rows in pack]
             for stem in stems:
-                replay_stem(stem, pack, leads, trace, spans, tallies, table)
+                replay_stem(stem, pack, leads, trace, spans, batches, tallies, table)
             done += len(pack)
             on_event(ReplayProgress(done, total))
     played_variants = zip(names, resolved, tallies, strict=True)

@@ -57,14 +57,14 @@ def score_anchors(
     Columns ``request_id``, ``step`` (1..K), and as counts of anchors ``recorded`` (the target's token of this step is
     known), ``in_vocabulary`` (and the head can draft it), ``right`` (and it did), ``right_so_far`` (and so at every
     step before). A generated output is its own answer; of a given one the target's likeliest token is, as in training.
-    Only a pack of requests is in memory. Raises UsageError for a variant that is no chain or follows the walk,
-    WiringError or CheckpointError where head, wiring and trace do not fit.
+    Only a pack of requests is in memory. Raises UsageError for a variant that is no chain, follows the walk or
+    hands states from request to request, WiringError or CheckpointError where head, wiring and trace do not fit.
     """
     import polars as pl
 
     resolved = resolve(variant, checkpoint, trace)
     head = build_head(checkpoint, resolved, trace, device, served_products=False)
-    if variant.topk > 1 or head.behaviour.follows_walk:
+    if variant.topk > 1 or head.behaviour.follows_walk or head.behaviour.crosses:
         raise UsageError("training runs chains over committed rows; score anchors with topk 1 and without faults")
     known_V = torch.zeros(trace.header.target.vocab_size, dtype=torch.bool)
     known_V[head.target_ids_W.cpu()] = True

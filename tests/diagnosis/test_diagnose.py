@@ -60,6 +60,31 @@ def test_the_fault_that_a_server_has_comes_first(tmp_path: Path, fault: str) -> 
     assert found.fix
 
 
+@pytest.mark.parametrize("fault", ["state.crossed=pairs", "state.crossed=next:once"])
+def test_states_of_other_requests_are_named(tmp_path: Path, fault: str) -> None:
+    """Where the trace says who was verified with whom. Its accept length is that of the server's own rounds."""
+    trace = make_served(tmp_path, HEADS["one"], fault, together=3)
+    found = run(trace, ladder=True)
+    assert (found.verdict, found.named, found.undecided) == ("fault", fault, ())
+    best = found.ranked[0]
+    assert best.evidence.alike == best.evidence.rounds == len(trace.served_rounds())
+    assert best.accept_length == pytest.approx(found.served)
+    assert found.ladder is not None and "serve one request at a time" in found.fix
+    left_out = run(trace, without=("state.crossed",))
+    assert left_out.named is None and left_out.verdict == "engine"
+
+
+def test_a_healthy_server_with_batches_is_not_accused(tmp_path: Path) -> None:
+    found = run(make_served(tmp_path, HEADS["one"], together=3))
+    assert found.named is None and found.verdict in ("healthy", "head")
+    assert {"previous", "first:once"} <= {item.value for item in found.ranked if item.kind == "state.crossed"}
+
+
+def test_states_of_other_requests_are_not_tried_where_batches_are_not_told(tmp_path: Path) -> None:
+    found = run(make_served(tmp_path, HEADS["one"]))
+    assert "state.crossed" not in {item.kind for item in found.ranked}
+
+
 def test_tensors_of_zeros_are_named_by_what_they_do(tmp_path: Path) -> None:
     """What attention computes is multiplied by o_proj: zeros there are attention left out."""
     found = run(make_served(tmp_path, HEADS["one"], "weights.missing=layers.0.self_attn.o_proj:zero"))

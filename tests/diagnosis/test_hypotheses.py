@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 from support.served_maker import make_checkpoint, make_served
@@ -15,10 +16,11 @@ from replay.faults.table import FAULTS, TREE_FAULT, Fault
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A case in which every kind has something to try: positions end early, a window and chunks are stated."""
+    """A case in which every kind has something to try: positions end early, a window and chunks are stated, requests
+    are verified together."""
     head = make_checkpoint(0, max_position_embeddings=8)
     told = {"chunked_prefill_size": "4", "speculative_draft_window_size": "5"}
-    trace = make_served(tmp_path_factory.mktemp("case"), head, requests=2, **told)
+    trace = make_served(tmp_path_factory.mktemp("case"), head, requests=2, together=2, **told)
     return open_case(trace, head, served_variant(trace, "h"), None, None)
 
 
@@ -34,6 +36,22 @@ def test_a_kind_has_likely_values(kind: str, case: Case) -> None:
 
 def test_values_are_of_kinds_that_there_are() -> None:
     assert set(LIKELY_VALUES) <= set(FAULTS)
+
+
+def test_states_of_others_are_tried_as_the_batches_allow(tmp_path: Path) -> None:
+    """None without a batch of two; in batches of two there is one other row; two steps hand a state over once."""
+    head = make_checkpoint(0)
+    found: dict[tuple[int, int], list[str]] = {}
+    for together in (0, 1, 2, 3):
+        trace = make_served(tmp_path / str(together), head, requests=4, together=together)
+        for steps in (1, 2, 3):
+            case = open_case(trace, head, served_variant(trace, "h", steps=steps), None, None)
+            found[together, steps] = [item.value for item in singles(case) if item.kind == "state.crossed"]
+    assert all(not values for (together, steps), values in found.items() if together < 2 or steps < 2)
+    assert found[2, 2] == ["previous", "first"]
+    assert found[2, 3] == ["previous", "previous:once", "first", "first:once"]
+    assert found[3, 2] == ["previous", "next", "reversed", "pairs", "first"]
+    assert len(found[3, 3]) == 10
 
 
 def test_all_kinds_together_are_as_likely_as_the_healthy_server() -> None:

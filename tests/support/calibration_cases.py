@@ -111,8 +111,8 @@ def every_case() -> list[Case]:
 
 
 # In a tree the rows of a verify are put together anew, and rows see each other in the tree's own way.
-_OF_CHAINS = ("wiring.aux-layer-id", "position.offset", "position.max-len", "attn.", "kv.", "state.", "x.every-other",
-              "x.drafted-token", "x.values", "x.prefix")  # fmt: skip
+_OF_CHAINS = ("wiring.aux-layer-id", "position.offset", "position.max-len", "attn.", "kv.", "state.hidden-row",
+              "x.every-other", "x.drafted-token", "x.values", "x.prefix")  # fmt: skip
 
 
 def tree_cases() -> list[Case]:

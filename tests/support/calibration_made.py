@@ -26,7 +26,7 @@ from replay.traces.captured import CapturedRequest, ServerCounters
 from replay.traces.server_rounds import served_schema
 from replay.traces.writer import TraceWriter
 
-# Every kind of the table, with values that a short recording of the sample prompts shows.
+# Every kind of the table but NOT_MADE, with values that a short recording of the sample prompts shows.
 FAULTS = (
     "none", "wiring.aux-layer-id=1", "wiring.aux-layer-id=default", "wiring.aux-layer-id=1:1", "wiring.aux-missing=0",
     "wiring.aux-missing=1", "wiring.aux-missing=2", "wiring.aux-capture-stage=normed", "wiring.concat-order=qkv",
@@ -46,6 +46,8 @@ FAULTS = (
     "precision.draft-kv=fp8_e4m3", "precision.dtype-cast=fp16", "wiring.norm-eps=0.1", "attn.scale=2",
     "state.dropped=mlp", "state.dropped=attention", "state.noise=0.1", "shift.stale-row=anchor", "tree.parent-kv=path",
 )  # fmt: skip
+# Its rounds would be of batches that nobody ran.
+NOT_MADE = {"state.crossed"}
 ORDERS: Mapping[str, Mapping[str, Any]] = {"hf": {"numerics": "hf"}, "fp32": {"precision": "fp32"}}
 
 

@@ -114,6 +114,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Not of chains: tests/simulator/test_tree_variants.py holds both layouts against the tree's own twin.
 TREES_ONLY = {"tree.parent-kv"}
+# Not of a walk, which has no batches: tests/drafting/test_crossed.py and tests/simulator/test_crossed.py hold them
+# against their own twin.
+BATCHES_ONLY = {"state.crossed"}
 # Kinds whose numbers may be any, and those whose numbers start at 0. All other numbers are at least 1, or above 0.
 ANY_NUMBER = {"wiring.aux-layer-id", "position.offset", "vocab.d2t"}
 FROM_ZERO = {"wiring.aux-missing", "state.dropped"}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import polars as pl
 import torch
+from support.batches_maker import served_together
 from support.heads import tiny_checkpoint, tiny_config
 from support.trace_maker import make_header, make_request, make_weights
 from twins.rounds import draft_one_round, replay_request
@@ -58,13 +59,15 @@ def make_served(
     pieces: Sequence[Sequence[Piece] | None] = (),
     topk: int = 1,
     nodes: int = 8,
+    together: int = 0,
     **engine: str,
 ) -> Trace:
     """A trace whose server drafted under ``fault``; outputs follow the healthy head's drafts half of the time.
 
     ``fed``: the taps that its draft was seen to be fed with the prompts, slot by slot, whatever the fault says;
     ``zeros`` for none. Their rows stood ``fed_offset`` positions further on. ``pieces`` in which the first prompts, of
-    6 to 9 tokens, were prefilled. With a ``topk`` above 1 the server drafts trees of so many ``nodes``.
+    6 to 9 tokens, were prefilled. With a ``topk`` above 1 the server drafts trees of so many ``nodes``. It verifies so
+    many requests ``together`` and says so; with 0 it does not say it.
     """
     header = make_header("float32")
     header = dataclasses.replace(
@@ -102,8 +105,17 @@ def make_served(
         followed.append(dataclasses.replace(request, output_ids=tokens_T[item.prompt_tokens :].tolist()))
     plain = Trace.open(_write(folder / "plain", header, followed))
     changed = dataclasses.replace(variant, faults=parse_faults(fault))
-    subject = bind(changed, checkpoint, plain)
-    head = build_head(checkpoint, changed, plain, subject=subject)
+    # What crosses between requests does so in the batches below, and no trace has them yet.
+    crosses = fault.startswith("state.crossed")
+    alone = dataclasses.replace(changed, faults=()) if crosses else changed
+    subject = bind(alone, checkpoint, plain)
+    head = build_head(checkpoint, alone, plain, subject=subject)
+    items = [draft_input(plain.read(index, subject.wiring.taps), subject.wiring) for index in range(len(followed))]
+    if together:
+        names = [request.request_id for request in followed]
+        crossed = fault.partition("=")[2] if crosses else ""
+        table = served_together(names, head, items, crossed, together, steps=STEPS, topk=topk, nodes=nodes)
+        return Trace.open(_write(folder / "served", header, followed, table))
     rows = []
     for index, request in enumerate(followed):
         read = plain.read(index, (*subject.wiring.taps, FINAL))

@@ -4,7 +4,7 @@ No cache, no batching: every drafted token recomputes the head over all rows so 
 is made which rows it sees. Tests hold both functions equal to it, whatever the behaviour (engines/behaviour.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -190,6 +190,17 @@ class Twin:
 
         Rows embed what another run drafted where that is ``fed``.
         """
+        run = self.drafting(steps, fed)
+        try:
+            state_E = next(run)
+            while True:
+                state_E = run.send(state_E)
+        except StopIteration as ended:
+            drafted: list[int] = ended.value
+            return drafted
+
+    def drafting(self, steps: int, fed: Sequence[int] = ()) -> Generator[Tensor, Tensor, list[int]]:
+        """``draft``, which gives the state that it made before each further row and goes on from the one it is sent."""
         head, drafted = self._head, list[int]()
         self.logits = []
         if self._continued is None:
@@ -202,9 +213,8 @@ class Twin:
             self.logits.append(logits_W)
             drafted.append(int(head.target_ids_W[int(logits_W.argmax())]))
             if step < steps or continues:
-                self.rows.append(
-                    self._drafted_row(step, fed[step - 1] if fed else drafted[-1], output.feedback_RE[state])
-                )
+                handed_E = yield output.feedback_RE[state]
+                self.rows.append(self._drafted_row(step, fed[step - 1] if fed else drafted[-1], handed_E))
                 output, slot, state = self._run(), -1, -1
         self._continued = output if continues else None
         if self._behaviour.dummy_from is not None and self.anchor - 1 >= self._behaviour.dummy_from:

@@ -4,6 +4,7 @@ No cache, no batching: every node recomputes the head over the committed rows an
 the function equal to it.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,18 +82,43 @@ def draft_one_tree(
 
     ``kv`` ``slot``: a node sees whatever stood in its column; ``path``: it sees its ancestors.
     """
+    run = growing(
+        head, tokens_T, features_RKD, anchor, topk=topk, steps=steps, num_draft_tokens=num_draft_tokens, kv=kv
+    )
+    try:
+        states = next(run)
+        while True:
+            states = run.send(states)
+    except StopIteration as ended:
+        nodes: list[TwinNode] = ended.value
+        return nodes
+
+
+def growing(
+    head: Head,
+    tokens_T: Tensor,
+    features_RKD: Tensor,
+    anchor: int,
+    *,
+    topk: int,
+    steps: int,
+    num_draft_tokens: int,
+    kv: str,
+) -> Generator[list[Tensor], list[Tensor], list[TwinNode]]:
+    """``draft_one_tree``, which gives the state for each column before each step, and goes on from those it is sent."""
     committed = committed_rows(head, tokens_T, features_RKD, anchor)
     feedback, likely = committed.last_row(head, topk)
     candidates = [_Candidate(token, score, ROOT, 0) for token, score in likely]
     columns, feedbacks = [committed] * topk, [feedback] * topk
     chosen = list(range(topk))
     for step in range(1, steps):
-        before, states, first_new = list(columns), list(feedbacks), len(candidates)
+        before, first_new = list(columns), len(candidates)
+        handed = yield [feedbacks[candidates[index].column] for index in chosen]
         for column, index in enumerate(chosen):
             node = candidates[index]
             history = before[node.column if kv == "path" and step > 1 else column]
             embed = head.embed(torch.tensor([node.token]))[0]
-            columns[column] = history.then(embed, states[node.column])
+            columns[column] = history.then(embed, handed[column])
             feedbacks[column], likely = columns[column].last_row(head, topk)
             candidates += [_Candidate(token, node.score * p, index, column) for token, p in likely]
         new = range(first_new, len(candidates))

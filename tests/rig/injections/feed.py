@@ -174,6 +174,22 @@ def dummy_from(limit: int) -> Install:
     return install
 
 
+def crossed_states(source: Callable[[int, int], int], *, once: bool = False) -> Install:
+    """While several requests draft together, each goes on from another one's state: row i of n from ``source(i, n)``.
+
+    ``once``: only in the first step."""
+
+    def install(live: Live) -> None:
+        def feed(call: Call) -> None:
+            if call.kind == DECODE and not (once and call.step):
+                rows = list(call.features_RD.split(live.topk))
+                call.features_RD = torch.cat([rows[source(i, len(rows))] for i in range(len(rows))])
+
+        live.feeds.append(feed)
+
+    return install
+
+
 # ---- outside the table ----
 
 
@@ -193,16 +209,6 @@ def noise(size: float, *, recycled: bool = False) -> Install:
         live.feeds.append(feed)
 
     return install
-
-
-def swapped_states(live: Live) -> None:
-    """While several requests draft together, each goes on from another one's state."""
-
-    def feed(call: Call) -> None:
-        if call.kind == DECODE:
-            call.features_RD = call.features_RD.roll(live.topk, 0)
-
-    live.feeds.append(feed)
 
 
 def crossed_features(live: Live) -> None:
