@@ -9,10 +9,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from replay.check.engine_config import Rope, filled, language_part, rope_of
+from replay.check.quantization import Quantisation, quantisation_of
 from replay.check.server import Server
-from replay.checkpoint.config_file import CONFIG, Settings, read_config
+from replay.check.sizes import Replaced, with_sizes
+from replay.checkpoint.config_classes import ConfigClass, class_called, class_of
+from replay.checkpoint.config_file import CONFIG, Settings, read_config, read_object
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
@@ -21,7 +25,9 @@ from replay.traces.weights import EMBED_NAMES
 if TYPE_CHECKING:
     from replay.traces.reader import Trace
 
-_INNER = ("text_config", "language_config", "llm_config")  # where a model that also sees keeps its language part
+_IN_BF16 = ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
+_QUANTISATION = "hf_quant_config.json"
+_MOST_QUANTISATION = 1 << 24  # bytes
 _EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
 
 
@@ -29,14 +35,18 @@ _EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
 class Draft:
     """A draft head on disk. ``speculators``: its config is nested the way speculators writes it.
 
-    ``filled``: sizes that the config lacks and that were taken from its tensors or the target, so that rules can go on.
+    ``config`` has the defaults of its class filled in, and sizes from tensors or target where those are wrong, so that
+    rules can go on; ``replaced`` names the latter. ``stated`` is what the file says, and no more.
     """
 
     name: str
     config: Settings
+    stated: Settings
+    cls: ConfigClass | None
     speculators: bool
     weights: Weights
-    filled: tuple[str, ...] = ()
+    replaced: tuple[Replaced, ...] = ()
+    quantisation: Quantisation | None = None
 
     @property
     def tensors(self) -> Mapping[str, TensorFact]:
@@ -47,6 +57,11 @@ class Draft:
     def eagle(self) -> Settings:
         """The nested ``eagle_config``."""
         return self.config.inner("eagle_config")
+
+    @property
+    def rope(self) -> Rope:
+        """Its rotary embedding, as SGLang reads it."""
+        return rope_of(self.stated, self.cls)
 
     @property
     def uses_aux(self) -> bool:
@@ -65,16 +80,41 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target on disk: its language part's config, and the model types of the whole and of that part."""
+    """A target on disk: its language part's config with the defaults of its class, what the file says of that part, and
+    the model types of the whole and of that part."""
 
     name: str
     config: Settings
+    stated: Settings
+    outer: Settings
+    cls: ConfigClass | None
     model_types: tuple[str, ...]
     architecture: str | None
     dtype: str | None
     layers: int
     hidden_size: int
     vocab_size: int
+
+    @property
+    def rope(self) -> Rope:
+        """Its rotary embedding, as SGLang reads it; that of full attention where layers differ."""
+        return rope_of(self.stated, self.cls)
+
+    @property
+    def language_type(self) -> str:
+        """The model type of the language part, by which SGLang chooses what becomes of fp32."""
+        gemma = "gemma" if self.cls is not None and self.cls.name.startswith("Gemma") else ""
+        return self.stated.text("model_type") or gemma
+
+    @property
+    def runs_in_bf16(self) -> bool:
+        """Whether SGLang 0.5.23 serves it, and the head beside it, in bf16 whatever configs and --dtype say.
+
+        arg_groups/model_override_base.py ``MODEL_OVERRIDES`` and arg_groups/model_overrides/gpt_oss.py.
+        """
+        quantised = self.outer.values.get("quantization_config")
+        mxfp4 = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
+        return self.architecture in _IN_BF16 or (mxfp4 and self.architecture == "GptOssForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +172,29 @@ def _read_draft(folder: Path, target: Target, *, whole: bool) -> Draft:
     document = read_config(folder)
     name = folder.name or str(folder)
     nested = document.get("transformer_layer_config")
-    speculators = isinstance(nested, dict)
     # speculators keeps the decoder layer's fields in an object of their own; no name is in both.
     merged = {**nested, **document} if isinstance(nested, dict) else document
-    config = Settings(merged, f"{name}/{CONFIG}")
+    stated = Settings(merged, f"{name}/{CONFIG}")
     weights = read_weights(folder, whole=whole)
-    norm = weights.tensors.get("norm.weight")
-    instead = {
-        "hidden_size": norm.shape[0] if norm is not None and norm.shape else target.hidden_size,
-        "vocab_size": target.vocab_size,
-    }
-    filled = tuple(key for key in instead if merged.get(key) is None)
-    config = Settings({**merged, **{key: instead[key] for key in filled}}, config.where)
-    for key in instead:
+    # A config without a model type is Llama's to the engines that take it at all.
+    cls = _class_of_head(stated)
+    config, replaced = with_sizes(stated, cls, weights.tensors, target.hidden_size, target.vocab_size)
+    for key in ("hidden_size", "vocab_size"):
         _needed(config, key, "a draft head's")
-    return Draft(name, config, speculators, weights, filled)
+    quantisation = quantisation_of(stated, _beside(folder), f"{name}/{_QUANTISATION}")
+    return Draft(name, config, stated, cls, isinstance(nested, dict), weights, replaced, quantisation)
+
+
+def _beside(folder: Path) -> dict[str, Any] | None:
+    """What Model-Optimizer says of its quantisation in a file of its own."""
+    path = folder / _QUANTISATION
+    return read_object(path, _MOST_QUANTISATION) if path.exists() else None
+
+
+def _class_of_head(stated: Settings) -> ConfigClass | None:
+    kind = stated.values.get("model_type")
+    cls = class_of(kind) if isinstance(kind, str) else None
+    return cls if cls is not None and cls.inner is None else class_called("LlamaConfig")
 
 
 def read_target_config(folder: Path) -> Target:
@@ -154,15 +202,18 @@ def read_target_config(folder: Path) -> Target:
     document = read_config(folder)
     name = folder.name or str(folder)
     outer = Settings(document, f"{name}/{CONFIG}")
-    config = outer
-    for key in _INNER:
-        if isinstance(document.get(key), dict):
-            config = outer.inner(key)
-            break
-    types = dict.fromkeys(kind for part in (outer, config) if (kind := part.text("model_type")))
+    stated, cls = language_part(outer, class_of(outer.text("model_type")))
+    config = filled(stated, cls)
+    types = dict.fromkeys(kind for part in (outer, stated) if (kind := part.text("model_type")))
     sizes = (_needed(config, key, "a target's") for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
-    dtype = stated_dtype(config) or stated_dtype(outer)
-    return Target(name, config, tuple(types), _architecture(outer), dtype, *sizes)
+    return Target(
+        name, config, stated, outer, cls, tuple(types), _architecture(outer), target_dtype(outer, stated), *sizes
+    )
+
+
+def target_dtype(outer: Settings, part: Settings) -> str | None:
+    """What a target's config says of its dtype; a language part that says nothing has that of the whole."""
+    return stated_dtype(part) or stated_dtype(outer)
 
 
 def stated_dtype(config: Settings) -> str | None:

@@ -12,7 +12,7 @@ _STEPS, _RULE, _KV, _WEIGHTS, _CAST = (
 )  # fmt: skip
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16", "float": "fp32", "bf16": "bf16",
           "fp16": "fp16", "fp32": "fp32"}  # fmt: skip
-_FLOATS = ("F32", "F16", "BF16", "F64")
+_WIDE = ("float64", "double")
 _TREE_BACKENDS = ("flashinfer", "fa3", "triton")
 
 
@@ -141,24 +141,17 @@ def _positive(text: str) -> bool:
 
 
 def draft_precision(facts: Facts) -> Iterator[Finding]:
-    """Quantisation that the head inherits, or has."""
-    arguments, draft = facts.server.arguments, facts.draft
+    """Quantisation that the head inherits, or is told."""
+    arguments = facts.server.arguments
     target, own = arguments.get("quantization"), arguments.get("speculative_draft_model_quantization")
     told = arguments.get("_speculative_draft_quantization_explicitly_set")
     inherited = own is None if told is None else told is False
-    odd = [name for name, fact in draft.tensors.items() if fact.dtype not in _FLOATS and name not in ("d2t", "t2d")]
     method = own if isinstance(own, str) else target
     if isinstance(method, str) and method != "unquant" and facts.server.engine == "sglang":
         yield _at(facts, _WEIGHTS, WARNING, f"the head is quantised to {method}"
                   + (", which it inherits from the target's" if inherited else ""),
                   "quantization" if own is None else "speculative_draft_model_quantization", "unquant",
                   "--speculative-draft-model-quantization unquant")  # fmt: skip
-    elif odd:
-        states = bool(draft.config.values.get("quantization_config"))
-        yield Finding(_WEIGHTS, WARNING if states else ERROR, f"the head's weights are stored as "
-                      f"{draft.tensors[odd[0]].dtype}" + ("" if states else " and no quantization_config says how"),
-                      draft.weights.file, odd[0], draft.tensors[odd[0]].dtype, "BF16",
-                      "export the head unquantised, or replay it both ways")  # fmt: skip
 
 
 def draft_kv(facts: Facts) -> Iterator[Finding]:
@@ -181,12 +174,16 @@ def dtype(facts: Facts) -> Iterator[Finding]:
     if facts.server.engine != "sglang":
         return
     stated = facts.server.arguments.get("dtype")
+    if facts.target.runs_in_bf16:
+        return  # whatever the configs and --dtype say, of the head too
     if isinstance(stated, str) and stated != "auto":
         yield from _beyond_fp16(facts, _SHORT.get(stated, stated))
         return
-    draft, own, other = facts.draft.config, stated_dtype(facts.draft.config), facts.target.dtype
+    draft, own, other = facts.draft.stated, stated_dtype(facts.draft.stated), facts.target.dtype
     seen = _in_force(own, draft.text("model_type") or "")
-    wanted = _in_force(other, facts.target.model_types[0] if facts.target.model_types else "")
+    wanted = _in_force(other, facts.target.language_type)
+    if any(name is not None and name not in _SHORT and name not in _WIDE for name in (own, other)):
+        return  # a name that SGLang stops at
     if seen != wanted:
         why = "the config states no dtype" if own is None else f"the config says {own}"
         falls = ", and SGLang takes fp16 for fp32" if own is None or _SHORT.get(own) == "fp32" else ""

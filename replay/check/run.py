@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from replay.analysis.json_document import JsonObject, object_json
-from replay.check import rules_positions, rules_server, rules_tensors, rules_values, rules_vocabulary, rules_wiring
+from replay.check import (
+    rules_config,
+    rules_positions,
+    rules_quantization,
+    rules_server,
+    rules_tensors,
+    rules_values,
+    rules_vocabulary,
+    rules_wiring,
+)
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, SEVERITIES, Finding
 from replay.check.layer_ids import readings
@@ -28,7 +37,12 @@ def _stated(facts: Facts) -> bool:
 
 
 _SERVER = "--server or --server-args"
+_BY_REPLAY = "replay diagnose"  # of what no file says, and a trace decides
 RULES: tuple[CheckRule, ...] = (
+    CheckRule("model type", rules_config.model_type),
+    CheckRule("types of config fields", rules_config.field_types),
+    CheckRule("layers and heads in the config", rules_config.layers),
+    CheckRule("names of dtypes", rules_config.dtypes),
     CheckRule("architecture", rules_tensors.architecture),
     CheckRule("sizes in the config", rules_tensors.sizes),
     CheckRule("layer ids", rules_wiring.layer_ids),
@@ -48,7 +62,9 @@ RULES: tuple[CheckRule, ...] = (
     CheckRule("longest position", rules_positions.max_length),
     CheckRule("positions of images", rules_positions.image_positions),
     CheckRule("dtype", rules_server.dtype),
-    CheckRule("dtype of the weights and inherited quantisation", rules_server.draft_precision),
+    CheckRule("inherited quantisation", rules_server.draft_precision),
+    CheckRule("quantisation of the head", rules_quantization.quantisation),
+    CheckRule("quantisation of the target", rules_quantization.target_quantisation),
     CheckRule("drafting depth", rules_server.depth, _stated, _SERVER),
     CheckRule("algorithm and load format", rules_server.algorithm, _stated, _SERVER),
     CheckRule("acceptance rule", rules_server.acceptance, _stated, _SERVER),
@@ -91,6 +107,8 @@ def check(facts: Facts) -> Outcome:
         else:
             unchecked[rule.lacks] = (*unchecked.get(rule.lacks, ()), rule.what)
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable: in the order of rules within
+    if rules_positions.undecided_theta(facts):
+        unchecked[_BY_REPLAY] = ("whether the head was trained at its rope theta or at 10000",)
     fed = {}
     if facts.draft.uses_aux:
         fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target).items()}
