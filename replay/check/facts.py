@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replay.check.engine_config import Rope, filled, language_part, rope_of
 from replay.check.override import overridden, override_of
+from replay.check.quantization import Quantisation, quantisation_of
 from replay.check.server import Server
-from replay.checkpoint.config_file import CONFIG, Settings, read_config
+from replay.check.sizes import Replaced, with_sizes
+from replay.checkpoint.config_classes import ConfigClass, class_called, class_of
+from replay.checkpoint.config_file import CONFIG, Settings, read_config, read_object
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
@@ -23,9 +27,9 @@ from replay.traces.weights import EMBED_NAMES
 if TYPE_CHECKING:
     from replay.traces.reader import Trace
 
-# where a model that also sees keeps its language part, the first that is there (SGLang 0.5.23
-# utils/hf_transformers/common.py get_hf_text_config)
-_INNER = ("thinker_config", "llm_config", "language_config", "text_config")
+_IN_BF16 = ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
+_QUANTISATION = "hf_quant_config.json"
+_MOST_QUANTISATION = 1 << 24  # bytes
 _EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
 
 
@@ -33,15 +37,19 @@ _EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
 class Draft:
     """A draft head on disk. ``speculators``: its config is nested the way speculators writes it.
 
-    ``filled``: sizes that the config lacks and that were taken from its tensors or the target, so that rules can go on.
-    ``original``: the config as it lies on disk, before the server's override.
+    ``config`` has the defaults of its class filled in, and sizes from tensors or target where those are wrong, so that
+    rules can go on; ``replaced`` names the latter. ``stated`` is what the file says with the server's override, and
+    ``original`` what it says without.
     """
 
     name: str
     config: Settings
+    stated: Settings
+    cls: ConfigClass | None
     speculators: bool
     weights: Weights
-    filled: tuple[str, ...] = ()
+    replaced: tuple[Replaced, ...] = ()
+    quantisation: Quantisation | None = None
     original: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,6 +61,11 @@ class Draft:
     def eagle(self) -> Settings:
         """The nested ``eagle_config``."""
         return self.config.inner("eagle_config")
+
+    @property
+    def rope(self) -> Rope:
+        """Its rotary embedding, as SGLang reads it."""
+        return rope_of(self.stated, self.cls)
 
     @property
     def uses_aux(self) -> bool:
@@ -71,19 +84,44 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target on disk: its language part's config, and the model types of the whole and of that part.
+    """A target on disk: its language part's config with the defaults of its class, what the file says of that part, and
+    the model types of the whole and of that part.
 
     ``architecture`` is the class that SGLang takes, None where the config names none.
     """
 
     name: str
     config: Settings
+    stated: Settings
+    outer: Settings
+    cls: ConfigClass | None
     model_types: tuple[str, ...]
     architecture: str | None
     dtype: str | None
     layers: int
     hidden_size: int
     vocab_size: int
+
+    @property
+    def rope(self) -> Rope:
+        """Its rotary embedding, as SGLang reads it; that of full attention where layers differ."""
+        return rope_of(self.stated, self.cls)
+
+    @property
+    def language_type(self) -> str:
+        """The model type of the language part, by which SGLang chooses what becomes of fp32."""
+        gemma = "gemma" if self.cls is not None and self.cls.name.startswith("Gemma") else ""
+        return self.stated.text("model_type") or gemma
+
+    @property
+    def runs_in_bf16(self) -> bool:
+        """Whether SGLang 0.5.23 serves it, and the head beside it, in bf16 whatever configs and --dtype say.
+
+        arg_groups/model_override_base.py ``MODEL_OVERRIDES`` and arg_groups/model_overrides/gpt_oss.py.
+        """
+        quantised = self.outer.values.get("quantization_config")
+        mxfp4 = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
+        return self.architecture in _IN_BF16 or (mxfp4 and self.architecture == "GptOssForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +181,28 @@ def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, who
     original = read_config(folder)
     document = overridden(original, changes)
     name = folder.name or str(folder)
-    speculators = isinstance(document.get("transformer_layer_config"), dict)
-    merged = _flat(document)
-    config = Settings(merged, f"{name}/{CONFIG}")
+    stated = Settings(_flat(document), f"{name}/{CONFIG}")
     weights = read_weights(folder, whole=whole)
-    norm = weights.tensors.get("norm.weight")
-    instead = {
-        "hidden_size": norm.shape[0] if norm is not None and norm.shape else target.hidden_size,
-        "vocab_size": target.vocab_size,
-    }
-    filled = tuple(key for key in instead if merged.get(key) is None)
-    config = Settings({**merged, **{key: instead[key] for key in filled}}, config.where)
-    for key in instead:
+    # A config without a model type is Llama's to the engines that take it at all.
+    cls = _class_of_head(stated)
+    config, replaced = with_sizes(stated, cls, weights.tensors, target.hidden_size, target.vocab_size)
+    for key in ("hidden_size", "vocab_size"):
         _needed(config, key, "a draft head's")
-    return Draft(name, config, speculators, weights, filled, _flat(original))
+    speculators = isinstance(document.get("transformer_layer_config"), dict)
+    quantisation = quantisation_of(stated, _beside(folder), f"{name}/{_QUANTISATION}")
+    return Draft(name, config, stated, cls, speculators, weights, replaced, quantisation, _flat(original))
+
+
+def _beside(folder: Path) -> dict[str, Any] | None:
+    """What Model-Optimizer says of its quantisation in a file of its own."""
+    path = folder / _QUANTISATION
+    return read_object(path, _MOST_QUANTISATION) if path.exists() else None
+
+
+def _class_of_head(stated: Settings) -> ConfigClass | None:
+    kind = stated.values.get("model_type")
+    cls = class_of(kind) if isinstance(kind, str) else None
+    return cls if cls is not None and cls.inner is None else class_called("LlamaConfig")
 
 
 def _flat(document: dict[str, Any]) -> dict[str, Any]:
@@ -174,21 +220,19 @@ def read_target_config(folder: Path, changes: Mapping[str, Any] | None = None) -
     name = folder.name or str(folder)
     outer = Settings(document, f"{name}/{CONFIG}")
     architecture = _served(outer)
-    config = _language_part(outer, architecture)
-    types = dict.fromkeys(kind for part in (outer, config) if (kind := part.text("model_type")))
+    cls = class_of(outer.text("model_type"))
+    # Llava's own classes read the outer config.
+    whole = architecture is not None and architecture.startswith("Llava") and architecture.endswith("ForCausalLM")
+    stated, cls = (outer, cls) if whole else language_part(outer, cls)
+    config = filled(stated, cls)
+    types = dict.fromkeys(kind for part in (outer, stated) if (kind := part.text("model_type")))
     sizes = (_needed(config, key, "a target's") for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
-    dtype = stated_dtype(config) or stated_dtype(outer)
-    return Target(name, config, tuple(types), architecture, dtype, *sizes)
+    return Target(name, config, stated, outer, cls, tuple(types), architecture, target_dtype(outer, stated), *sizes)
 
 
-def _language_part(outer: Settings, architecture: str | None) -> Settings:
-    """Its config as SGLang takes it; Llava's own classes read the outer one."""
-    if architecture is not None and architecture.startswith("Llava") and architecture.endswith("ForCausalLM"):
-        return outer
-    key = next((key for key in _INNER if isinstance(outer.values.get(key), dict)), None)
-    if key is None:
-        return outer
-    return _language_part(outer.inner(key), None) if key == "thinker_config" else outer.inner(key)
+def target_dtype(outer: Settings, part: Settings) -> str | None:
+    """What a target's config says of its dtype; a language part that says nothing has that of the whole."""
+    return stated_dtype(part) or stated_dtype(outer)
 
 
 def stated_dtype(config: Settings) -> str | None:

@@ -147,7 +147,8 @@ def _is_target(path: Path, architecture: str) -> bool:
     from replay.check.facts import read_target_config
 
     try:
-        return architecture.endswith(_GENERATES) and read_target_config(path).layers > 1
+        layers = read_target_config(path).stated.count("num_hidden_layers")
+        return architecture.endswith(_GENERATES) and (layers or 1) > 1
     except CheckpointError:
         return False
 

@@ -58,7 +58,7 @@ def _both(inner: Any, value: Any) -> bool:
     return isinstance(inner, dict) and isinstance(value, dict)
 
 
-def rope_of(document: Mapping[str, Any]) -> dict[str, Any]:
+def rope_object(document: Mapping[str, Any]) -> dict[str, Any]:
     """The rope object as Transformers 5 makes it of a config: theta and ``rope_type`` in it, however spelled."""
     objects = (document.get(key) for key in reversed(_ROPE))
     stated: dict[str, Any] = next((rope for rope in objects if isinstance(rope, dict) and rope), {})
@@ -72,11 +72,11 @@ def rope_of(document: Mapping[str, Any]) -> dict[str, Any]:
 def rewrites_rope(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether two configs rotate otherwise; theta is 10000 where none is stated."""
     default = {"rope_theta": 10000}
-    return default | rope_of(before) != default | rope_of(after)
+    return default | rope_object(before) != default | rope_object(after)
 
 
 def _lay_over(document: dict[str, Any], value: Any) -> None:
-    rope = {**rope_of(document), **value} if isinstance(value, dict) else value
+    rope = {**rope_object(document), **value} if isinstance(value, dict) else value
     for key in (*_ROPE, "rope_theta"):
         document.pop(key, None)
     document["rope_parameters"] = rope

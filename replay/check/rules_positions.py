@@ -3,103 +3,140 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from replay.check.engine_config import DEFAULT_THETA, Rope, context_of
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
 from replay.check.override import rewrites_rope
-from replay.checkpoint.config_file import Settings
 
 _PARAMS, _GEOMETRY, _WINDOW, _LENGTH = (
     "position.rope-params", "position.rope-geometry", "attn.window", "position.max-len"
 )  # fmt: skip
-_DEFAULT_THETA = 10000.0  # of every engine and of most trainers, whatever the config says
-_DEFAULT_LENGTH = 2048  # transformers' LlamaConfig
-_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+# What Transformers stops without (modeling_rope_utils.py ``_validate_*_rope_parameters``, 5.19 and 5.24); it fills in
+# the original length by itself.
 _NEEDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
+_SCALED = (*_NEEDS, "deepseek_yarn")
+# SGLang 0.5.23 layers/rotary_embedding/factory.py ``get_rope``; the class of MLA heads makes deepseek_yarn of any.
+_BUILT = ("default", "proportional", *_SCALED)
+_COMPARED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 OVERRIDE = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
-def _scaling(config: Settings) -> Settings:
-    """transformers 5's ``rope_parameters``, or the older ``rope_scaling``."""
-    parameters = config.inner("rope_parameters")
-    return parameters if parameters.values else config.inner("rope_scaling")
+def _scaling_of(rope: Rope) -> str:
+    """``default`` for all that does not scale."""
+    return rope.kind if rope.kind in _SCALED else "default"
 
 
-def _theta(config: Settings) -> float | None:
-    return (
-        config.inner("rope_parameters").number("rope_theta")
-        if config.inner("rope_parameters").values
-        else config.number("rope_theta")
-    )
-
-
-def _kind(scaling: Settings) -> str:
-    return scaling.text("rope_type") or scaling.text("type") or "default"
-
-
-def _number(config: Settings, key: str) -> float | None:
-    inner = _scaling(config).number(key)
-    return config.number(key) if inner is None else inner
+def _found(facts: Facts, severity: str, what: str, field: str, seen: object, expected: object, fix: str) -> Finding:
+    return Finding(_PARAMS, severity, what, facts.draft.stated.where, field, str(seen), str(expected), fix)
 
 
 def rope(facts: Facts) -> Iterator[Finding]:
     """Theta and scaling: what the engine takes from the config, against the target's."""
-    draft, target = facts.draft.config, facts.target.config
-    if rewrites_rope(facts.draft.original, draft.values):
+    if rewrites_rope(facts.draft.original, facts.draft.stated.values):
         return  # rules_server.override says so
-    theta, wanted = _theta(draft), _theta(target) or _DEFAULT_THETA
-    scaling, other = _scaling(draft), _scaling(target)
-    kind, target_kind = _kind(scaling), _kind(other)
+    broken = list(_unbuilt(facts))
+    yield from broken or (*_theta(facts), *_scaling(facts))
 
-    def found(severity: str, what: str, field: str, seen: object, expected: object, fix: str) -> Finding:
-        return Finding(_PARAMS, severity, what, draft.where, field, str(seen), str(expected), fix)
 
-    outer = draft.number("rope_theta")
-    scale = f"rope_parameters: rope_theta {outer:g}" if outer is not None else ""
-    if outer is not None and draft.inner("rope_parameters").values and theta != outer:
-        yield found(ERROR, f"rope_theta is stated twice, {outer:g} and in rope_parameters "
-                    f"{'not at all' if theta is None else f'{theta:g}'}; engines take the latter", "rope_parameters",
-                    theta or "absent", f"{outer:g}",
-                    f"keep the one that the head was trained with ({scale})")  # fmt: skip
-    elif theta is None and wanted != _DEFAULT_THETA:
-        yield found(WARNING, f"the config states no rope theta, so engines take 10000; the target's is {wanted:g}",
-                    "rope_theta", "absent", f"{wanted:g}, or 10000 stated",
-                    f'write "rope_theta": {wanted:g}, or 10000 where the head was trained with that')  # fmt: skip
-    elif theta is not None and theta != wanted and (theta != _DEFAULT_THETA or kind == target_kind != "default"):
-        yield found(WARNING, f"rope theta is {theta:g}, neither the target's {wanted:g} nor the 10000 that trainers "
-                    "fall to", "rope_theta", f"{theta:g}", f"{wanted:g} or 10000",
-                    f'write "rope_theta": {wanted:g}, or 10000; replay the head with each')  # fmt: skip
-    lacks = [key for key in _NEEDS.get(kind, ()) if _number(draft, key) is None and key in _NEEDS[kind]]
-    if lacks:
-        yield found(ERROR, f"rope scaling of type {kind} lacks {', '.join(lacks)}", scaling.where.rpartition(" ")[2],
-                    "absent", lacks[0],
-                    "copy the whole rope scaling from the config the head was trained with")  # fmt: skip
-    elif kind != target_kind and (kind != "default" or (theta == wanted and wanted != _DEFAULT_THETA)):
-        yield found(WARNING, f"rope scaling is {kind}, the target's is {target_kind}, with "
-                    + ("the same theta" if theta == wanted else f"theta {theta or _DEFAULT_THETA:g}"),
-                    "rope_scaling", kind, target_kind,
-                    "copy the target's rope scaling where the head was trained with it")  # fmt: skip
-    elif kind == target_kind != "default":
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            mine, theirs = _number(draft, key), _number(target, key)
+def _unbuilt(facts: Facts) -> Iterator[Finding]:
+    """Parameters that the engine stops at. At most one finding."""
+    draft, own = facts.draft, facts.draft.rope
+    scaling = own.values
+    field = scaling.where.rpartition(": ")[2]
+    lacks = [key for key in _NEEDS.get(own.kind, ()) if scaling.values.get(key) is None]
+    sections = "mrope_section" in scaling.values  # models/llama_eagle3.py takes these for unscaled whatever they say
+    if own.by_layer and facts.server.engine == "sglang":
+        kind = draft.stated.values.get("model_type")
+        yield _found(facts, ERROR, "SGLang stops: the config has rope parameters for each kind of layer, as the class "
+                     f"of {kind} makes them, and a head has one kind", "model_type", kind, "llama",
+                     'write "model_type": "llama"')  # fmt: skip
+    elif own.theta is None:
+        yield _found(facts, ERROR, "rope_theta is null, and no rotation can be made of it", "rope_theta", "null",
+                     "a number", 'write the "rope_theta" that the head was trained with')  # fmt: skip
+    elif lacks and not sections:
+        yield _found(facts, ERROR, f"rope scaling of type {own.kind} lacks {', '.join(lacks)}", field, "absent",
+                     lacks[0], "copy the whole rope scaling from the config the head was trained with")  # fmt: skip
+    elif own.kind not in _BUILT and not sections and not draft.mla and facts.server.engine == "sglang":
+        yield _found(facts, ERROR, f"SGLang stops: it knows no rope scaling of type {own.kind}", f"{field}.rope_type",
+                     own.kind, ", ".join(_BUILT), "copy the rope scaling from the config the head was trained "
+                     "with")  # fmt: skip
+
+
+def _theta(facts: Facts) -> Iterator[Finding]:
+    """At most one finding."""
+    stated, own = facts.draft.stated, facts.draft.rope
+    theta, wanted = own.theta or DEFAULT_THETA, facts.target.rope.theta or DEFAULT_THETA
+    outer, parameters = stated.number("rope_theta"), stated.inner("rope_parameters").number("rope_theta")
+    both = sorted({one for one in (outer, parameters) if one is not None} - {theta})
+    same = _scaling_of(own) == _scaling_of(facts.target.rope) != "default"
+    if both:
+        yield _found(facts, ERROR, f"rope_theta is stated twice, {both[0]:g} and {theta:g}; engines take {theta:g}"
+                     if own.stated else f"rope_theta {both[0]:g} stands in rope_parameters, and rope_scaling is there "
+                     f"too: engines read the latter alone and take {theta:g}", "rope_parameters", f"{theta:g}",
+                     f"{both[0]:g}", "keep the one that the head was trained with, beside rope_type in "
+                     "rope_parameters")  # fmt: skip
+    elif not own.stated and theta == DEFAULT_THETA != wanted:
+        yield _found(facts, WARNING, f"the config states no rope theta, so engines take 10000; the target's is "
+                     f"{wanted:g}", "rope_theta", "absent", f"{wanted:g}, or 10000 stated",
+                     f'write "rope_theta": {wanted:g}, or 10000 where the head was trained with that')  # fmt: skip
+    elif theta != wanted and (theta != DEFAULT_THETA or same):
+        yield _found(facts, WARNING, f"rope theta is {theta:g}, neither the target's {wanted:g} nor the 10000 that "
+                     "trainers fall to", "rope_theta", f"{theta:g}", f"{wanted:g} or 10000",
+                     f'write "rope_theta": {wanted:g}, or 10000; replay the head with each')  # fmt: skip
+
+
+def _scaling(facts: Facts) -> Iterator[Finding]:
+    """At most one finding. Of a target whose layers differ nothing is wanted of a head, which has one kind."""
+    own, other = facts.draft.rope, facts.target.rope
+    kind, wanted = _scaling_of(own), _scaling_of(other)
+    theta, target_theta = own.theta or DEFAULT_THETA, other.theta or DEFAULT_THETA
+    factor = own.values.number("factor")
+    if kind == "default" and factor is not None and factor != 1:
+        yield _found(facts, WARNING, f"the rope scaling states the factor {factor:g} and no type that scales, so "
+                     "nothing is scaled", "rope_scaling", own.kind, wanted if wanted != "default" else "linear",
+                     "write the rope_type that the head was trained with, or remove the scaling")  # fmt: skip
+    elif (
+        kind != wanted
+        and not other.by_layer
+        and (kind != "default" or (theta == target_theta and target_theta != DEFAULT_THETA))
+    ):
+        yield _found(facts, WARNING, f"rope scaling is {kind}, the target's is {wanted}, with "
+                     + ("the same theta" if theta == target_theta else f"theta {theta:g}"), "rope_scaling", kind,
+                     wanted, "copy the target's rope scaling where the head was trained with it")  # fmt: skip
+    elif kind == wanted != "default":
+        for key in _COMPARED:
+            mine, theirs = own.values.number(key), other.values.number(key)
             if mine != theirs and theirs is not None:
-                yield found(WARNING, f"rope scaling's {key} is {mine}, the target's {theirs}",
-                            f"rope_scaling.{key}", mine, theirs,
-                            "copy the target's rope scaling where the head was trained with it")  # fmt: skip
-                break
+                yield _found(facts, WARNING, f"rope scaling's {key} is {mine}, the target's {theirs}",
+                             f"rope_scaling.{key}", mine, theirs,
+                             "copy the target's rope scaling where the head was trained with it")  # fmt: skip
+                return
+
+
+def undecided_theta(facts: Facts) -> bool:
+    """Whether the head states the target's theta, and could as well have been trained at the 10000 of its trainer."""
+    theta = facts.draft.rope.theta
+    return theta == facts.target.rope.theta != DEFAULT_THETA and theta is not None
 
 
 def rope_geometry(facts: Facts) -> Iterator[Finding]:
-    """Which features of an attention head are rotated, and in which pairs."""
+    """Which features of an attention head are rotated, and in which pairs.
+
+    SGLang 0.5.23 models/llama.py reads partial_rotary_factor at the top level alone, and Transformers 5.19, which it
+    asks for, leaves it there; vLLM 0.32 reads rope_parameters.
+    """
     draft, config = facts.draft, facts.draft.config
     heads, hidden = config.count("num_attention_heads") or 1, config.count("hidden_size") or 0
     head_dim = config.count("head_dim") or hidden // heads
-    partial = _number(config, "partial_rotary_factor")
-    wanted = _number(facts.target.config, "partial_rotary_factor") or 1.0
+    partial = draft.stated.number("partial_rotary_factor")
+    if partial is None and facts.server.engine == "vllm":
+        partial = draft.rope.values.number("partial_rotary_factor")
 
     def found(severity: str, what: str, field: str, seen: object, expected: object, fix: str) -> Finding:
         return Finding(_GEOMETRY, severity, what, config.where, field, str(seen), str(expected), fix)
@@ -111,10 +148,14 @@ def rope_geometry(facts: Facts) -> Iterator[Finding]:
         yield found(ERROR, f"{rotated} of {head_dim} features of an attention head would be rotated",
                     "partial_rotary_factor" if partial is not None else "head_dim", partial or head_dim,
                     "an even number from 2 to head_dim", "write what the head was trained with")  # fmt: skip
-    elif partial is not None and partial != wanted:
-        yield found(WARNING, f"the head rotates {partial:g} of each attention head, the target {wanted:g}; trainers of "
-                    "Llama heads rotate all of it", "partial_rotary_factor", f"{partial:g}", f"{wanted:g}",
-                    f'write "partial_rotary_factor": {wanted:g}, or replay the head with each')  # fmt: skip
+    elif partial is not None and partial != 1:
+        theirs = facts.target.stated.number("partial_rotary_factor")
+        theirs = facts.target.rope.values.number("partial_rotary_factor") if theirs is None else theirs
+        yield found(WARNING, f"the head rotates {partial:g} of each attention head"
+                    + (", as the target does" if partial == theirs else "") + "; trainers of Llama heads rotate all of "
+                    "it, whatever the config says", "partial_rotary_factor", f"{partial:g}", "1, or absent",
+                    "remove partial_rotary_factor where it was copied from the target, or replay the head with "
+                    "each")  # fmt: skip
     if config.flag("rope_interleave"):
         yield found(ERROR, "the config says interleaved rotary pairs, engines build neox halves of a Llama head",
                     "rope_interleave", "true", "false", "permute q and k to the neox layout, or remove the field where "
@@ -128,28 +169,16 @@ def served_length(facts: Facts) -> int:
     """Tokens of context that the server will take: --context-length, or what the target's config gives."""
     arguments: Mapping[str, Any] = facts.server.arguments
     stated = arguments.get("context_length") or arguments.get("max_model_len")
-    return stated if type(stated) is int else context_of(facts.target.config)
-
-
-def context_of(config: Settings) -> int:
-    """As SGLang 0.5.23 utils/hf_transformers/common.py derives it."""
-    scaling = _scaling(config)
-    factor = scaling.number("factor") or 1.0
-    if _kind(scaling) == "llama3" or scaling.number("original_max_position_embeddings") is not None:
-        factor = 1.0
-    for key in _LENGTHS:
-        if (length := config.count(key)) is not None:
-            return int(factor * length)
-    return _DEFAULT_LENGTH
+    return stated if type(stated) is int else context_of(facts.target.config, facts.target.rope)
 
 
 def max_length(facts: Facts) -> Iterator[Finding]:
     """The head's positions against the context that is served."""
     config, served = facts.draft.config, served_length(facts)
-    own = context_of(config)
+    own = context_of(config, facts.draft.rope)
     if own >= served:
         return
-    stated = config.count("max_position_embeddings")
+    stated = facts.draft.stated.count("max_position_embeddings")
     overridden = facts.server.variable(OVERRIDE)
     stops = facts.server.engine == "sglang" and not overridden and not facts.server.live
     effect = {"sglang": "SGLang stops at start" if stops else f"{OVERRIDE} lets it run on beyond its training",
@@ -165,7 +194,7 @@ def max_length(facts: Facts) -> Iterator[Finding]:
 def image_positions(facts: Facts) -> Iterator[Finding]:
     """Three-part positions of a target that also sees; SGLang gives them to the head only where its config has them."""
     config = facts.draft.config
-    if "mrope_section" in _scaling(facts.target.config).values and "mrope_section" not in _scaling(config).values:
+    if "mrope_section" in facts.target.rope.values.values and "mrope_section" not in facts.draft.rope.values.values:
         yield Finding("mm.embeds", WARNING, "the target counts image positions in three parts, the head's config says "
                       "nothing of them: text is served alike, image prompts are not", config.where,
                       "rope_scaling.mrope_section", "absent", "the target's",

@@ -14,7 +14,7 @@ _KV, _WEIGHTS, _CAST = "precision.draft-kv", "precision.draft-weights", "precisi
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16", "float": "fp32", "bf16": "bf16",
           "fp16": "fp16", "fp32": "fp32"}  # fmt: skip
 _FULL = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_FLOATS = ("F32", "F16", "BF16", "F64")
+_WIDE = ("float64", "double")
 # What becomes of a head that is not quantised, under each method of --speculative-draft-model-quantization, which
 # falls back to --quantization. tests/check/test_engine.py builds one under each.
 STOPS = ("auto-round", "awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "mlx_q4", "mlx_q8",
@@ -26,18 +26,12 @@ _OWN, _SHARED = "speculative_draft_model_quantization", "quantization"
 
 
 def draft_precision(facts: Facts) -> Iterator[Finding]:
-    """Quantisation that the head inherits, or has."""
+    """Quantisation that the head inherits, or is told."""
     server, draft = facts.server, facts.draft
-    odd = [name for name, fact in draft.tensors.items() if fact.dtype not in _FLOATS and name not in ("d2t", "t2d")]
     states = bool(draft.config.values.get("quantization_config") or draft.config.values.get("compression_config"))
     method = show_name(server.text(_OWN) or server.text(_SHARED) or "") or None
     if method is not None and not states and server.engine == "sglang" and drafts(server):
         yield from _told(facts, method)
-    elif odd:
-        yield Finding(_WEIGHTS, WARNING if states else ERROR, f"the head's weights are stored as "
-                      f"{draft.tensors[odd[0]].dtype}" + ("" if states else " and no quantization_config says how"),
-                      draft.weights.file, odd[0], draft.tensors[odd[0]].dtype, "BF16",
-                      "export the head unquantised, or replay it both ways")  # fmt: skip
 
 
 def _told(facts: Facts, method: str) -> Iterator[Finding]:
@@ -82,12 +76,17 @@ def dtype(facts: Facts) -> Iterator[Finding]:
     """What the engine computes the head in, against the target."""
     if facts.server.engine != "sglang":
         return
+    if facts.target.runs_in_bf16:
+        return  # whatever the configs and --dtype say, of the head too
     stated = facts.server.text("dtype")
-    draft, own, other = facts.draft.config, stated_dtype(facts.draft.config), facts.target.dtype
+    draft, own, other = facts.draft.stated, stated_dtype(facts.draft.stated), facts.target.dtype
     seen = _in_force(own, draft.text("model_type") or "")
-    wanted = _in_force(other, facts.target.model_types[0] if facts.target.model_types else "")
+    wanted = _in_force(other, facts.target.language_type)
+    odd = any(name is not None and name not in _SHORT and name not in _WIDE for name in (own, other))
     if stated is not None and stated != "auto":
         yield from _told_dtype(facts, _SHORT.get(stated, stated), own, other)
+    elif odd:
+        return  # a name that SGLang stops at
     elif seen != wanted:
         why = "the config states no dtype" if own is None else f"the config says {own}"
         falls = ", and SGLang takes fp16 for fp32" if own is None or _SHORT.get(own) == "fp32" else ""

@@ -5,10 +5,11 @@ model_loader/loader.py, utils/hf_transformers/config.py."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from replay.check.engine_config import context_of, filled, rope_of
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
-from replay.check.override import FIELD, is_read, override_of, rewrites_rope, rope_of
-from replay.check.rules_positions import OVERRIDE, context_of, served_length
+from replay.check.override import FIELD, is_read, override_of, rewrites_rope, rope_object
+from replay.check.rules_positions import OVERRIDE, served_length
 from replay.check.server_finding import at, flag
 from replay.check.speculation import resolve
 from replay.checkpoint.config_file import Settings
@@ -114,7 +115,7 @@ def override(facts: Facts) -> Iterator[Finding]:
     server, text = facts.server, facts.server.text(FIELD)
     if server.engine != "sglang" or text is None:
         return
-    changes, before, after = override_of(server), facts.draft.original, facts.draft.config.values
+    changes, before, after = override_of(server), facts.draft.original, facts.draft.stated.values
     rebuilt = [key for key in _BUILT_FROM if key in changes and before.get(key) != after.get(key)]
     inner = changes.get("text_config")
     if not is_read(text):
@@ -134,12 +135,12 @@ def override(facts: Facts) -> Iterator[Finding]:
 
 def _rope_override(facts: Facts, changes: Mapping[str, Any]) -> Iterator[Finding]:
     stated = next((changes[key] for key in ("rope_scaling", "rope_parameters") if key in changes), None)
-    old, new = (rope_of(document) for document in (facts.draft.original, facts.draft.config.values))
+    old, new = (rope_object(document) for document in (facts.draft.original, facts.draft.stated.values))
     if isinstance(stated, dict) and "type" in stated and "rope_type" not in stated:
         yield at(facts, _ROPE, WARNING, f'"type" in {_OPTION} scales no rope: SGLang goes by rope_type, which stays '
                  f"{show_name(str(new['rope_type']))}", FIELD, '"rope_type"',
                  f'{_INSTEAD}; "rope_type" here would rewrite the head\'s rope too')  # fmt: skip
-    elif rewrites_rope(facts.draft.original, facts.draft.config.values):
+    elif rewrites_rope(facts.draft.original, facts.draft.stated.values):
         was, now = (show_name(f"{one['rope_type']}, theta {one.get('rope_theta', 10000)}") for one in (old, new))
         yield at(facts, _ROPE, WARNING, f"{_OPTION} rewrites the head's rope too, from {was} to {now}", FIELD,
                  "the rope that the head was trained with", f"{_INSTEAD}, or train the head with it")  # fmt: skip
@@ -149,9 +150,10 @@ def _rope_override(facts: Facts, changes: Mapping[str, Any]) -> Iterator[Finding
 
 
 def _length_override(facts: Facts, changes: Mapping[str, Any]) -> Iterator[Finding]:
-    own = context_of(Settings(facts.draft.original, facts.draft.config.where))
-    served = served_length(facts)
-    if "max_position_embeddings" in changes and own < served <= context_of(facts.draft.config):
+    draft, served = facts.draft, served_length(facts)
+    before = Settings(draft.original, draft.config.where)
+    own = context_of(filled(before, draft.cls), rope_of(before, draft.cls))
+    if "max_position_embeddings" in changes and own < served <= context_of(draft.config, draft.rope):
         yield at(facts, _LENGTH, WARNING, f"{_OPTION} lifts the head's longest position from {own} too: {served} are "
                  "served, beyond its training", FIELD, f"{own} positions",
                  f"start the server with --context-length {own}, or train the head on longer ones")  # fmt: skip
@@ -160,7 +162,7 @@ def _length_override(facts: Facts, changes: Mapping[str, Any]) -> Iterator[Findi
 def context(facts: Facts) -> Iterator[Finding]:
     """The context that is asked for against the target's own (configs/model_config.py, _derive_context_length)."""
     server, field = facts.server, "context_length"
-    asked, own = server.integer(field), context_of(facts.target.config)
+    asked, own = server.integer(field), context_of(facts.target.config, facts.target.rope)
     if server.engine != "sglang" or asked is None or server.live:
         return
     if asked < 1:

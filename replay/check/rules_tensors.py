@@ -4,25 +4,21 @@ from collections.abc import Iterator
 
 from replay.check.facts import Draft, Facts
 from replay.check.finding import ERROR, WARNING, Finding
+from replay.check.head_tensors import MOST_LAYERS, TURN, Table, loaded, shapes, transposed_fc
+from replay.check.quantization import quantised_parts
+from replay.check.sizes import Replaced
 from replay.traces.fields import some
 
 _MISSING, _LAYOUT, _OVERWRITTEN = "weights.missing", "weights.layout", "weights.overwritten"
 # Judged by rules of their own, or harmless.
 _APART = ("input_norm.", "fc_norm.", "d2t", "t2d", "lm_head.", "embed_tokens.")
 _HARMLESS = (".rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
-_MOST_LAYERS = 256  # a config that asks for millions must not make us count to it
 _ARCHITECTURES = {
     "sglang": ("LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"),
     "vllm": ("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "Eagle3Speculator",
              "Eagle3DraftModel", "Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
     "eagle": ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
 }  # fmt: skip
-Table = dict[str, tuple[int, ...]]
-
-
-def quantised(draft: Draft) -> bool:
-    """Whether the checkpoint is quantised and says so: its tensors are then laid out in a way of their own."""
-    return bool(draft.config.values.get("quantization_config"))
 
 
 def architecture(facts: Facts) -> Iterator[Finding]:
@@ -39,107 +35,77 @@ def architecture(facts: Facts) -> Iterator[Finding]:
                   draft.speculators and facts.server.engine == "sglang" else ""))  # fmt: skip
 
 
-def shapes(draft: Draft, engine: str) -> Table | None:
-    """Name → shape of what the engine looks for, fusion norms, vocabulary and lm_head left out.
-
-    None where the config lacks a size, which is a finding of its own, or the class is not known.
-    """
-    config = draft.config
-    hidden, heads = config.count("hidden_size") or 0, config.count("num_attention_heads")
-    inner = config.count("intermediate_size_mlp" if config.text("model_type") == "llama4_text" else "intermediate_size")
-    if not heads or not inner:
-        return None
-    fc = draft.tensors.get("fc.weight")
-    groups, head_dim = config.count("num_key_value_heads") or heads, config.count("head_dim") or hidden // heads
-    # fc's inputs are judged by the rule on taps
-    table: Table = {"fc.weight": (hidden, fc.shape[1] if fc is not None and len(fc.shape) == 2 else 3 * hidden)}
-    table["norm.weight"] = (hidden,)
-    if config.flag("bias"):
-        table["fc.bias"] = (hidden,)
-    # SGLang 0.5.23 models/llama_eagle3.py: q, k and v have no bias whatever the config says; o_proj's begins as zero.
-    biased = ("q_proj", "k_proj", "v_proj") if engine != "sglang" and config.flag("attention_bias") else ()
-    for layer in range(min(config.count("num_hidden_layers") or 1, _MOST_LAYERS)):
-        inputs = hidden if layer else 2 * hidden
-        for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            table[f"layers.{layer}.{norm}.weight"] = (hidden,)
-        matrices = {
-            "self_attn.q_proj": (heads * head_dim, inputs), "self_attn.k_proj": (groups * head_dim, inputs),
-            "self_attn.v_proj": (groups * head_dim, inputs), "self_attn.o_proj": (hidden, heads * head_dim),
-            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
-        }  # fmt: skip
-        for name, shape in matrices.items():
-            table[f"layers.{layer}.{name}.weight"] = shape
-            if name.endswith(biased) or (name.startswith("mlp.") and config.flag("mlp_bias") and engine != "sglang"):
-                table[f"layers.{layer}.{name}.bias"] = shape[:1]
-    if draft.mla:
-        return _mla(table, draft)
-    if engine == "vllm" and (draft.architecture == "Eagle3Qwen3ForCausalLM" or config.text("model_type") == "qwen3"):
-        for norm in ("q_norm", "k_norm"):
-            table[f"layers.0.self_attn.{norm}.weight"] = (head_dim,)
-    return table
-
-
-def _mla(table: Table, draft: Draft) -> Table | None:
-    """DeepSeek's attention (SGLang 0.5.23 models/kimi_k25_eagle3.py): exactly one layer, qkv input 2 x hidden."""
-    config, hidden = draft.config, draft.config.count("hidden_size") or 0
-    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_attention_heads")
-    sizes = [config.count(name) for name in names]
-    if not all(sizes):
-        return None
-    q_rank, kv_rank, nope, rope, value, heads = (size or 0 for size in sizes)
-    kept = {
-        name: shape for name, shape in table.items() if ".self_attn." not in name and not name.startswith("layers.1")
-    }
-    attention = {
-        "q_a_proj": (q_rank, 2 * hidden), "q_a_layernorm": (q_rank,), "q_b_proj": (heads * (nope + rope), q_rank),
-        "kv_a_proj_with_mqa": (kv_rank + rope, 2 * hidden), "kv_a_layernorm": (kv_rank,),
-        "kv_b_proj": (heads * (nope + value), kv_rank), "o_proj": (hidden, heads * value),
-    }  # fmt: skip
-    return kept | {f"layers.0.self_attn.{name}.weight": shape for name, shape in attention.items()}
-
-
 def sizes(facts: Facts) -> Iterator[Finding]:
     """Sizes that the config must state, and must state in agreement."""
     draft = facts.draft
     config = draft.config
-    wanted = ["num_attention_heads", "intermediate_size", "num_hidden_layers"]
-    if draft.mla:
-        wanted += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-    absent = [*draft.filled, *(name for name in wanted if not config.count(name))]
-    if absent:
-        yield Finding("config.field-drop", ERROR,
-                      f"the config lacks {', '.join(absent)}: transformers fills in those of "
-                      "Llama 7B", config.where, absent[0],
-                      "absent", "a size", "copy the fields from the config that the head was trained with")  # fmt: skip
+    absent = [one for one in draft.replaced if not draft.stated.has(one.name)]
+    none = [name for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers")
+            if draft.stated.count(name) == 0]  # fmt: skip
+    if absent or none:
+        names = [*(one.name for one in absent), *none]
+        yield Finding("config.field-drop", ERROR, f"the config lacks {', '.join(names)}"
+                      + (_taken(draft, absent[0]) if absent else ""), config.where, names[0],
+                      "absent" if absent else "0", str(absent[0].found or "a size") if absent else "a size",
+                      "copy the fields from the config that the head was trained with")  # fmt: skip
     heads, groups = config.count("num_attention_heads") or 0, config.count("num_key_value_heads") or 1
     if heads % groups:
         yield Finding(_LAYOUT, ERROR, f"{heads} attention heads do not divide into {groups} key-value heads",
                       config.where, "num_key_value_heads", str(groups), f"a divisor of {heads}",
                       "write the number that the head was trained with")  # fmt: skip
+    yield from _mla_sizes(facts)
     if (config.text("hidden_act") or "silu") != "silu":
         yield Finding("config.field-drop", ERROR, "EAGLE-3 layers compute silu and nothing else", config.where,
                       "hidden_act", config.text("hidden_act") or "", "silu", 'write "hidden_act": "silu"')  # fmt: skip
 
 
+def _taken(draft: Draft, one: Replaced) -> str:
+    taken = "has no default" if one.default is None else f"takes {one.default}"
+    cls = draft.cls.name if draft.cls is not None else "its class"
+    return f": for {one.name} {cls} {taken}" + (f", and the head has {one.found}" if one.found else "")
+
+
+def _mla_sizes(facts: Facts) -> Iterator[Finding]:
+    """models/kimi_k25_eagle3.py: exactly one layer, and a rank for q."""
+    draft = facts.draft
+    if not draft.mla or facts.server.engine != "sglang":
+        return
+    stated = draft.stated.count("num_hidden_layers")
+    if stated is not None and stated != 1:
+        more = any(name.startswith("layers.1.") for name in draft.tensors)
+        yield Finding("wiring.multi-layer", ERROR, f"SGLang stops: its class of MLA heads takes exactly one layer, the "
+                      f"config says {stated}", draft.stated.where, "num_hidden_layers", str(stated), "1",
+                      "serve the head with vLLM, or train one of a single layer" if more else
+                      'write "num_hidden_layers": 1')  # fmt: skip
+    if draft.stated.has("q_lora_rank") and draft.stated.values["q_lora_rank"] is None:
+        yield Finding("config.field-drop", ERROR, "SGLang stops: its class of MLA heads takes no head without "
+                      "q_lora_rank", draft.stated.where, "q_lora_rank", "null", "a rank",
+                      "write the q_lora_rank that the head was trained with")  # fmt: skip
+
+
 def names(facts: Facts) -> Iterator[Finding]:
     """Tensors that the engine does not find (they stay random) or drops without a word."""
     draft, engine = facts.draft, facts.server.engine
-    table = shapes(draft, engine)
+    table, tensors = shapes(draft, engine), loaded(facts.draft, facts.server.engine)
     if draft.weights.twice:
         yield Finding(_LAYOUT, ERROR, f"two tensors claim the name {some(draft.weights.twice)}", draft.weights.file,
                       draft.weights.twice[0], "twice", "once",
                       "keep one of them and export the head again")  # fmt: skip
-    if table is None or quantised(draft):
+    if table is None:
         return
     final = not draft.uses_aux and facts.target.hidden_size == draft.config.count("hidden_size")  # fc is skipped then
-    missing = [name for name in table if name not in draft.tensors and not (final and name.startswith("fc."))]
+    laid_out = quantised_parts(tensors)
+    missing = [name for name in table if name not in tensors and name.rpartition(".")[0] not in laid_out
+               and not (final and name.startswith("fc."))]  # fmt: skip
     dropped = [
         fact.original
         for name, fact in draft.tensors.items()
-        if name not in table
-        and not name.startswith(_APART)
+        if (name not in table or name not in tensors)
+        and not (name.startswith(_APART) and name in tensors)
         and not name.endswith(_HARMLESS)
+        and name.rpartition(".")[0] not in laid_out
         and not (engine == "sglang" and name.endswith("o_proj.bias") and _keeps_bias(draft))
+        and not (engine == "sglang" and draft.mla and name.startswith("layers.") and not name.startswith("layers.0."))
     ]
     norms = [name for name in missing if name.endswith("hidden_norm.weight") and not name.startswith("layers.0.")]
     if missing and missing == norms:
@@ -150,9 +116,11 @@ def names(facts: Facts) -> Iterator[Finding]:
         missing, dropped = [], [name for name in dropped if "input_layernorm" not in name]
     if missing:
         also = f", and drops {some(dropped)} without a word" if dropped else ""
+        prefixed = draft.mla and any(name.startswith("model.") for name in dropped)
         yield Finding(_MISSING, ERROR, f"{engine} finds no {some(missing)}, so it stays as initialised{also}",
                       draft.weights.file, missing[0], "absent", str(list(table[missing[0]])),
-                      "export the head again with all tensors under the names of its config's "
+                      "take the leading model. off the tensors' names: SGLang's class of MLA heads adds one" if prefixed
+                      else "export the head again with all tensors under the names of its config's "
                       "architecture")  # fmt: skip
     elif dropped:
         stops = "refuses" if engine == "vllm" else "drops"
@@ -191,18 +159,23 @@ def misshapen(facts: Facts) -> Iterator[Finding]:
     """Tensors of another shape than the config calls for: the server stops at loading them."""
     draft = facts.draft
     table = shapes(draft, facts.server.engine)
-    if table is None or quantised(draft):
+    if table is None:
         return
     table = table | _fusion_norms(facts)
-    wrong = [name for name, shape in table.items() if name in draft.tensors and draft.tensors[name].shape != shape]
+    laid_out = quantised_parts(draft.tensors)
+    wrong = [name for name, shape in table.items() if name in draft.tensors and draft.tensors[name].shape != shape
+             and name.rpartition(".")[0] not in laid_out]  # fmt: skip
+    if "fc.weight" in wrong and transposed_fc(facts):
+        wrong.remove("fc.weight")  # the rule on taps says it
     if not wrong:
         return
     first = wrong[0]
     seen, wanted = draft.tensors[first].shape, table[first]
-    yield Finding(_LAYOUT, ERROR, f"{some(wrong)} {'has' if len(wrong) == 1 else 'have'} another shape "
-                                  "than the config "
-                  "calls for", draft.weights.file, first, str(list(seen)), str(list(wanted)),
-                  _fix_shape(draft, first, seen))  # fmt: skip
+    turned = all(draft.tensors[name].shape == table[name][::-1] for name in wrong)
+    what = ("is transposed" if len(wrong) == 1 else "are transposed") if turned else (
+        f"{'has' if len(wrong) == 1 else 'have'} another shape than the config calls for")  # fmt: skip
+    yield Finding(_LAYOUT, ERROR, f"{some(wrong)} {what}", draft.weights.file, first, str(list(seen)),
+                  str(list(wanted)), TURN if turned else _fix_shape(draft, first, seen))  # fmt: skip
 
 
 def _fusion_norms(facts: Facts) -> Table:
@@ -210,7 +183,7 @@ def _fusion_norms(facts: Facts) -> Table:
     fc, width = facts.draft.tensors.get("fc.weight"), facts.target.hidden_size
     if fc is None or len(fc.shape) != 2 or fc.shape[1] % width:
         return {}
-    taps = {f"fc_norm.{tap}.weight": (width,) for tap in range(min(fc.shape[1] // width, _MOST_LAYERS))}
+    taps = {f"fc_norm.{tap}.weight": (width,) for tap in range(min(fc.shape[1] // width, MOST_LAYERS))}
     return {"input_norm.weight": (fc.shape[1],), **taps}
 
 
@@ -234,33 +207,42 @@ def lm_head(facts: Facts) -> Iterator[Finding]:
     def found(fault: str, what: str, field: str, seen: object, expected: object, fix: str) -> Finding:
         return Finding(fault, ERROR, what, config.where, field, str(seen), str(expected), fix)
 
-    untie = 'write "tie_word_embeddings": false'
+    untie, tied = 'write "tie_word_embeddings": false', "true" if draft.stated.has("tie_word_embeddings") else "absent"
     if config.flag("tie_word_embeddings"):
         if size not in (None, vocabulary) or "d2t" in tensors:
             yield found(_LAYOUT, "tie_word_embeddings makes the embedding of the whole vocabulary the "
                                  "lm_head of a head "
                         f"that drafts over {size or 'fewer'} "
-                        "tokens", "tie_word_embeddings", "true", "false", untie)  # fmt: skip
+                        "tokens", "tie_word_embeddings", tied, "false", untie)  # fmt: skip
         elif own is not None:
             yield found(_OVERWRITTEN, "tie_word_embeddings puts the target's embedding in place of the head's own "
-                        "lm_head", "tie_word_embeddings", "true", "false", untie)  # fmt: skip
+                        "lm_head", "tie_word_embeddings", tied, "false", untie)  # fmt: skip
     elif not config.has("draft_vocab_size") and not draft.mla and facts.server.engine == "sglang":
         rows = own.shape[0] if own is not None and own.shape else None
         yield found("config.field-drop", "the config does not have draft_vocab_size and SGLang stops without it",
                     "draft_vocab_size", "absent", rows or "null",
                     f'write "draft_vocab_size": {rows or "null"}')  # fmt: skip
     elif size is None and own is not None:
-        yield found(_OVERWRITTEN, "draft_vocab_size is null, so the target's lm_head takes the place of the head's own",
-                    "draft_vocab_size", "null", own.shape[0] if own.shape else "its rows",
+        absent = "null" if config.has("draft_vocab_size") else "absent"
+        rows = own.shape[0] if own.shape else 0
+        effect = "the target's lm_head takes the place of the head's own"
+        if rows != vocabulary and facts.server.engine == "sglang":
+            effect = f"SGLang builds the target's lm_head of {vocabulary} tokens, and stops at the head's own of {rows}"
+        yield found(_OVERWRITTEN, f"draft_vocab_size is {absent}, so {effect}", "draft_vocab_size",
+                    absent, own.shape[0] if own.shape else "its rows",
                     f'write "draft_vocab_size": {own.shape[0] if own.shape else vocabulary}')  # fmt: skip
-    elif size is not None and own is None and not quantised(draft):
+    elif size is not None and own is None and "lm_head" not in quantised_parts(tensors):
         yield Finding(_MISSING, ERROR, "the head has no lm_head.weight, so it stays as initialised", draft.weights.file,
                       "lm_head.weight", "absent", f"[{size}, {config.count('hidden_size')}]",
                       'export the head again with it, or write "draft_vocab_size": null where the target\'s was '
                       "trained with")  # fmt: skip
-    elif own is not None and size is not None and own.shape != (size, config.count("hidden_size")):
-        yield Finding(_LAYOUT, ERROR, "lm_head.weight has another shape than the config calls for", draft.weights.file,
+    elif (own is not None and size is not None and own.shape != (size, config.count("hidden_size"))
+          and "lm_head" not in quantised_parts(tensors)):  # fmt: skip
+        turned = own.shape == (config.count("hidden_size"), size)
+        yield Finding(_LAYOUT, ERROR, "lm_head.weight is transposed" if turned else
+                      "lm_head.weight has another shape than the config calls for", draft.weights.file,
                       "lm_head.weight", str(list(own.shape)), f"[{size}, {config.count('hidden_size')}]",
+                      TURN if turned else
                       f'write "draft_vocab_size": {own.shape[0] if own.shape else size}')  # fmt: skip
 
 

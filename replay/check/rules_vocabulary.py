@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from replay.check.facts import Facts
-from replay.check.finding import ERROR, WARNING, Finding
+from replay.check.finding import ERROR, NOTE, WARNING, Finding
 
 _FAULT = "vocab.d2t"
 _REBUILD = "rebuild d2t from the t2d and token counts of the training run, and export the head again"
+_STRAY = 0.1  # of draft ids that may lead out of the vocabulary before the whole map is read otherwise
 _LEAST_COVERAGE, _BAD_COVERAGE = 0.9, 0.5  # of a trace's emitted tokens
 
 
@@ -76,25 +77,41 @@ def _targets(facts: Facts, values: Sequence[int]) -> Iterator[Finding]:
 def _zero(facts: Facts, size: int) -> Iterator[Finding]:
     """Zeros map draft ids to themselves; t2d may say that this is meant."""
     t2d = facts.draft.weights.t2d
-    if t2d is None or sum(map(bool, t2d[:size])) != size:
+    if t2d is None or sum(map(bool, t2d)) != size or sum(map(bool, t2d[:size])) != size:
         yield _found(facts, f"d2t is zero throughout: it maps the {size} draft ids to the first {size} target ids",
                      "all zero", "offsets")  # fmt: skip
+    else:
+        yield Finding(_FAULT, NOTE, f"d2t is zero throughout and t2d agrees: the head drafts the first {size} target "
+                      "ids, and none of the later ones however often they stand in text", facts.draft.weights.file,
+                      "d2t", "all zero", "the most frequent tokens of the target's own output",
+                      "choose the draft vocabulary by counts, unless this was meant")  # fmt: skip
 
 
 def _holds_target_ids(facts: Facts, values: Sequence[int], ids: Sequence[int]) -> bool:
-    """Whether ``values`` would be a map as they are, and is a worse one, or one that t2d denies, as offsets."""
+    """Whether ``values`` would be a map as they are, and is a worse one, or one that t2d denies, as offsets.
+
+    A few ids outside of the vocabulary do not tell: a map of offsets whose last rows are damaged has those too.
+    """
     size, t2d = facts.target.vocab_size, facts.draft.weights.t2d
     if not _in_range(values, size) or not _rises(values):
         return False
-    denied = t2d is not None and _marks(t2d, values) and not _marks(t2d, ids)
-    return denied or not _in_range(ids, size) or not _rises(ids)
+    if t2d is not None and len(t2d) == size:
+        return _marks(t2d, values) and not _marks(t2d, ids)
+    return _strays(ids, size) > _STRAY * len(ids) or not _rises(ids)
+
+
+def _strays(ids: Sequence[int], vocabulary: int) -> int:
+    return sum(not 0 <= index < vocabulary for index in ids)
 
 
 def _outside(facts: Facts, ids: Sequence[int]) -> Iterator[Finding]:
     size = facts.target.vocab_size
     row = next(row for row, index in enumerate(ids) if not 0 <= index < size)
-    yield _found(facts, f"d2t maps draft id {row} to target id {ids[row]}, outside of the {size} tokens of the target",
-                 ids[row], f"0 to {size - 1}")  # fmt: skip
+    strays = _strays(ids, size)
+    more = f", and {strays - 1} more draft ids likewise" if strays > 1 else ""
+    why = "; the others are in range, so these rows are damaged" if strays <= _STRAY * len(ids) else ""
+    yield _found(facts, f"d2t maps draft id {row} to target id {ids[row]}, outside of the {size} tokens of the "
+                 f"target{more}{why}", ids[row], f"0 to {size - 1}")  # fmt: skip
 
 
 def _falling(facts: Facts, ids: Sequence[int]) -> Finding:
@@ -114,7 +131,7 @@ def _rises(ids: Sequence[int]) -> bool:
 
 
 def _marks(mask: Sequence[int], ids: Sequence[int]) -> bool:
-    return max(ids) < len(mask) and all(mask[index] for index in ids)
+    return min(ids) >= 0 and max(ids) < len(mask) and all(mask[index] for index in ids)
 
 
 def _against_mask(facts: Facts, ids: Sequence[int]) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
+from replay.check.head_tensors import TURN, transposed_fc
 from replay.check.layer_ids import (
     INNER,
     NESTED,
@@ -175,8 +176,8 @@ def taps(facts: Facts) -> Iterator[Finding]:
     """fc's input width against what is fed: taps x the target's width. At most one finding."""
     draft, target = facts.draft, facts.target
     fc = draft.tensors.get("fc.weight")
-    if fc is None or len(fc.shape) != 2 or draft.config.values.get("quantization_config"):
-        return
+    if fc is None or len(fc.shape) != 2 or fc.dtype not in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"):
+        return  # packed, so that its shape says nothing of its inputs
     inputs, width = fc.shape[1], target.hidden_size
     hidden = draft.config.count("hidden_size") or 0
     stated_width = draft.config.count("target_hidden_size")
@@ -191,7 +192,12 @@ def taps(facts: Facts) -> Iterator[Finding]:
         return Finding(fault, ERROR, what, file, field, str(seen), str(expected), fix)
 
     config, weights = draft.config.where, draft.weights.file
-    if not facts.draft.uses_aux:
+    if transposed_fc(facts):
+        yield found(f"fc.weight is transposed: it is [{fc.shape[0]}, {hidden}]", weights, "fc.weight", list(fc.shape),
+                    list(fc.shape[::-1]), TURN, "weights.layout")  # fmt: skip
+    elif draft.stated.has("target_hidden_size") and stated_width is None and not draft.mla:
+        return  # the rule on types of fields says it
+    elif not facts.draft.uses_aux:
         if inputs != width or inputs == hidden:
             yield found(f"use_aux_hidden_state is false, so the final state of width {width} is fed"
                         + (" and SGLang skips fc" if width == hidden else "") + f"; fc takes {inputs}", config,
@@ -236,7 +242,13 @@ def norms(facts: Facts) -> Iterator[Finding]:
     in_force = bool(flat) if vllm or nested is None else nested
     has = "input_norm.weight" in tensors
     field = "eagle_config.norm_before_fc" if nested is not None else "norm_before_fc"
-    if has != in_force:
+    if draft.mla and facts.server.engine == "sglang":
+        if has or in_force:
+            effect = " and drops input_norm.weight" if has else ", which the config says the head was trained with"
+            yield found(f"SGLang's class of MLA heads has no norm before fc{effect}", field,
+                        nested if nested is not None else flat, False, "train the head without norm_before_fc, or with "
+                        "fc_norm", ERROR if has else WARNING)  # fmt: skip
+    elif has != in_force:
         yield found("the head has input_norm.weight, which is dropped in silence" if has else
                     "norm_before_fc is on and there is no input_norm.weight: a norm the head never had is applied",
                     field, nested if nested is not None else flat, has,

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from replay.analysis.json_document import JsonObject, object_json
 from replay.check import (
     rules_acceptance,
+    rules_config,
     rules_depth,
     rules_parallel,
     rules_positions,
     rules_precision,
+    rules_quantization,
     rules_refused,
     rules_server,
     rules_target,
@@ -41,7 +43,12 @@ def _stated(facts: Facts) -> bool:
 
 
 _SERVER = "--server or --server-args"
+_BY_REPLAY = "replay diagnose"  # of what no file says, and a trace decides
 RULES: tuple[CheckRule, ...] = (
+    CheckRule("model type", rules_config.model_type),
+    CheckRule("types of config fields", rules_config.field_types),
+    CheckRule("layers and heads in the config", rules_config.layers),
+    CheckRule("names of dtypes", rules_config.dtypes),
     CheckRule("architecture", rules_tensors.architecture),
     CheckRule("sizes in the config", rules_tensors.sizes),
     CheckRule("class of the target", rules_target.target_class),
@@ -63,7 +70,9 @@ RULES: tuple[CheckRule, ...] = (
     CheckRule("longest position", rules_positions.max_length),
     CheckRule("positions of images", rules_positions.image_positions),
     CheckRule("dtype", rules_precision.dtype),
-    CheckRule("dtype of the weights and inherited quantisation", rules_precision.draft_precision),
+    CheckRule("inherited quantisation", rules_precision.draft_precision),
+    CheckRule("quantisation of the head", rules_quantization.quantisation),
+    CheckRule("quantisation of the target", rules_quantization.target_quantisation),
     CheckRule("launch line", rules_server.launch_line, _stated, _SERVER),
     CheckRule("algorithm", rules_server.algorithm, _stated, _SERVER),
     CheckRule("load format", rules_server.load_format, _stated, _SERVER),
@@ -112,6 +121,8 @@ def check(facts: Facts) -> Outcome:
         else:
             unchecked[rule.lacks] = (*unchecked.get(rule.lacks, ()), rule.what)
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable: in the order of rules within
+    if rules_positions.undecided_theta(facts):
+        unchecked[_BY_REPLAY] = ("whether the head was trained at its rope theta or at 10000",)
     fed = {}
     if facts.draft.uses_aux:
         fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target, facts.server).items()}

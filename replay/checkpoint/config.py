@@ -11,13 +11,14 @@ from replay.traces.fields import show
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# What SGLang 0.5.23 and transformers index without a default (transformers modeling_rope_utils.py).
+# What Transformers stops without (modeling_rope_utils.py, 5.19 and 5.24).
 _ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
+_ORIGINAL = "original_max_position_embeddings"
 # More layers or taps than any head has: a config that asks for millions must not make us count to it.
 _MOST = 256
 
@@ -183,9 +184,14 @@ def _layer_ids(eagle: Settings) -> tuple[int, ...] | None:
 
 
 def _rope(config: Settings) -> Rope:
-    """Rope parameters from transformers 5's ``rope_parameters`` or the older ``rope_theta`` with ``rope_scaling``."""
-    inner = config.inner("rope_parameters")
-    inner = inner if inner.values else config.inner("rope_scaling")
+    """Rope parameters from the older ``rope_scaling`` or, without it, from transformers 5's ``rope_parameters``.
+
+    Transformers 5.19 modeling_rope_utils.py (``convert_rope_params_to_dict``): the older one takes the place of the
+    other, and what neither states comes from the top level. SGLang 0.5.23 models/llama.py: partial_rotary_factor counts
+    at the top level alone, and an original length there comes before the one inside.
+    """
+    inner, parameters = config.inner("rope_scaling"), config.inner("rope_parameters")
+    inner = inner if inner.values else parameters
     kind = inner.values.get("rope_type") or inner.values.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"{config.where}: rope type {show(kind)}, replay computes {', '.join(ROPE_TYPES)}")
@@ -197,12 +203,12 @@ def _rope(config: Settings) -> Rope:
     return Rope(
         theta=inner.positive("rope_theta", config.positive("rope_theta", 10000.0)),
         type=kind,
-        partial_factor=inner.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0)),
+        partial_factor=config.positive("partial_rotary_factor", 1.0),
         factor=factor,
         low_freq_factor=inner.positive("low_freq_factor", 1.0),
         high_freq_factor=inner.positive("high_freq_factor", 4.0),
-        original_max_position=inner.size(
-            "original_max_position_embeddings", config.size("max_position_embeddings", 2048)
+        original_max_position=config.size(
+            _ORIGINAL, inner.size(_ORIGINAL, config.size("max_position_embeddings", 2048))
         ),
         beta_fast=inner.positive("beta_fast", 32.0),
         beta_slow=inner.positive("beta_slow", 1.0),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import config_cases
 from support.check_cases import (
     CHAIN,
     DEFAULT_IDS,
@@ -210,7 +211,8 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
     "no theta": ("position.rope-params", "warning", Case({"rope_theta": None})),
     "strange theta": ("position.rope-params", "warning", Case({"rope_theta": 123.0})),
     "theta stated twice": (
-        "position.rope-params", "error", Case({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}})),
+        "position.rope-params", "error",
+        Case({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})),
     "scaling dropped": (
         "position.rope-params", "warning",
         Case({"rope_theta": 5e5}, target={"rope_scaling": {"rope_type": "linear", "factor": 1.0}})),
@@ -324,6 +326,7 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
     "made-up acceptance": (
         "metrics.definition", "error", Case(server="SGLANG_SIMULATE_ACC_LEN=3.5 " + EAGLE3 + CHAIN)),
 }  # fmt: skip
+BROKEN.update(config_cases.BROKEN)
 # Tensors made for another config than the sound one.
 BUILT: dict[str, dict[str, Any]] = {
     "second layer made for vLLM": {"num_hidden_layers": 2},
@@ -331,7 +334,7 @@ BUILT: dict[str, dict[str, Any]] = {
 
 
 def test_there_are_enough_cases() -> None:
-    assert len(BROKEN) >= 40
+    assert len(BROKEN) >= 170
     assert len({fault for fault, _, _ in BROKEN.values()}) >= 21
 
 

@@ -11,11 +11,12 @@ import pytest
 from rig.server import RIG
 from support.launch_lines import CHAIN, EAGLE3, SOUND, STARTED, STOPPED, Launch
 
+from replay.check.engine_config import context_of
 from replay.check.facts import Facts, read_facts
 from replay.check.finding import Finding
 from replay.check.launch_line import split_line
-from replay.check.override import rope_of
-from replay.check.rules_positions import context_of, served_length
+from replay.check.override import rope_object
+from replay.check.rules_positions import served_length
 from replay.check.rules_precision import MISREADS, SPARES, STOPS
 from replay.check.run import check
 from replay.check.server import parse_server_arguments
@@ -114,13 +115,13 @@ def test_the_configs_are_read_as_the_engine_overrides_them(
 ) -> None:
     """Rope, theta, length and served length, of head and target."""
     told, facts = answers[name], _facts(name, folders)
-    for whose, config in (("target", facts.target.config), ("head", facts.draft.config)):
+    for whose, config in (("target", facts.target.stated), ("head", facts.draft.stated)):
         if whose in told:
-            rope = rope_of(config.values)
+            rope = rope_object(config.values)
             assert (rope["rope_type"], rope.get("rope_theta", 10000)) == (told[whose]["rope"], told[whose]["theta"])
     assert served_length(facts) == told["target"]["context"]
     if "head" in told and "ALLOW" not in _line(name, folders):
-        assert min(context_of(facts.draft.config), served_length(facts)) == told["head"]["context"]
+        assert min(context_of(facts.draft.config, facts.draft.rope), served_length(facts)) == told["head"]["context"]
 
 
 @pytest.mark.parametrize("method", METHODS)

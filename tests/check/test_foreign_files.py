@@ -67,7 +67,7 @@ def _break(name: str, draft: Path, target: Path) -> None:
             weights.unlink()
             (draft / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
         case "target without layers":
-            (target / "config.json").write_text(json.dumps(target_config(num_hidden_layers=None)))
+            (target / "config.json").write_text(json.dumps(target_config(num_hidden_layers=None, model_type=None)))
 
 
 @pytest.mark.parametrize(

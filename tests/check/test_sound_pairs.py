@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import config_cases
 from support.check_cases import (
     CHAIN,
     EAGLE3,
@@ -114,6 +115,13 @@ SOUND: dict[str, tuple[Case, dict[str, Any]]] = {
              server="vllm serve x --speculative-config '{\"method\": \"eagle3\", \"num_speculative_tokens\": 3}'"), {}),
     "EAGLE in its own code": (Case({"architectures": ["LlamaForCausalLM"], "eagle_config": None}, engine="eagle"), {}),
 }  # fmt: skip
+
+
+SOUND.update({name: (case, {}) for name, case in config_cases.SOUND.items()})
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(SOUND) >= 65
 
 
 @pytest.mark.parametrize("name", SOUND)

@@ -500,10 +500,27 @@ def test_both_spellings_of_rope_are_one_rope(kind: str) -> None:
     assert (new == plain) == (kind == "default")
 
 
-def test_partial_rotary_factor_may_stand_in_both_places() -> None:
-    inner = parse_config(tiny_config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}))
+def test_partial_rotary_factor_counts_at_the_top_level_alone() -> None:
+    """Seen in SGLang 0.5.23 with the Transformers 5.19 that it asks for: rotary_dim 6 and 12 of 12."""
     outer = parse_config(tiny_config(partial_rotary_factor=0.5))
-    assert inner.rope == outer.rope and inner.rotary_dim == 6
+    inner = parse_config(tiny_config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}))
+    assert (outer.rotary_dim, inner.rotary_dim) == (6, 12)
+
+
+def test_rope_scaling_takes_the_place_of_rope_parameters() -> None:
+    """... with their theta; tests/check/test_engine_agrees.py holds SGLang to it."""
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    both = parse_config(tiny_config(rope_theta=None, rope_scaling=ROPES["linear"], rope_parameters=parameters)).rope
+    assert (both.type, both.theta) == ("linear", 10000.0)
+    outer = parse_config(tiny_config(rope_theta=7e4, rope_parameters={"rope_type": "default"})).rope
+    assert outer.theta == 7e4
+
+
+def test_the_original_length_is_filled_in() -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0}
+    assert parse_config(tiny_config(rope_scaling=rope)).rope.original_max_position == 256
+    assert parse_config(tiny_config(rope_scaling=rope | {"original_max_position_embeddings": 64},
+                                    original_max_position_embeddings=32)).rope.original_max_position == 32  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -543,8 +560,8 @@ def test_partial_rotary_factor_may_stand_in_both_places() -> None:
         ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope type \['yarn'\], replay computes"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor, a positive number was expected; add it"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor is 0, a positive number"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-         "rope_parameters has no original_max_position_embeddings"),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 64}},
+         "rope_parameters has no factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64}},
          "rope_parameters has no low_freq_factor"),
         ({"rope_parameters": {**ROPES["yarn"], "truncate": 0}}, "rope_parameters: truncate is 0, true or false"),

@@ -81,7 +81,7 @@ def test_the_ropes_are_different_ones() -> None:
 
 def test_part_of_each_head_is_rotated() -> None:
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
-    config = parse_config(tiny_config(head_dim=16, rope_parameters=rope))
+    config = parse_config(tiny_config(head_dim=16, rope_parameters=rope, partial_rotary_factor=0.5))
     ours = inverse_frequencies(config.rope, config.rotary_dim)
     assert ours.shape == (4,)
     torch.testing.assert_close(ours, golden(rope, 16)[0], rtol=3e-7, atol=0)

@@ -65,7 +65,7 @@ def target_config(**changes: Any) -> dict[str, Any]:
 
 def draft_config(**changes: Any) -> dict[str, Any]:
     """A config.json of a head that is sound on that target."""
-    return tiny_config(**{"torch_dtype": "bfloat16", **ids(*DEFAULT_IDS), **changes})
+    return tiny_config(**{"model_type": "llama", "torch_dtype": "bfloat16", **ids(*DEFAULT_IDS), **changes})
 
 
 def sound_tensors(**changes: Any) -> Tensors:

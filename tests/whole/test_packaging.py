@@ -38,6 +38,7 @@ def test_every_data_file_pattern_finds_something() -> None:
 
 def test_data_files_are_found_in_the_installed_package() -> None:
     assert importlib.resources.files("replay").joinpath("py.typed").is_file()
+    assert importlib.resources.files("replay.checkpoint").joinpath("config_classes.json").is_file()
     assert importlib.resources.files("replay.traces").joinpath("samples", "prompts.jsonl").is_file()
 
 

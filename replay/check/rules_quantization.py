@@ -1,0 +1,111 @@
+"""Rules on a quantised head: what its config says against what its tensors are, and what SGLang's classes can load.
+
+Sources: SGLang 0.5.23 configs/model_config.py (``_verify_quantization``), layers/quantization/mxfp4.py and fp8.py,
+models/llama_eagle3.py (``fc``) and models/kimi_k25_eagle3.py (``__init__``, ``post_load_weights``).
+"""
+
+from collections.abc import Iterator
+
+from replay.check.facts import Facts
+from replay.check.finding import ERROR, WARNING, Finding
+from replay.check.quantization import METHODS, Quantisation, built_quantised, modules, quantised_parts
+from replay.traces.fields import show, some
+
+_WEIGHTS = "precision.draft-weights"
+_KV_B = "layers.0.self_attn.kv_b_proj"
+
+
+def quantisation(facts: Facts) -> Iterator[Finding]:
+    """The head's own quantisation. At most one finding."""
+    found = facts.draft.quantisation
+    if facts.server.engine == "sglang" and found is not None:
+        for look in (_unread, _bare, _unbuilt):
+            if said := list(look(facts, found)):
+                yield from said
+                return
+    yield from _stored(facts)
+
+
+def target_quantisation(facts: Facts) -> Iterator[Finding]:
+    """A method in the target's config that SGLang stops at."""
+    target = facts.target
+    for config in (target.outer, target.stated):
+        document = config.values.get("quantization_config")
+        method = document.get("quant_method") if isinstance(document, dict) else None
+        if facts.server.engine == "sglang" and isinstance(method, str) and method.lower() not in METHODS:
+            yield Finding("config.field-drop", ERROR, "SGLang stops: it knows no quantisation called "
+                          f"{show(method)}, which the target's config names", config.where, "quantization_config",
+                          show(method), "a quant_method of SGLang's", "serve a target that is quantised otherwise, or "
+                          "not at all")  # fmt: skip
+            return
+
+
+def _said(found: Quantisation, what: str, expected: str) -> Finding:
+    seen = found.config.get("quant_method", found.config.get("quant_algo", dict(found.config)))
+    return Finding(_WEIGHTS, ERROR, what, found.where, found.field, show(seen), expected,
+                   f"remove {found.field} where it was copied from the target, or export the head quantised that "
+                   "way")  # fmt: skip
+
+
+def _unread(facts: Facts, found: Quantisation) -> Iterator[Finding]:
+    """A method that SGLang stops at."""
+    if not found.method or found.method not in METHODS:
+        yield _said(found, f"SGLang stops: it knows no quantisation called {show(found.method or '')}",
+                    "a quant_method of SGLang's, or no such field")  # fmt: skip
+    elif found.method == "mxfp4":
+        yield _said(found, "SGLang stops: its mxfp4 is for experts, and a head has plain linear layers", "absent")
+
+
+def _built(facts: Facts, found: Quantisation) -> dict[str, bool | None]:
+    """Each linear layer, as the checkpoint calls it: whether SGLang builds it quantised."""
+    draft = facts.draft
+    if draft.mla and found.method == "modelopt_fp4":  # the class drops it
+        return {part: False for _, part in modules(draft)}
+    built = {part: built_quantised(found, module) for module, part in modules(draft)}
+    return built if draft.mla else {**built, "fc": False}
+
+
+def _bare(facts: Facts, found: Quantisation) -> Iterator[Finding]:
+    """Layers that are built quantised, for which the head has plain tensors without scales."""
+    draft = facts.draft
+    laid_out, built = quantised_parts(draft.tensors), _built(facts, found)
+    bare = [part for part, value in built.items()
+            if value and part not in laid_out and f"{part}.weight" in draft.tensors]  # fmt: skip
+    if bare:
+        yield _said(found, f"SGLang builds {some(bare)} for {found.method}, and the head has plain weights for them "
+                    "without scales: they stay as initialised, or do not fit", "absent")  # fmt: skip
+    elif built.get(_KV_B):
+        yield _said(found, "SGLang stops: its class of MLA heads takes kv_b_proj in floats only",
+                    "kv_b_proj left out of the quantisation")  # fmt: skip
+
+
+def _unbuilt(facts: Facts, found: Quantisation) -> Iterator[Finding]:
+    """Layers that lie there quantised and are built plain: packed weights do not fit, and scales are dropped."""
+    draft = facts.draft
+    built = _built(facts, found)
+    lost = [part for part in sorted(quantised_parts(draft.tensors)) if built.get(part) is False]
+    if lost:
+        why = (", whose class drops Model-Optimizer's fp4" if draft.mla and found.method == "modelopt_fp4" else
+               ", and drops its scale" if lost == ["fc"] else "")  # fmt: skip
+        name = next(name for name in draft.tensors if name.startswith(f"{lost[0]}."))
+        yield Finding(_WEIGHTS, ERROR, f"the head has {some(lost)} quantised; SGLang builds "
+                      f"{'it' if len(lost) == 1 else 'them'} unquantised{why}", draft.weights.file, name,
+                      draft.tensors[name].dtype, "BF16", "export these layers unquantised")  # fmt: skip
+
+
+def _stored(facts: Facts) -> Iterator[Finding]:
+    """Weights that are stored in less than 16 bits; what the server was told of quantisation is another rule's."""
+    draft, arguments = facts.draft, facts.server.arguments
+    told = arguments.get("speculative_draft_model_quantization") or arguments.get("quantization")
+    if facts.server.engine == "sglang" and isinstance(told, str) and told != "unquant":
+        return
+    parts = sorted(quantised_parts(draft.tensors))
+    odd = [name for part in parts for name in draft.tensors if name.startswith(f"{part}.")]
+    if odd:
+        states = draft.quantisation is not None
+        dtype = next(
+            (draft.tensors[name].dtype for name in odd if name.endswith("weight")), draft.tensors[odd[0]].dtype
+        )
+        yield Finding(_WEIGHTS, WARNING if states else ERROR, f"the head's weights are stored as {dtype}"
+                      + ("" if states else " and no quantization_config says how"), draft.weights.file, odd[0], dtype,
+                      "BF16", "export the head unquantised, or replay it both ways")  # fmt: skip
