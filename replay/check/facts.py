@@ -4,6 +4,7 @@ Only headers are read of the weights, and the vocabulary map and a few embedding
 numpy is imported, unless the head is a pytorch_model.bin or its weights are asked for.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.check.server import Server
-from replay.checkpoint.config_file import CONFIG, Settings, read_config
+from replay.checkpoint.config_file import CONFIG, Settings, is_word, read_config
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
@@ -182,9 +183,9 @@ def _architecture(config: Settings) -> str | None:
     names = config.values.get("architectures")
     if names is None:
         return None
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+    if not isinstance(names, list) or not names or not is_word(names[0]):
         raise config.refuse("architectures", "a list of names")
-    return names[0]
+    return str(names[0])
 
 
 def _embeddings_agree(draft: Draft, target: Target, folder: Path) -> bool | None:
@@ -193,7 +194,7 @@ def _embeddings_agree(draft: Draft, target: Target, folder: Path) -> bool | None
     if own is None or own.shape[1:] != (target.hidden_size,):
         return None
     where = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not any(path.exists() for path in where):
+    if not any(os.path.exists(path) for path in where):
         return None
     try:
         theirs = read_weights(folder, whole=False, only=re.compile("|".join(map(re.escape, EMBED_NAMES))))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from replay.diagnosis.case import Case
 from replay.engines.behaviour import RECORDED
 from replay.faults.table import TREE_FAULT
+from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 
 LikelyValues = Callable[[Case], Iterable[str]]
@@ -72,8 +73,8 @@ def _max_lengths(case: Case) -> Iterator[str]:
 
 def _windows(case: Case) -> Iterator[str]:
     """Those that the server's ``--speculative-draft-window-size`` gives, the own row included, then the usual ones."""
-    stated = case.trace.header.engine.details.get("speculative_draft_window_size", "")
-    told = (int(stated) + 1,) if stated.isdigit() else ()
+    stated = count_of(case.trace.header.engine.details.get("speculative_draft_window_size", ""))
+    told = () if stated is None else (stated + 1,)
     yield from (str(window) for window in (*told, 4, 8, 16, 32, 64, 128, 512, 2048) if window < _longest(case.trace))
 
 
@@ -94,7 +95,8 @@ def _chunks(case: Case) -> Iterator[str]:
         yield RECORDED
     stated = case.trace.header.engine.details.get("chunked_prefill_size", "")
     longest = max((record.prompt_tokens for record in records), default=0)
-    sizes = (int(stated),) if stated.lstrip("-").isdigit() else (16, 64, 256, 2048, 8192)
+    size = 0 if stated.startswith("-") else count_of(stated)
+    sizes = (16, 64, 256, 2048, 8192) if size is None else (size,)
     yield from (str(size) for size in sizes if 0 < size < longest)
 
 
