@@ -17,12 +17,15 @@ from replay.checkpoint.config_file import CONFIG, Settings, is_word, read_config
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
+from replay.traces.header import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from replay.traces.weights import EMBED_NAMES
 
 if TYPE_CHECKING:
     from replay.traces.reader import Trace
 
 _INNER = ("text_config", "language_config", "llm_config")  # where a model that also sees keeps its language part
+# What no target is larger than; a trace of it could not be recorded (traces/header.py).
+_LARGEST = {"num_hidden_layers": MAX_LAYERS, "hidden_size": MAX_WIDTH, "vocab_size": MAX_VOCAB}
 _EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
 
 
@@ -146,7 +149,7 @@ def _read_draft(folder: Path, target: Target, *, whole: bool) -> Draft:
     filled = tuple(key for key in instead if merged.get(key) is None)
     config = Settings({**merged, **{key: instead[key] for key in filled}}, config.where)
     for key in instead:
-        _needed(config, key, "a draft head's")
+        _needed(config, key, "a draft head's", _LARGEST[key])
     return Draft(name, config, speculators, weights, filled)
 
 
@@ -161,7 +164,7 @@ def read_target_config(folder: Path) -> Target:
             config = outer.inner(key)
             break
     types = dict.fromkeys(kind for part in (outer, config) if (kind := part.text("model_type")))
-    sizes = (_needed(config, key, "a target's") for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    sizes = (_needed(config, key, "a target's", most) for key, most in _LARGEST.items())
     dtype = stated_dtype(config) or stated_dtype(outer)
     return Target(name, config, tuple(types), _architecture(outer), dtype, *sizes)
 
@@ -172,10 +175,12 @@ def stated_dtype(config: Settings) -> str | None:
     return value.removeprefix("torch.") if value else None
 
 
-def _needed(config: Settings, key: str, whose: str) -> int:
+def _needed(config: Settings, key: str, whose: str, most: int) -> int:
     value = config.count(key)
     if not value:
         raise CheckpointError(f"{config.where} states no {key}, so it is not {whose}; give another folder")
+    if value > most:
+        raise config.refuse(key, f"at most {most}")
     return value
 
 

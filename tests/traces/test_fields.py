@@ -139,7 +139,7 @@ def test_links_are_followed_where_that_is_asked_for(tmp_path: Path) -> None:
     _link(tmp_path / "file.json")
     assert read_json(tmp_path / "file.json", 100, follow=True) == {}
     (tmp_path / "device.json").symlink_to("/dev/zero")
-    with pytest.raises(TraceCorruptError, match="device.json is not a plain file"):
+    with pytest.raises(TraceCorruptError, match=r"device\.json is not a plain file"):
         read_json(tmp_path / "device.json", 100, follow=True)
 
 
