@@ -13,10 +13,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from replay.capture.client.transport import MOST, Body, LargeError, Limits, SlowError, ask
+from replay.capture.client.transport import Body, LargeError, Limits, SlowError, ask
 from replay.errors import CaptureError, UsageError
 from replay.printable import one_line
-from replay.traces.fields import parse_json, show
+from replay.traces.fields import parse_json, show_name
 
 _Result = TypeVar("_Result")
 
@@ -24,7 +24,9 @@ _AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses that another try may no
 _REFUSED = (400, 413, 422)  # statuses that say something of what was asked, not of the server
 _LONGEST_PAUSE = 30.0  # seconds
 # Seconds from the first byte of an answer to its last, and those that a page of the server's own facts may take.
-_ANSWER_SECONDS, _PAGE_SECONDS, _PAGE_WAIT = 60.0, 4.0, 30.0
+_ANSWER_SECONDS, _PAGE_SECONDS, _PAGE_WAIT = 60.0, 3.0, 30.0
+_MOST, _MOST_PAGE = 1 << 26, 1 << 24  # bytes of these; an answer of a hundred thousand tokens has some 10 million
+_PAGE_RETRIES = 2
 _ADVICE = "see to the server and its address, --server takes that of an SGLang server"
 _READ, _SHOWN = 4096, 300  # bytes of an answer that are looked at for a message, and the characters it shows
 
@@ -63,24 +65,26 @@ class ServerApi:
         """The JSON at the first of ``paths`` that the server has, with retries. Raises CaptureError."""
         for path in paths[:-1]:
             try:
-                return self.patiently(partial(self._get, path))
+                return self.patiently(partial(self._get, path), _PAGE_RETRIES)
             except NoSuchPathError:
                 continue
-        return self.patiently(partial(self._get, paths[-1]))
+        return self.patiently(partial(self._get, paths[-1]), _PAGE_RETRIES)
 
     def _get(self, path: str, _: int) -> Any:
         return self.call(path)
 
-    def patiently(self, attempt: Callable[[int], _Result]) -> _Result:
+    def patiently(self, attempt: Callable[[int], _Result], retries: int | None = None) -> _Result:
         """The result of ``attempt(number)``, tried again with growing pauses while it raises TransientError.
 
-        Raises CaptureError when the last try has failed as well.
+        That often at most: ``retries``, and never more than the server's. Raises CaptureError when the last try has
+        failed as well.
         """
-        for number in range(self.retries + 1):
+        most = self.retries if retries is None else min(retries, self.retries)
+        for number in range(most + 1):
             try:
                 return attempt(number)
             except TransientError as error:
-                if number == self.retries:
+                if number == most:
                     raise CaptureError(
                         f"{self.url} failed {number + 1} times, last: {error}; see to the server and type the same "
                         "command with --resume"
@@ -107,28 +111,31 @@ class ServerApi:
         if self.api_key:
             # not passed on where the server redirects to: that may be another's
             request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
-        limits = Limits(self.timeout, _ANSWER_SECONDS)
+        limits = Limits(self.timeout, _ANSWER_SECONDS, _MOST)
         if body is None:
-            limits = Limits(min(self.timeout, _PAGE_WAIT), _PAGE_SECONDS)
+            limits = Limits(min(self.timeout, _PAGE_WAIT), _PAGE_SECONDS, _MOST_PAGE)
         try:
             return ask(request, limits)
         except SlowError as error:
-            said = f"{path} gave no whole answer within {limits.whole:g} s"
+            said = f"{path} {error}"
             raise TransientError(said) if body is not None else CaptureError(f"{self.url}{said}; {_ADVICE}") from error
         except LargeError as error:
-            raise CaptureError(f"{self.url}{path} answers with more than {MOST} bytes; {_ADVICE}") from error
+            raise CaptureError(f"{self.url}{path} answers with more than {limits.size} bytes; {_ADVICE}") from error
         except urllib.error.HTTPError as error:
             raise self._refusal(path, error) from error
         except http.client.InvalidURL as error:
             raise CaptureError(f"{self.url}{path} is no address ({error}): see to --server") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, cut off
+        except (OSError, http.client.IncompleteRead) as error:  # no connection, cut off
             raise TransientError(f"{path} gave no answer ({_reason(error)})") from error
+        except (ValueError, http.client.HTTPException) as error:
+            raise CaptureError(f"{self.url}{path} gives no answer of HTTP ({_reason(error)}); {_ADVICE}") from error
 
     def _refusal(self, path: str, error: urllib.error.HTTPError) -> Exception:
         said = _show(error.msg.encode())
         if 300 <= error.code < 400:
-            place = show(error.headers.get("Location") or "nowhere")
-            return CaptureError(f"{self.url}{path} answered {error.code} and sends to {place}; {_ADVICE}")
+            place = error.headers.get("Location")
+            where = f" and sends to {show_name(place)}" if place else ""
+            return CaptureError(f"{self.url}{path} answered {error.code}{where}; {_ADVICE}")
         if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             return CaptureError(f"{self.url}{path} refuses ({error.code}): give the server's key with --api-key")
         if error.code == HTTPStatus.NOT_FOUND:
@@ -174,7 +181,7 @@ def _clean_key(api_key: str | None) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "reason", "") or error) or type(error).__name__
+    return one_line(str(getattr(error, "reason", "") or error) or type(error).__name__, _SHOWN)
 
 
 def _pause(value: str | None) -> float:

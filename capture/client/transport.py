@@ -19,7 +19,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-MOST = 1 << 26  # bytes of an answer; one of a hundred thousand tokens has some 10 million
 _MOST_ERROR = 1 << 16  # bytes of an error that are read
 _BLOCK = 1 << 16
 _MOST_REDIRECTS = 5
@@ -27,7 +26,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class SlowError(Exception):
-    """The exchange was not over when its time was."""
+    """The exchange was not over when its time was; how, in half a sentence."""
 
 
 class LargeError(Exception):
@@ -36,10 +35,11 @@ class LargeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds from the question to the end of the answer, and from the answer's first byte to its end."""
+    """Seconds from the question to the end of the answer, and from its first byte to its end; the bytes it may have."""
 
     whole: float
     body: float
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class _Watch:
         self._changed = threading.Condition()
         self._sockets: list[Any] = []
         self._over = self.expired = False
+        self.said = f"gave no answer within {limits.whole:g} s"
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._run, name="replay-watch", daemon=True).start()
@@ -81,9 +82,11 @@ class _Watch:
             poll = select.poll()
             poll.register(connection, select.POLLIN)
             poll.poll(1000 * max(0.0, self._end - time.monotonic()))
+            end = time.monotonic() + self._limits.body
             with self._changed:
-                self._end = min(self._end, time.monotonic() + self._limits.body)
-                self._changed.notify()
+                if end < self._end and poll.poll(0):
+                    self._end, self.said = end, f"began an answer and did not end it within {self._limits.body:g} s"
+                    self._changed.notify()
 
     def _run(self) -> None:
         with self._changed:
@@ -116,7 +119,7 @@ def ask(request: urllib.request.Request, limits: Limits) -> Body:
         for _ in range(_MOST_REDIRECTS):
             try:
                 with opener.open(request, timeout=limits.whole) as response:
-                    return _read(response)
+                    return _read(response, limits.size)
             except urllib.error.HTTPError as error:
                 moved = _moved(request, error)
                 if moved is None:
@@ -124,7 +127,7 @@ def ask(request: urllib.request.Request, limits: Limits) -> Body:
                     raise
                 error.close()
                 request = moved
-        raise ValueError(f"more than {_MOST_REDIRECTS} redirects")
+        raise ValueError(f"it redirects more than {_MOST_REDIRECTS} times")
 
 
 def _moved(request: urllib.request.Request, error: urllib.error.HTTPError) -> urllib.request.Request | None:
@@ -143,21 +146,21 @@ def _as_slow(watch: _Watch) -> Iterator[None]:
         yield
     except (OSError, ValueError, http.client.HTTPException) as error:
         if watch.expired or isinstance(getattr(error, "reason", error), TimeoutError):
-            raise SlowError from error
+            raise SlowError(watch.said) from error
         raise
     if watch.expired:
-        raise SlowError
+        raise SlowError(watch.said)
 
 
-def _read(response: http.client.HTTPResponse) -> Body:
+def _read(response: http.client.HTTPResponse, most: int) -> Body:
     blocks, size = [], 0
     framed = response.length is not None or response.chunked
-    if (response.length or 0) > MOST:
+    if (response.length or 0) > most:
         raise LargeError
     while block := response.read1(_BLOCK):
         blocks.append(block)
         size += len(block)
-        if size > MOST:
+        if size > most:
             raise LargeError
     if response.length:
         raise http.client.IncompleteRead(b"", response.length)
