@@ -147,6 +147,7 @@ def write_rounds(rounds: Rounds, path: Path, *, force: bool = False) -> None:
     Raises OutputError when the file exists (without ``force``) or cannot be written, TraceCorruptError when the
     table is not one that ``read_rounds`` would read back.
     """
+    path = as_path(path)
     _check(rounds, path)
     if os.path.exists(path) and not os.path.isfile(path):
         raise OutputError(f"{path} is no regular file and would be replaced: name another after -o")
