@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from replay.analysis.summary import VariantSummary
+from replay.printable import one_line
 
 NOTHING = "-"
+_MOST_NAME = 200  # characters of what a file calls a variant or a head
 
 # The facts of a variant that can differ in a sweep, in the order in which a report says them.
 FACTS = (
@@ -68,6 +70,8 @@ def listed(items: Sequence[str]) -> str:
 def fact(summary: VariantSummary, name: str) -> str:
     """The value of one fact of ``FACTS`` as a table cell says it."""
     value = getattr(summary, name)
+    if isinstance(value, str):
+        value = one_line(value, _MOST_NAME)
     if name == "wiring":
         return ",".join(value)
     if name == "faults":

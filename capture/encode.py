@@ -1,15 +1,20 @@
 """Prompt rows to token ids, by a target's tokenizer and limits. It needs no model: call it before one is loaded."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.prompts import PromptFile, PromptRow
 from replay.errors import PromptError
+from replay.printable import one_line
+from replay.traces.fields import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# What the code of a template may raise beside jinja's own errors.
+_IN_TEMPLATES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_MOST_REASON = 300  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +115,11 @@ def _apply_template(
         ids = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except TemplateError as error:
-        roles = json.dumps([message["role"] for message in messages])
+    except (TemplateError, *_IN_TEMPLATES) as error:
+        roles = show([message["role"] for message in messages])
+        reason = one_line(str(error), _MOST_REASON)
         raise PromptError(
-            f"{where}: the target's chat template refuses the roles {roles} ({error}): mend them"
+            f"{where}: the target's chat template refuses the roles {roles} ({reason}): mend them"
         ) from error
     return tuple(ids)
 

@@ -6,23 +6,25 @@ scheduling it counts one verify beyond the end of each request, which the per-re
 not say over how many rounds it was taken, so a mean over lines is a mean of lines, and is called so.
 """
 
+import codecs
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.fields import is_number, parse_json
-from replay.traces.files import read_small
+from replay.traces.files import as_path, read_small
 
-_DECODE = re.compile(
-    r"Decode batch.*?#running-req: (?P<running>\d+).*?accept len: (?P<length>\d+(?:\.\d+)?), "
-    r"accept rate: (?P<rate>\d+(?:\.\d+)?)"
-)
+# In parts, each found after the one before: one expression with gaps would try every pair of places.
+_RUNNING = re.compile(r"#running-req: (\d{1,9})", re.ASCII)
+_LENGTHS = re.compile(r"accept len: (\d{1,9}(?:\.\d{1,9})?), accept rate: (\d{1,9}(?:\.\d{1,9})?)", re.ASCII)
+_LINE = re.compile(r"[^\r\n]+")
 _METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?$", re.ASCII)
-_MOST = 1 << 28  # bytes of a file that is read
+_MOST = 1 << 26  # bytes of a file that is read
+_LARGEST = 1 << 53  # of a count
+_MOST_COLUMNS = 1 << 12  # of a histogram, which has one for each number of accepted tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,13 @@ class Observed:
 
 def parse_log(text: str) -> list[LogLine]:
     """Every decode line of an SGLang log that has an accept length, in order; all other lines are passed over."""
-    return [
-        LogLine(int(match["running"]), float(match["length"]), float(match["rate"]))
-        for line in text.splitlines()
-        if (match := _DECODE.search(line))
-    ]
+    return [found for line in _lines(text) if "Decode batch" in line and (found := _log_line(line))]
+
+
+def _log_line(line: str) -> LogLine | None:
+    running = _RUNNING.search(line, line.index("Decode batch"))
+    told = _LENGTHS.search(line, running.end()) if running else None
+    return LogLine(int(running[1]), float(told[1]), float(told[2])) if running and told else None
 
 
 def observed_log(text: str) -> Observed | None:
@@ -71,9 +75,9 @@ def observed_metrics(text: str) -> Observed | None:
     With several ranks or models the gauges of those that drafted are averaged.
     """
     values: dict[str, list[float]] = {}
-    for line in text.splitlines():
-        match = _METRIC.match(line.strip())
-        if match and match["name"].startswith("sglang:spec_"):
+    for line in _lines(text):
+        match = _METRIC.match(line.strip()) if line.lstrip().startswith("sglang:spec_") else None
+        if match:
             try:
                 value = float(match["value"])
             except ValueError:
@@ -98,7 +102,7 @@ def observed_server_info(info: Mapping[str, Any]) -> Observed | None:
     lengths = [
         state["avg_spec_accept_length"]
         for state in (states if isinstance(states, list) else [])
-        if isinstance(state, dict) and is_number(state.get("avg_spec_accept_length"), 0, _MOST)
+        if isinstance(state, dict) and is_number(state.get("avg_spec_accept_length"), 0, 1e9)
     ]
     if not lengths:
         return None
@@ -110,29 +114,29 @@ def observed_server_info(info: Mapping[str, Any]) -> Observed | None:
     )
 
 
-def observed_counters(metas: Sequence[Mapping[str, Any]]) -> Observed | None:
+def observed_counters(metas: Iterable[Mapping[str, Any]]) -> Observed | None:
     """From the ``meta_info`` of answers, or the ``server`` of responses.jsonl: counted rounds; None without any.
 
     The names of SGLang before 2026 (spec_accept_histogram) are read too. Only where no answer has a histogram is the
     length taken from completion tokens, less the one of each request that its prefill gave.
     """
     histogram: list[int] = []
-    rounds = emitted = 0
-    for meta in metas:
+    rounds = emitted = answers = 0
+    for answers, meta in enumerate(metas, start=1):  # noqa: B007
         counts = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or meta.get("histogram")
         verifies = _count(meta.get("spec_verify_ct")) or _count(meta.get("verify_rounds")) or 0
         rounds += verifies
         if verifies:
             emitted += max(0, (_count(meta.get("completion_tokens")) or 0) - 1)
-        for place, count in enumerate(counts if isinstance(counts, list) else []):
+        for place, count in enumerate(counts[:_MOST_COLUMNS] if isinstance(counts, list) else []):
             histogram += [0] * (place + 1 - len(histogram))
             histogram[place] += _count(count) or 0
     total = sum(histogram)
     if total:
         mean = 1 + sum(place * count for place, count in enumerate(histogram)) / total
-        return Observed(mean, f"histograms of {len(metas)} requests, as the server counted", total, tuple(histogram))
+        return Observed(mean, f"histograms of {answers} requests, as the server counted", total, tuple(histogram))
     if rounds:
-        return Observed(emitted / rounds, f"completion tokens over verify rounds of {len(metas)} requests", rounds)
+        return Observed(emitted / rounds, f"completion tokens over verify rounds of {answers} requests", rounds)
     return None
 
 
@@ -152,13 +156,12 @@ def read_observed(source: str) -> Observed:
         return Observed(number, "given")
     if not source.strip():
         raise CaptureError(f"nothing was given: give {possible}")
-    path = Path(source)
+    path = as_path(source)
     try:
-        text = read_small(path.resolve(), _MOST).decode(errors="replace")
-    except TraceCorruptError as error:
-        raise CaptureError(f"{error}; give a part of it, or {possible}") from error
-    except OSError as error:
-        raise CaptureError(f"{source} cannot be read ({error.strerror}): give {possible}") from error
+        text = _text(read_small(path, _MOST, follow=True))
+    except (TraceCorruptError, ValueError) as error:
+        said = str(error) if isinstance(error, TraceCorruptError) else f"{path} cannot be read: {error}"
+        raise CaptureError(f"{said}; give a part of it, or {possible}") from error
     found = _from_json(text) or observed_metrics(text) or observed_log(text)
     if found is None:
         if text.lstrip().startswith("{"):
@@ -167,23 +170,41 @@ def read_observed(source: str) -> Observed:
     return found
 
 
+def _text(data: bytes) -> str:
+    """Bytes of a log as text. Raises ValueError for those of another encoding."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("it is UTF-16, save it as UTF-8")
+    if b"\0" in data:
+        raise ValueError(f"it holds a zero byte, first at byte {data.index(0)}, so it is no text")
+    return data.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Those with something in them, one at a time: there may be millions."""
+    return (match[0] for match in _LINE.finditer(text) if not match[0].isspace())
+
+
 def _from_json(text: str) -> Observed | None:
     """A /server_info document, one answer or several, or JSON lines of answers."""
     try:
-        values: list[Any] = [parse_json(text, "it", ValueError, constants=True)]
+        document = parse_json(text, "it", ValueError, constants=True)
     except ValueError:
         try:
-            values = [parse_json(line, "it", ValueError, constants=True) for line in text.splitlines() if line.strip()]
+            values = (parse_json(line, "it", ValueError, constants=True) for line in _lines(text))
+            return observed_counters(_metas(values))
         except ValueError:
             return None
-    if len(values) == 1 and isinstance(values[0], list):
-        values = values[0]
-    objects = [value for value in values if isinstance(value, dict)]
-    if len(objects) == 1 and "internal_states" in objects[0]:
-        return observed_server_info(objects[0])
-    metas = [value.get("meta_info") or value.get("server") or value for value in objects]
-    return observed_counters([meta for meta in metas if isinstance(meta, dict)])
+    if isinstance(document, dict) and "internal_states" in document:
+        return observed_server_info(document)
+    return observed_counters(_metas(document if isinstance(document, list) else [document]))
 
 
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+def _metas(values: Iterable[object]) -> Iterator[Mapping[str, Any]]:
+    for value in values:
+        meta = (value.get("meta_info") or value.get("server") or value) if isinstance(value, dict) else None
+        if isinstance(meta, dict):
+            yield meta
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= _LARGEST else None

@@ -1,12 +1,14 @@
 """What both ways of capturing are asked for: possible numbers, a free output folder, and the settings a trace keeps."""
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from replay.capture.prompts import PromptFile
 from replay.errors import OutputError, UsageError
-from replay.traces.header import CaptureSettings
+from replay.traces.files import as_path
+from replay.traces.header import MAX_COUNT, CaptureSettings
 from replay.traces.taps import parse_taps
 
 
@@ -65,9 +67,12 @@ def check_options(options: CaptureOptions | ServerOptions, *more: Check) -> None
 
     Nothing is opened or asked for it. Raises UsageError.
     """
+    for path in (options.prompts, options.out):
+        as_path(path)
     checks: tuple[Check, ...] = (
-        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "1 or more"),
+        ("--max-new-tokens", options.max_new_tokens, 1 <= options.max_new_tokens <= MAX_COUNT, "1 or more"),
         ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 (greedy) or more"),
+        ("--seed", options.seed, -(1 << 63) <= options.seed < 1 << 64, "one of 64 bits"),
         ("--top-p", options.top_p, 0 < options.top_p <= 1, "above 0 and at most 1"),
         ("--concurrency", options.concurrency, options.concurrency >= 1, "1 or more"),
         *more,
@@ -102,7 +107,10 @@ def check_output_folder(options: CaptureOptions | ServerOptions, *, beside: Coll
 
 
 def _is_taken(folder: Path, beside: Collection[str]) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(path.name not in beside for path in folder.iterdir()))
+    folder = as_path(folder)
+    return os.path.lexists(folder) and (
+        not os.path.isdir(folder) or any(path.name not in beside for path in folder.iterdir())
+    )
 
 
 def settings_of(options: CaptureOptions | ServerOptions, prompts: PromptFile) -> CaptureSettings:

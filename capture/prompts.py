@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay.errors import PromptError
-from replay.traces.fields import parse_json, show
+from replay.errors import PromptError, TraceCorruptError
+from replay.traces.fields import parse_json, show, some
+from replay.traces.files import read_small
 
 MAX_ID = 1024  # characters of a request id, as the trace format has it
+_MOST = 1 << 28  # bytes of a file
 _KINDS = ("prompt", "messages", "input_ids")
 
 
@@ -53,9 +55,9 @@ class PromptFile:
 def read_prompts(path: Path) -> PromptFile:
     """Read and check a prompt file. Raises PromptError naming the file and the line."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read ({error.strerror}): give --prompts a file of JSON lines") from error
+        data = read_small(path, _MOST, follow=True)
+    except TraceCorruptError as error:
+        raise PromptError(f"{error}: give --prompts a file of JSON lines") from error
     rows: list[PromptRow] = []
     lines: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -64,7 +66,7 @@ def read_prompts(path: Path) -> PromptFile:
         row = _row(_parse(raw, f"{path} line {number}"), number, len(rows), f"{path} line {number}")
         if row.request_id in lines:
             raise PromptError(
-                f"{path} line {number}: id {row.request_id!r} is taken by line {lines[row.request_id]} "
+                f"{path} line {number}: id {show(row.request_id)} is taken by line {lines[row.request_id]} "
                 "(a row without id is named by its number, counted from 0): make the ids distinct"
             )
         if len(row.request_id) > MAX_ID:
@@ -92,7 +94,7 @@ def _no_row(said: str) -> PromptError:
 def _row(value: dict[str, Any], line: int, number: int, where: str) -> PromptRow:
     kinds = [key for key in _KINDS if value.get(key) is not None]
     if len(kinds) != 1:
-        seen = " and ".join(kinds) if kinds else f"none of them (its keys: {', '.join(value) or 'none'})"
+        seen = " and ".join(kinds) if kinds else f"none of them (its keys: {some(list(value)) or 'none'})"
         raise PromptError(f"{where} has {seen}: a row has exactly one of prompt, messages, input_ids")
     if value.get("response") is not None and value.get("output_ids") is not None:
         raise PromptError(f"{where} has response and output_ids: keep one of them")

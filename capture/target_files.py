@@ -1,19 +1,23 @@
 """A target's files: found or fetched, its config and tokenizer opened, its fingerprint taken; no weights are loaded."""
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.encode import TargetLimits
-from replay.errors import CaptureError
-from replay.traces.fields import Fields, read_json
+from replay.capture.target_check import TransformersCalls, check_folder
+from replay.errors import CaptureError, TraceCorruptError
+from replay.traces.fields import Fields, is_integer, read_json, show
+from replay.traces.files import as_path, open_regular, read_small
+from replay.traces.header import MAX_VOCAB
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _INSTALL = "type pip install '.[local]' in a checkout of replay"
-_MOST_JSON = 1 << 24  # bytes of a generation_config.json
+_MOST_JSON = 1 << 24  # bytes of a config.json or generation_config.json
 _SAMPLE = 1 << 16  # bytes of weights read from the middle and the end of each file: two fine-tunes differ there
 
 
@@ -25,25 +29,27 @@ def fingerprint_target(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CaptureError(f"{folder} holds no safetensors file: save the target's weights as safetensors")
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in files:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if size < 8 + length:
-                raise CaptureError(f"{path} is cut short ({size} bytes): copy or download it again")
-            digest.update(path.name.encode() + b"\0" + file.read(length))
-            for start in ((size + 8 + length) // 2, max(8 + length, size - _SAMPLE)):
-                file.seek(start)
-                digest.update(file.read(_SAMPLE))
+    try:
+        digest = hashlib.sha256(read_small(folder / "config.json", _MOST_JSON, follow=True))
+        for path in files:
+            with open_regular(path, follow=True) as file:
+                length = int.from_bytes(os.pread(file, 8, 0), "little")
+                size = os.fstat(file).st_size
+                if size < 8 + length:
+                    raise CaptureError(f"{path} is cut short ({size} bytes): copy or download it again")
+                digest.update(os.fsencode(path.name) + b"\0" + os.pread(file, length, 8))
+                for start in ((size + 8 + length) // 2, max(8 + length, size - _SAMPLE)):
+                    digest.update(os.pread(file, _SAMPLE, start))
+    except TraceCorruptError as error:
+        raise CaptureError(f"{error}: copy or download it again") from error
     return digest.hexdigest()
 
 
 def resolve_target(model: str) -> Path:
     """The local folder of a path or hub id (fetched into the hub's own cache when missing). Raises CaptureError."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
+    folder = as_path(model).expanduser()
+    if os.path.isdir(folder):
+        if not os.path.lexists(folder / "config.json"):
             raise CaptureError(
                 f"{folder} holds no config.json: --model takes a Transformers checkpoint folder or a hub id"
             )
@@ -88,28 +94,25 @@ class TargetFiles:
 def open_target(model: str) -> TargetFiles:
     """Config, tokenizer and end-of-sequence ids of a target. Raises CaptureError when Transformers cannot read them."""
     try:
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
     except ImportError as error:
         raise CaptureError(
             f"capture --model runs the target in Transformers, which is not installed: {_INSTALL}"
         ) from error
     folder = resolve_target(model)
-    name = folder.resolve().name if Path(model).expanduser().is_dir() else model
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder) if _has_tokenizer(folder) else None
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise transformers_refusal(folder, error) from error
-    return TargetFiles(name, folder, config.get_text_config(), tokenizer, _eos_ids(folder, config))
+    name = folder.resolve().name if os.path.isdir(Path(model).expanduser()) else model
+    check_folder(folder)
+    with TransformersCalls(folder):  # never its own code, not even after a question
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False) if _has_tokenizer(folder) else None
+        text_config = config.get_text_config()
+        if not isinstance(text_config, PretrainedConfig):
+            raise _mend(f"{folder} states the text_config {show(text_config)}, an object was expected")
+    return TargetFiles(name, folder, text_config, tokenizer, _eos_ids(folder, config))
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-
-
-def transformers_refusal(folder: Path, error: Exception) -> CaptureError:
-    reason = " ".join(str(error).split())[:300]
-    return CaptureError(f"Transformers cannot load the target in {folder} ({reason}): give --model another checkpoint")
+    return any(os.path.isfile(folder / name) for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
 def _mend(said: str) -> CaptureError:
@@ -120,9 +123,12 @@ def _eos_ids(folder: Path, config: "PretrainedConfig") -> frozenset[int]:
     """End-of-sequence ids: generation_config.json where it names any, else config.json, as engines read them."""
     named: Any = None
     path = folder / "generation_config.json"
-    if path.is_file():
+    if os.path.lexists(path):
         document = read_json(path, _MOST_JSON, _mend, follow=True)
         named = Fields(str(path), document, _mend).values.get("eos_token_id")
     if named is None:
         named = getattr(config.get_text_config(), "eos_token_id", None)
-    return frozenset() if named is None else frozenset([named] if isinstance(named, int) else named)
+    ids = [] if named is None else named if isinstance(named, list) else [named]
+    if not all(is_integer(one, 0, MAX_VOCAB) for one in ids):
+        raise _mend(f"{folder} states the eos_token_id {show(named)}, a token id or a list of them was expected")
+    return frozenset(ids)

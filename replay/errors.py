@@ -15,9 +15,14 @@ ReplayError
 The command line turns a ReplayError into its message on stderr and exit code 1. Every other exception is a bug.
 """
 
+from replay.printable import one_line
+
 
 class ReplayError(Exception):
-    """The user can mend this; the message says how."""
+    """The user can mend this; the message says how, in one line of bounded length whatever it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class UsageError(ReplayError):

@@ -4,6 +4,7 @@ This is the one way in for foreign JSON: trace files, checkpoints, server answer
 error of a sentence, so that each reader raises the kind that its callers know, with its own advice at the end.
 """
 
+import codecs
 import json
 import math
 import re
@@ -18,9 +19,12 @@ from replay.traces.files import read_small
 Refusal = Callable[[str], Exception]
 
 MOST_DEPTH = 64  # objects and lists inside each other: more than any file of ours or of a checkpoint has
+MOST_PARTS = 1 << 21  # names, objects and lists of a document: each takes some 200 bytes of memory
+_MOST_DIGITS = 308  # of a whole number: a float holds no more
 _SHOWN = 60  # characters of a foreign value in a message
 _TOO_DEEP = f"it nests deeper than {MOST_DEPTH} levels"
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_DIGITS = re.compile(r"[0-9]{1,9}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -59,10 +63,13 @@ class Fields:
         if odd := sorted(self.values.keys() - set(possible)):
             raise self._refusal(f"{self.where} has the field {show_name(odd[0])}, possible are {', '.join(possible)}")
 
-    def text(self, name: str) -> str:
+    def text(self, name: str, most: int | None = None) -> str:
+        """A string, of at most ``most`` characters."""
         value = self.get(name)
         if not isinstance(value, str):
             raise self.refuse(name, "a string")
+        if most is not None and len(value) > most:
+            raise self.refuse(name, f"a string of at most {most} characters")
         return value
 
     def optional_text(self, name: str) -> str | None:
@@ -89,14 +96,17 @@ class Fields:
     def optional_integer(self, name: str, low: int, high: int) -> int | None:
         return None if self.get(name) is None else self.integer(name, low, high)
 
-    def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
+    def integers(self, name: str, low: int, high: int, most: int | None = None) -> tuple[int, ...]:
+        """A list of at most ``most`` integers."""
         value = self.get(name)
         if not isinstance(value, list) or not all(is_integer(item, low, high) for item in value):
             raise self.refuse(name, f"a list of integers from {low} to {high}")
+        if most is not None and len(value) > most:
+            raise self.refuse(name, f"a list of at most {most} integers")
         return tuple(value)
 
-    def optional_integers(self, name: str, low: int, high: int) -> tuple[int, ...] | None:
-        return None if self.get(name) is None else self.integers(name, low, high)
+    def optional_integers(self, name: str, low: int, high: int, most: int | None = None) -> tuple[int, ...] | None:
+        return None if self.get(name) is None else self.integers(name, low, high, most)
 
     def number(self, name: str, low: float, high: float) -> float:
         value = self.get(name)
@@ -104,10 +114,13 @@ class Fields:
             raise self.refuse(name, f"a number from {low:g} to {high:g}")
         return float(value)
 
-    def texts(self, name: str) -> tuple[str, ...]:
+    def texts(self, name: str, most: int | None = None) -> tuple[str, ...]:
+        """A list of at most ``most`` strings."""
         value = self.get(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.refuse(name, "a list of strings")
+        if most is not None and len(value) > most:
+            raise self.refuse(name, f"a list of at most {most} strings")
         return tuple(value)
 
     def sha256(self, name: str) -> str:
@@ -144,7 +157,7 @@ def read_json(
     what ``refusal`` makes, as ``parse_json`` does.
     """
     try:
-        data = read_small(path.resolve() if follow else path, most)
+        data = read_small(path, most, follow=follow)
     except TraceCorruptError as error:
         raise refusal(str(error)) from error
     return parse_json(data, str(path), refusal, constants=constants)
@@ -153,7 +166,10 @@ def read_json(
 def parse_json(
     text: str | bytes, source: str, refusal: Refusal = TraceCorruptError, *, constants: bool = False
 ) -> object:
-    """JSON as RFC 8259 has it, in UTF-8 without a mark, no deeper than MOST_DEPTH: no NaN, no key twice.
+    """JSON as RFC 8259 has it, in UTF-8 without a mark: no NaN, no key twice.
+
+    It is no deeper than MOST_DEPTH and has at most MOST_PARTS names, objects and lists; whole numbers have at most 308
+    digits.
 
     ``constants``: NaN and Infinity are numbers that stand where Python writers put them, such as Transformers 4
     (``"time_step_limit": [0.0, Infinity]``). Whoever reads such a field refuses it then.
@@ -165,8 +181,6 @@ def parse_json(
         raise refusal(f"{source} is not valid JSON: {_TOO_DEEP}") from error
     except (json.JSONDecodeError, _UnfitError) as error:
         raise refusal(f"{source} is not valid JSON: {error}") from error
-    except ValueError as error:  # of Python's integers: so many digits take long to read
-        raise refusal(f"{source} is not valid JSON: a number has thousands of digits") from error
 
 
 class _UnfitError(ValueError):
@@ -175,8 +189,10 @@ class _UnfitError(ValueError):
 
 def _parse(text: str | bytes, constants: bool) -> object:
     text = _decoded(text)
+    if sum(map(text.count, "{[:")) > MOST_PARTS:  # those inside of strings too: no honest document comes near
+        raise _UnfitError(f"it holds more than {MOST_PARTS} names, objects and lists")
     strict: dict[str, Any] = {} if constants else {"parse_constant": _no_constant, "parse_float": _finite}
-    document = json.loads(text, object_pairs_hook=_distinct, **strict)
+    document = json.loads(text, object_pairs_hook=_distinct, parse_int=_whole, **strict)
     _check_depth(document)
     if _SURROGATE.search(text):
         _check_text(document)
@@ -185,6 +201,10 @@ def _parse(text: str | bytes, constants: bool) -> object:
 
 def _decoded(text: str | bytes) -> str:
     if isinstance(text, bytes):
+        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise _UnfitError("it is UTF-16; save it as UTF-8")
+        if b"\0" in text:
+            raise _UnfitError(f"it holds a zero byte, first at byte {text.index(0)}; save it as UTF-8 text")
         try:
             text = text.decode()
         except UnicodeDecodeError as error:
@@ -200,6 +220,12 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
         counts = Counter(name for name, _ in pairs)
         raise _UnfitError(f"the key {show(counts.most_common(1)[0][0])} stands twice")
     return result
+
+
+def _whole(digits: str) -> int:
+    if (count := len(digits.removeprefix("-"))) > _MOST_DIGITS:
+        raise _UnfitError(f"a number has {count} digits, at most {_MOST_DIGITS} are possible")
+    return int(digits)
 
 
 def _no_constant(name: str) -> object:
@@ -234,6 +260,11 @@ def _check_text(document: object) -> None:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise _UnfitError("a string holds half a surrogate pair, which is no text") from error
+
+
+def count_of(text: str) -> int | None:
+    """The whole number from 0 on that ``text`` spells in at most nine digits; None for anything else."""
+    return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def show(value: object) -> str:

@@ -1,5 +1,6 @@
 """Files of a trace folder: names, whole-or-nothing writing, the writers' lock, and opening that follows no links."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -9,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from replay.errors import OutputError, TraceCorruptError
+from replay.errors import OutputError, TraceCorruptError, UsageError
+from replay.printable import shorten
 
 HEADER = "trace.json"
 REQUESTS = "requests.parquet"
@@ -18,6 +20,8 @@ WEIGHTS = "target.safetensors"
 LOCK = ".lock"
 SPOOL = "spool"  # a folder, of a server that records here: no part of the trace, left alone
 TEMPORARY = ".tmp"
+
+PLAIN = "is a file"  # of ``describe_path``
 
 MAX_SHARDS = 100_000
 _SHARD = re.compile(r"shard-(\d{5})\.safetensors", re.ASCII)
@@ -99,28 +103,60 @@ def take_lock(path: Path) -> int:
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[int]:
-    """A read-only descriptor of the regular file ``path``; no link is followed and no pipe waited for.
+def open_regular(path: Path, *, follow: bool = False) -> Iterator[int]:
+    """A read-only descriptor of the regular file ``path``; no pipe or device is waited for, no link followed unless
+    ``follow`` (hub caches are folders of links).
 
-    Raises TraceCorruptError, with a sentence that names the file.
+    Raises TraceCorruptError, with a sentence that names the file; so does a read in the block that fails.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if path.is_symlink():
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+        if not follow and os.path.islink(path):
             raise TraceCorruptError(f"{path} is a symbolic link; a trace holds plain files only") from error
-        raise TraceCorruptError(f"cannot open {path}: {error.strerror}") from error
+        raise TraceCorruptError(f"cannot open {path}: {_reason(error)}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise TraceCorruptError(f"{path} is not a plain file")
         yield descriptor
+    except OSError as error:  # of a failing disk, or of what only looks like a file, as /proc/self/mem
+        raise TraceCorruptError(f"cannot read {path}: {_reason(error)}") from error
     finally:
         os.close(descriptor)
 
 
-def read_small(path: Path, limit: int) -> bytes:
-    """The whole of a file of at most ``limit`` bytes. Raises TraceCorruptError."""
-    with open_regular(path) as descriptor:
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENXIO:
+        return "it is not a plain file"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def as_path(value: object) -> Path:
+    """``value`` as a path. Raises UsageError for what is none, and for a name with a NUL in it."""
+    if not isinstance(value, str | os.PathLike):
+        raise UsageError(f"a path was expected, {type(value).__name__} {shorten(repr(value), 60)} was given")
+    path = Path(value)
+    if "\0" in str(path):
+        raise UsageError(f"{path} holds a zero character, which no path has; give another")
+    return path
+
+
+def describe_path(path: Path) -> str:
+    """What lies at ``path``, in half a sentence: ``is a folder``, ``does not exist``."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "is a link to nothing" if os.path.islink(path) else "does not exist"
+    except (OSError, ValueError) as error:
+        return f"cannot be reached ({_reason(error)})"
+    if stat.S_ISREG(mode):
+        return PLAIN
+    return "is a folder" if stat.S_ISDIR(mode) else "is not a plain file"
+
+
+def read_small(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """The whole of a file of at most ``limit`` bytes; links as ``open_regular`` has it. Raises TraceCorruptError."""
+    with open_regular(path, follow=follow) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise TraceCorruptError(f"{path} holds {size} bytes, at most {limit} are possible")

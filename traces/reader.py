@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ class Trace:
         Raises TraceError where there is none, TraceVersionError for another version, TraceIncompleteError where its
         recording has not ended (unless ``allow_incomplete``), TraceCorruptError for anything that disagrees.
         """
-        folder = Path(path)
-        if not (folder / files.HEADER).exists():
+        folder = files.as_path(path)
+        if not os.path.lexists(folder / files.HEADER):
             raise TraceError(
                 f"{folder} holds no {files.HEADER}, so it is no trace: give the folder that a capture wrote"
             )
@@ -196,7 +197,7 @@ class Trace:
 
         path = self.path / files.ROUNDS
         complete = self.header.state == "complete"
-        if not (self.header.rounds if complete else path.exists()):
+        if not (self.header.rounds if complete else os.path.lexists(path)):
             return pl.DataFrame(schema=served_schema())
         data = files.read_small(path, MAX_BYTES)
         if complete and hashlib.sha256(data).hexdigest() != self.header.rounds_sha256:

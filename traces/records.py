@@ -18,6 +18,7 @@ from replay.traces.feed import check_layout
 from replay.traces.fields import Fields, parse_json
 from replay.traces.files import shard_name, shard_number
 from replay.traces.header import MAX_COUNT, MAX_VOCAB, VERSION, TraceHeader
+from replay.traces.parquet import check_parquet, first_line
 from replay.traces.tensors import NAMES, Layout, parse_layout
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ FINISH_REASONS = ("stop", "length", "forced", "abort")
 SOURCES = ("generated", "forced")
 SHARD_FORMAT = "replay-trace-shard"
 MAX_TOKENS = 1 << 31
+MAX_STEPS = 1 << 12  # of a draft: a histogram has a column for each
 MAX_ID = 1024
+_FREE_TEXT, _TEXT_A_BYTE = 1 << 26, 100  # bytes of text that a table may hold, and that for each byte of its file
 
 # Columns that version 1 did not have at first: null where a file lacks them, and left out of a shard where null, so
 # that what knows nothing of them is written as it always was.
@@ -193,7 +196,7 @@ def _record(given: Fields, header: TraceHeader) -> RequestRecord:
         tail_ids=values.integers("tail_ids", 0, min(MAX_VOCAB, header.target.vocab_size - 1)),
         server_completion_tokens=values.optional_integer("server_completion_tokens", 0, MAX_COUNT),
         server_verify_rounds=values.optional_integer("server_verify_rounds", 0, MAX_COUNT),
-        server_histogram=values.optional_integers("server_histogram", 0, MAX_COUNT),
+        server_histogram=values.optional_integers("server_histogram", 0, MAX_COUNT, MAX_STEPS + 1),
         server_cached_tokens=values.optional_integer("server_cached_tokens", 0, MAX_COUNT),
         server_prefill_rows=values.optional_integers("server_prefill_rows", 1, MAX_TOKENS),
         server_prefill_forward_rows=values.optional_integers("server_prefill_forward_rows", 1, MAX_COUNT),
@@ -254,10 +257,11 @@ def read_table(data: bytes, header: TraceHeader, where: str) -> list[RequestReco
     """The records of a ``requests.parquet`` with the bytes ``data``. Raises TraceCorruptError."""
     import polars as pl
 
+    check_parquet(Path(where), data)
     try:
         frame = pl.read_parquet(io.BytesIO(data))
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise TraceCorruptError(f"{where} is no readable parquet file: {str(error).splitlines()[0]}") from error
+        raise TraceCorruptError(f"{where} is no readable parquet file: {first_line(error)}") from error
     for name, kind in table_schema().items():
         if name not in frame.columns and name in LATER:
             continue
@@ -265,6 +269,9 @@ def read_table(data: bytes, header: TraceHeader, where: str) -> list[RequestReco
             raise TraceCorruptError(f"{where} lacks the column {name}")
         if frame.schema[name] != kind:
             raise TraceCorruptError(f"{where}: the column {name} is {frame.schema[name]}, must be {kind}")
+    texts = int(frame.select(pl.col(pl.String).str.len_bytes().sum()).sum_horizontal().sum() or 0)
+    if texts > _FREE_TEXT + _TEXT_A_BYTE * len(data):  # one long text can stand for every row
+        raise TraceCorruptError(f"{where} holds texts of {texts} bytes, more than any that replay writes")
     records = [_record(Fields(f"{where}: row {index}", row), header) for index, row in enumerate(frame.to_dicts())]
     check_distinct(records, where)
     _check_places(records, where)

@@ -18,9 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay.errors import OutputError, TraceCorruptError, TraceError, TraceVersionError
+from replay.errors import OutputError, TraceCorruptError, TraceError, TraceVersionError, UsageError
 from replay.traces.agreement import Agreement, problem, read_agreement
-from replay.traces.fields import Fields, is_number, parse_json, show
+from replay.traces.fields import Fields, is_number, parse_json, show, some
+from replay.traces.files import PLAIN, as_path, describe_path
+from replay.traces.parquet import check_parquet, first_line
+from replay.traces.taps import parse_tap
 
 if TYPE_CHECKING:
     import polars as pl
@@ -31,6 +34,9 @@ METADATA_KEY = "replay"
 HEALTHY_NAME = "healthy"  # of the hypothesis that nothing is wrong
 EXPECTED_COLUMNS = 6  # of ``Expected.sums``
 _MOST = 1 << 40  # of any count
+_MOST_STEPS = 1 << 12  # a table of counts has a column for each
+_MOST_WORDS = 256  # taps or faults of a variant
+_MOST_NAME = 4096  # characters of a name
 
 JsonObject = dict[str, Any]
 
@@ -141,10 +147,11 @@ def write_rounds(rounds: Rounds, path: Path, *, force: bool = False) -> None:
     Raises OutputError when the file exists (without ``force``) or cannot be written, TraceCorruptError when the
     table is not one that ``read_rounds`` would read back.
     """
+    path = as_path(path)
     _check(rounds, path)
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise OutputError(f"{path} is no regular file and would be replaced: name another after -o")
-    if path.exists() and not force:
+    if os.path.exists(path) and not force:
         raise OutputError(f"{path} exists already: type --force to replace it, or another path after -o")
     head: JsonObject = {
         "format": FORMAT,
@@ -181,10 +188,11 @@ def read_rounds(path: Path) -> Rounds:
     import polars as pl
     from polars.exceptions import PanicException, PolarsError
 
-    if not path.is_file():
-        seen = "is a folder" if path.is_dir() else "does not exist"
+    path = as_path(path)
+    if (seen := describe_path(path)) != PLAIN:
         raise TraceError(f"{path} {seen}, rounds are one parquet file: type replay simulate TRACE -o ROUNDS.parquet")
     try:
+        check_parquet(path)
         metadata = pl.read_parquet_metadata(path)
         if METADATA_KEY not in metadata:
             raise TraceVersionError(
@@ -193,9 +201,11 @@ def read_rounds(path: Path) -> Rounds:
         table = pl.read_parquet(path, glob=False, hive_partitioning=False)
     except OSError as error:
         raise TraceError(f"{path} cannot be read ({error.strerror or error}): name a file that you may read") from error
+    except TraceCorruptError as error:
+        raise TraceCorruptError(f"{error}: simulate again with -o") from error
     except (PolarsError, PanicException) as error:
         raise TraceCorruptError(
-            f"{path} is no whole parquet file ({str(error).splitlines()[0]}): simulate again with -o"
+            f"{path} is no readable parquet file ({first_line(error)}): simulate again with -o"
         ) from error
     head = _head(metadata[METADATA_KEY], path)
     rounds = Rounds(
@@ -235,10 +245,10 @@ def _head(text: str, path: Path) -> Fields:
 def _variant(values: Fields) -> VariantInfo:
     values.only([field.name for field in fields(VariantInfo)])
     return VariantInfo(
-        name=values.text("name"),
-        draft=values.text("draft"),
-        wiring=values.texts("wiring"),
-        steps=values.integer("steps", 0, _MOST),
+        name=values.text("name", _MOST_NAME),
+        draft=values.text("draft", _MOST_NAME),
+        wiring=tuple(_tap(values, tap) for tap in values.texts("wiring", _MOST_WORDS)),
+        steps=values.integer("steps", 0, _MOST_STEPS),
         topk=values.integer("topk", 0, _MOST),
         num_draft_tokens=values.integer("num_draft_tokens", 0, _MOST),
         precision=values.text("precision"),
@@ -247,7 +257,7 @@ def _variant(values: Fields) -> VariantInfo:
         verify=values.text("verify"),
         temperature=values.number("temperature", 0.0, 1e6),
         engine=values.text("engine"),
-        faults=values.texts("faults"),
+        faults=values.texts("faults", _MOST_WORDS),
         seconds=values.number("seconds", 0.0, 1e12),
         anchors=values.integer("anchors", 0, _MOST),
         anchors_accepted=values.integer("anchors_accepted", 0, _MOST),
@@ -256,6 +266,13 @@ def _variant(values: Fields) -> VariantInfo:
         expected=_expected(values.object("expected")) if values.values.get("expected") is not None else None,
         agreement=read_agreement(values.object("agreement")) if values.values.get("agreement") is not None else None,
     )
+
+
+def _tap(values: Fields, name: str) -> str:
+    try:
+        return parse_tap(name)
+    except UsageError as error:
+        raise values.refuse("wiring", "a list of taps, such as embed, 3 and 16") from error
 
 
 def _expected(values: Fields) -> Expected:
@@ -277,7 +294,7 @@ def _request(values: Fields) -> RequestInfo:
         prompt_tokens=values.integer("prompt_tokens", 0, _MOST),
         output_tokens=values.integer("output_tokens", 0, _MOST),
         observed_rounds=values.optional_integer("observed_rounds", 0, _MOST),
-        observed_histogram=values.optional_integers("observed_histogram", 0, _MOST),
+        observed_histogram=values.optional_integers("observed_histogram", 0, _MOST, _MOST_STEPS + 1),
         source=values.text("source"),
         temperature=values.number("temperature", 0.0, 1e6),
     )
@@ -291,7 +308,7 @@ def _check(rounds: Rounds, path: Path) -> None:
     if lost := [name for name in schema if name not in table.columns]:
         raise _corrupt(path, f"it has no column {', '.join(lost)}")
     if table.columns != list(schema):
-        raise _corrupt(path, f"its columns are {', '.join(table.columns)} where {', '.join(schema)} belong")
+        raise _corrupt(path, f"its columns are {some(table.columns)} where {', '.join(schema)} belong")
     for name, dtype in schema.items():
         if table.schema[name] != dtype:
             raise _corrupt(path, f"column {name} is {table.schema[name]} where {dtype} belongs")

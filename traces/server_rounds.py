@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.files import read_small
+from replay.traces.parquet import check_parquet, first_line
 
 if TYPE_CHECKING:
     import polars as pl
@@ -41,10 +42,12 @@ def read_served(path: Path, data: bytes | None = None) -> "pl.DataFrame":
     """The rounds in ``path`` (or in ``data``, its bytes). Raises TraceCorruptError."""
     import polars as pl
 
+    data = read_small(path, MAX_BYTES) if data is None else data
+    check_parquet(path, data)
     try:
-        frame = pl.read_parquet(io.BytesIO(read_small(path, MAX_BYTES) if data is None else data))
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise TraceCorruptError(f"{path} is no readable parquet file: {str(error).splitlines()[0]}") from error
+        frame = pl.read_parquet(io.BytesIO(data))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        raise TraceCorruptError(f"{path} is no readable parquet file: {first_line(error)}") from error
     frame = _with_later_columns(frame)
     problem = _problem(frame)
     if problem:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from replay.errors import UsageError
+from replay.printable import shorten
 
 EMBED = "embed"
 FINAL = "final"
@@ -41,6 +42,8 @@ def parse_tap(text: str, *, layers: int | None = None) -> str:
 
 def parse_taps(text: str, *, layers: int | None = None) -> tuple[str, ...]:
     """Canonical names of a comma-separated list of taps, in its order, repetitions kept. Raises UsageError."""
+    if not isinstance(text, str):
+        raise UsageError(f"taps are text such as embed,3,31, {shorten(repr(text), 60)} was given")
     return tuple(parse_tap(part, layers=layers) for part in text.split(","))
 
 

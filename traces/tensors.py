@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.errors import TraceCorruptError
-from replay.traces.fields import Fields, parse_json
+from replay.traces.fields import Fields, parse_json, show_name, some
 from replay.traces.files import open_regular
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ MAX_SIZE = 1 << 50
 # safetensors' name of each torch dtype that is written or mapped here, and its size in bytes
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
 SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
+# and of all others that a file may hold, whose shapes have to be true as well
+_BYTES = SIZES | {"F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
+                  "U8": 1, "BOOL": 1}  # fmt: skip
+_MOST_DIMENSIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,9 @@ def _place(fields: Fields, data_start: int, size: int) -> Place:
     start, stop = (data_start + offset for offset in offsets)
     if stop > size:
         raise TraceCorruptError(f"{fields.where} ends at byte {stop}, the file holds {size}: it is truncated")
-    if dtype in SIZES and math.prod(shape) * SIZES[dtype] != stop - start:
+    if len(shape) > _MOST_DIMENSIONS:
+        raise fields.refuse("shape", f"at most {_MOST_DIMENSIONS} sizes")
+    if dtype in _BYTES and math.prod(shape) * _BYTES[dtype] != stop - start:
         raise TraceCorruptError(f"{fields.where}: {dtype} of shape {list(shape)} does not fill {stop - start} bytes")
     return Place(dtype, shape, start, stop)
 
@@ -119,7 +125,9 @@ def _place(fields: Fields, data_start: int, size: int) -> Place:
 def _check_no_holes(path: Path, places: Mapping[str, Place], position: int, size: int) -> None:
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
         if place.start != position:
-            raise TraceCorruptError(f"{path}: {name} begins at byte {place.start}, the one before ends at {position}")
+            raise TraceCorruptError(
+                f"{path}: {show_name(name)} begins at byte {place.start}, the one before ends at {position}"
+            )
         position = place.stop
     if position != size:
         raise TraceCorruptError(f"{path} holds {size} bytes, its tensors end at byte {position}")
@@ -133,10 +141,12 @@ def map_rows(layout: Layout, name: str, start: int = 0, stop: int | None = None)
     import torch
 
     if name not in layout.tensors:
-        raise TraceCorruptError(f"{layout.path} holds no tensor {name}; it holds {_some(list(layout.tensors))}")
+        raise TraceCorruptError(
+            f"{layout.path} holds no tensor {name}; it holds {some(list(layout.tensors)) or 'none'}"
+        )
     place = layout.tensors[name]
     if place.dtype not in SIZES:
-        raise TraceCorruptError(f"{layout.path}: {name} is {place.dtype}, readable are {', '.join(SIZES)}")
+        raise TraceCorruptError(f"{layout.path}: {name} is {show_name(place.dtype)}, readable are {', '.join(SIZES)}")
     item = SIZES[place.dtype]
     rows = place.shape[0]
     stop = rows if stop is None else stop
@@ -157,7 +167,3 @@ def map_rows(layout: Layout, name: str, start: int = 0, stop: int | None = None)
             raise TraceCorruptError(f"{layout.path} holds {size} bytes now, {layout.size} when it was opened")
         buffer = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=page)
     return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin - page).reshape(shape)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"

@@ -1,5 +1,6 @@
 """The target's embedding and output rows: from the trace's sidecar, or from the checkpoint it was captured with."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ def find_weight(folder: Path, header: TraceHeader, which: str) -> tuple[Layout, 
             raise TraceCorruptError(f"{layout.path} holds {layout.size} bytes, trace.json says {header.weights.bytes}")
         return _checked(layout, wanted, header)
     checkpoint = Path(header.target.path)
-    if not checkpoint.is_dir():
+    if not os.path.isdir(checkpoint):
         raise TraceError(
             f"{folder} holds no {files.WEIGHTS} and the target's folder {header.target.path} is not here: put the "
             "checkpoint there, or capture again with the sidecar"
@@ -40,7 +41,7 @@ def find_weight(folder: Path, header: TraceHeader, which: str) -> tuple[Layout, 
     for name in EMBED_NAMES if wanted == "embed" else LM_HEAD_NAMES:
         path = _file_of(checkpoint, name)
         if path is not None:
-            layout = parse_layout(path.resolve())  # hub caches are folders of links
+            layout = parse_layout(Path(os.path.realpath(path)))  # hub caches are folders of links
             if name in layout.tensors:
                 return _checked(layout, name, header)
     raise TraceError(f"{checkpoint} holds no tensor {wanted} under any known name: capture again with the sidecar")
@@ -54,9 +55,9 @@ def load_weight(folder: Path, header: TraceHeader, which: str) -> "torch.Tensor"
 def _file_of(checkpoint: Path, tensor: str) -> Path | None:
     """The file of a checkpoint that should hold ``tensor``."""
     index = checkpoint / INDEX
-    if not index.exists():
+    if not os.path.lexists(index):
         single = checkpoint / SINGLE
-        return single if single.exists() else None
+        return single if os.path.lexists(single) else None
     document = read_json(index, _MAX_JSON, _index_refusal, follow=True)
     shards = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(shards, dict):

@@ -67,9 +67,10 @@ class TraceWriter:
 
     @classmethod
     def _begin(cls, path: Path, header: TraceHeader, way: str) -> Self:
+        path = files.as_path(path)
         with _says_what_is_kept(path):
-            if path.exists() and not path.is_dir():
-                raise OutputError(f"{path} is a file, a trace is a folder: choose another name")
+            if os.path.lexists(path) and not os.path.isdir(path):
+                raise OutputError(f"{path} {files.describe_path(path)}, a trace is a folder: choose another name")
             path.mkdir(parents=True, exist_ok=True)
             if not (path / files.LOCK).exists():  # so that none is left in a folder that is none of ours
                 _refuse_foreign(path, _names_in(path), way)

@@ -10,6 +10,7 @@ from replay.analysis.report.agreement import agreement_doubts
 from replay.analysis.report.expected import expectation_doubts
 from replay.analysis.summary import VariantSummary
 from replay.analysis.wording import count, counted, decimal, interval, listed, percent, varying
+from replay.printable import one_line
 from replay.traces.rounds import Rounds
 
 # Half an interval, as a share of the accept length: the tolerance of vLLM's own acceptance test is 5 %.
@@ -18,6 +19,7 @@ MANY_CUT = 0.10
 MANY_TIES = 0.01
 # The all-anchors mean lies 6 to 33 % above the served walk on public data; below this it misleads nobody.
 WALK_GAP = 0.05
+_MOST_MISSING = (8, 300)  # sentences of a trace on what it lacks, and the characters of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,10 @@ def _requests_without_rounds(results: Results) -> Iterator[str]:
 def _missing(results: Results) -> Iterator[str]:
     missing = results.rounds.trace.get("missing")
     if isinstance(missing, list) and missing:
-        yield f"The trace does not hold everything: {listed([str(what).rstrip('.') for what in missing])}."
+        told = [one_line(str(what).rstrip("."), _MOST_MISSING[1]) for what in missing[: _MOST_MISSING[0]]]
+        if len(missing) > len(told):
+            told.append(f"{count(len(missing) - len(told))} more")
+        yield f"The trace does not hold everything: {listed(told)}."
 
 
 _CHECKS: tuple[Callable[[Results], Iterator[str]], ...] = (

@@ -5,9 +5,12 @@ from typing import Any
 
 from replay.analysis import wording
 from replay.analysis.summary import VariantSummary
+from replay.printable import one_line
 from replay.traces.rounds import Rounds
 from replay.traces.taps import tap_index
 
+# What a file may say is shown so far: characters of a word and of what is said of it, and how many words.
+_MOST_WORD, _MOST_TEXT, _MOST_KEYS = 40, 600, 12
 # Keys of ``Rounds.trace`` that have a line of their own, or are said elsewhere.
 _SAID = {
     "path", "taps", "requests", "target", "dtype", "model_type", "layers", "hidden_size", "engine", "engine_version",
@@ -23,18 +26,26 @@ def provenance(
     ``rounds.trace["wirings"]``, where it is there, maps a wiring (``embed,3,16``) to a list of objects ``engine``,
     ``ids`` (null: none does it) and ``note``: what each engine's config says to get this wiring.
     """
+    for word, said in _provenance(rounds, summaries, seed, resamples):
+        yield one_line(word, _MOST_WORD), one_line(said, _MOST_TEXT)
+
+
+def _provenance(
+    rounds: Rounds, summaries: Sequence[VariantSummary], seed: int, resamples: int
+) -> Iterator[tuple[str, str]]:
     trace = rounds.trace
     yield "trace", _joined(trace.get("path"), _after("taps", trace.get("taps")))
     size = [_after(word, trace.get(key)) for word, key in (("layers", "layers"), ("hidden size", "hidden_size"))]
     yield "target", _joined(trace.get("target"), trace.get("model_type"), *size, trace.get("dtype"))
     yield "engine", _text([trace.get("engine"), trace.get("engine_version")], " ")
-    for key in sorted(set(trace) - _SAID):
+    for key in sorted(set(trace) - _SAID)[:_MOST_KEYS]:
         yield key.replace("_", " "), _text(trace[key], ", ")
     for name in dict.fromkeys(summary.draft for summary in summaries):
         facts = rounds.drafts.get(name)
         told = facts if isinstance(facts, Mapping) else {}
         yield "draft", _joined(name, *(_after(key.replace("_", " "), told[key]) for key in told if key != "notes"))
-        yield from (("", str(note)) for note in told.get("notes", ()))
+        notes = told.get("notes")
+        yield from (("", str(note)) for note in (notes if isinstance(notes, list) else [])[:_MOST_KEYS])
     ids = trace.get("wirings")
     for wiring in dict.fromkeys(summary.wiring for summary in summaries):
         yield "wiring", _wiring(wiring, ids.get(",".join(wiring), ()) if isinstance(ids, Mapping) else ())

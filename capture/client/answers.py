@@ -7,7 +7,14 @@ from replay.capture.client.join import Answer
 from replay.capture.encode import EncodedRequest
 from replay.capture.options import ServerOptions
 from replay.errors import CaptureError
+from replay.printable import one_line
 from replay.traces.captured import ServerCounters
+from replay.traces.fields import Fields, show
+from replay.traces.header import MAX_COUNT, MAX_VOCAB
+from replay.traces.records import MAX_STEPS
+
+MAX_TOKENS = 1 << 24  # of one output
+_SHOWN = 200  # characters of a reason
 
 
 def generate(api: ServerApi, request: EncodedRequest, rid: str, options: ServerOptions, *, logprobs: bool) -> Answer:
@@ -34,23 +41,34 @@ def generate(api: ServerApi, request: EncodedRequest, rid: str, options: ServerO
 
 def read_answer(value: Any, name: str) -> Answer:
     """An answer of ``/generate``. Raises TransientError where it was aborted, CaptureError for another shape."""
-    meta = value.get("meta_info") if isinstance(value, dict) else None
-    output = value.get("output_ids") if isinstance(value, dict) else None
-    if not isinstance(meta, dict) or not isinstance(output, list) or any(type(token) is not int for token in output):
-        raise CaptureError(
-            f"the server's answer for {name!r} has no meta_info and output_ids, so it is no SGLang server that replay "
-            f"knows: {str(value)[:200]}"
-        )
-    reason = meta.get("finish_reason")
+    where = f"the server's answer for {show(name)}"
+    answer = Fields(where, value, _no_answer)
+    meta = answer.object("meta_info")
+    output = answer.integers("output_ids", 0, MAX_VOCAB, MAX_TOKENS)
+    reason = meta.values.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else reason
     if kind == "abort" or not output:
-        raise TransientError(f"the server aborted {name!r} ({str(reason)[:200]})")
+        raise TransientError(f"the server aborted {show(name)} ({one_line(str(reason), _SHOWN)})")
     if kind not in ("stop", "length"):
-        raise CaptureError(f"the server ended {name!r} by {kind!r}, possible are stop and length")
+        raise CaptureError(f"the server ended {show(name)} by {show(kind)}, possible are stop and length")
     counters = ServerCounters(
-        completion_tokens=int(meta.get("completion_tokens") or len(output)),
-        verify_rounds=int(meta.get("spec_verify_ct") or 0),
-        histogram=tuple(int(count) for count in meta.get("spec_correct_drafts_histogram") or ()),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
+        completion_tokens=_count(meta, "completion_tokens") or len(output),
+        verify_rounds=_count(meta, "spec_verify_ct"),
+        histogram=_counts(meta, "spec_correct_drafts_histogram"),
+        cached_tokens=_count(meta, "cached_tokens"),
     )
-    return Answer(tuple(output), kind, str(value.get("text") or ""), counters, meta)
+    text = answer.values.get("text")
+    return Answer(output, kind, text if isinstance(text, str) else "", counters, meta.values)
+
+
+def _no_answer(said: str) -> CaptureError:
+    return CaptureError(f"{said}, so it is no SGLang server that replay knows")
+
+
+def _count(meta: Fields, name: str) -> int:
+    """0 where the server says nothing."""
+    return 0 if meta.values.get(name) is None else meta.integer(name, 0, MAX_COUNT)
+
+
+def _counts(meta: Fields, name: str) -> tuple[int, ...]:
+    return () if not meta.values.get(name) else meta.integers(name, 0, MAX_COUNT, MAX_STEPS + 1)

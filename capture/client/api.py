@@ -13,16 +13,22 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+from replay.capture.client.transport import Body, LargeError, Limits, SlowError, ask
 from replay.errors import CaptureError, UsageError
-from replay.traces.fields import parse_json
+from replay.printable import one_line
+from replay.traces.fields import parse_json, show_name
 
 _Result = TypeVar("_Result")
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses that another try may not meet
 _REFUSED = (400, 413, 422)  # statuses that say something of what was asked, not of the server
 _LONGEST_PAUSE = 30.0  # seconds
-_MOST = 1 << 28  # bytes of an answer
-_SHOWN = 300  # characters of an answer that a message shows
+# Seconds from the first byte of an answer to its last, and those that a page of the server's own facts may take.
+_ANSWER_SECONDS, _PAGE_SECONDS, _PAGE_WAIT = 60.0, 3.0, 30.0
+_MOST, _MOST_PAGE = 1 << 26, 1 << 24  # bytes of these; an answer of a hundred thousand tokens has some 10 million
+_PAGE_RETRIES = 2
+_ADVICE = "see to the server and its address, --server takes that of an SGLang server"
+_READ, _SHOWN = 4096, 300  # bytes of an answer that are looked at for a message, and the characters it shows
 
 
 class TransientError(Exception):
@@ -51,7 +57,7 @@ class ServerApi:
 
     url: str
     api_key: str | None = None
-    timeout: float = 600.0  # seconds without an answer
+    timeout: float = 600.0  # seconds until the whole answer is there; a page of the server's facts has fewer
     retries: int = 5
     sleep: Callable[[float], None] = time.sleep
 
@@ -59,24 +65,26 @@ class ServerApi:
         """The JSON at the first of ``paths`` that the server has, with retries. Raises CaptureError."""
         for path in paths[:-1]:
             try:
-                return self.patiently(partial(self._get, path))
+                return self.patiently(partial(self._get, path), _PAGE_RETRIES)
             except NoSuchPathError:
                 continue
-        return self.patiently(partial(self._get, paths[-1]))
+        return self.patiently(partial(self._get, paths[-1]), _PAGE_RETRIES)
 
     def _get(self, path: str, _: int) -> Any:
         return self.call(path)
 
-    def patiently(self, attempt: Callable[[int], _Result]) -> _Result:
+    def patiently(self, attempt: Callable[[int], _Result], retries: int | None = None) -> _Result:
         """The result of ``attempt(number)``, tried again with growing pauses while it raises TransientError.
 
-        Raises CaptureError when the last try has failed as well.
+        That often at most: ``retries``, and never more than the server's. Raises CaptureError when the last try has
+        failed as well.
         """
-        for number in range(self.retries + 1):
+        most = self.retries if retries is None else min(retries, self.retries)
+        for number in range(most + 1):
             try:
                 return attempt(number)
             except TransientError as error:
-                if number == self.retries:
+                if number == most:
                     raise CaptureError(
                         f"{self.url} failed {number + 1} times, last: {error}; see to the server and type the same "
                         "command with --resume"
@@ -87,10 +95,15 @@ class ServerApi:
 
     def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """One try. Raises TransientError, or CaptureError where another try would end the same."""
-        data = self._call(path, body)
-        return parse_json(data, f"the answer of {path}", lambda said: TransientError(f"{said}; it says {_show(data)}"))
+        answer = self._call(path, body)
+        kind = CaptureError if answer.framed else TransientError  # what has no end of its own may have lost it
+        return parse_json(
+            answer.data,
+            f"the answer of {path}",
+            lambda said: kind(f"{said}; it says {_show(answer.data)}; {_ADVICE}"),
+        )
 
-    def _call(self, path: str, body: Mapping[str, Any] | None) -> bytes:
+    def _call(self, path: str, body: Mapping[str, Any] | None) -> Body:
         request = urllib.request.Request(self.url + path)
         if body is not None:
             request.data = json.dumps(body).encode()
@@ -98,21 +111,31 @@ class ServerApi:
         if self.api_key:
             # not passed on where the server redirects to: that may be another's
             request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
+        limits = Limits(self.timeout, _ANSWER_SECONDS, _MOST)
+        if body is None:
+            limits = Limits(min(self.timeout, _PAGE_WAIT), _PAGE_SECONDS, _MOST_PAGE)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                return _read(response)
+            return ask(request, limits)
+        except SlowError as error:
+            said = f"{path} {error}"
+            raise TransientError(said) if body is not None else CaptureError(f"{self.url}{said}; {_ADVICE}") from error
+        except LargeError as error:
+            raise CaptureError(f"{self.url}{path} answers with more than {limits.size} bytes; {_ADVICE}") from error
         except urllib.error.HTTPError as error:
             raise self._refusal(path, error) from error
         except http.client.InvalidURL as error:
             raise CaptureError(f"{self.url}{path} is no address ({error}): see to --server") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, cut off, timed out
+        except (OSError, http.client.IncompleteRead) as error:  # no connection, cut off
             raise TransientError(f"{path} gave no answer ({_reason(error)})") from error
+        except (ValueError, http.client.HTTPException) as error:
+            raise CaptureError(f"{self.url}{path} gives no answer of HTTP ({_reason(error)}); {_ADVICE}") from error
 
     def _refusal(self, path: str, error: urllib.error.HTTPError) -> Exception:
-        try:
-            said = _show(error.read(_MOST))
-        except (OSError, http.client.HTTPException):
-            said = ""
+        said = _show(error.msg.encode())
+        if 300 <= error.code < 400:
+            place = error.headers.get("Location")
+            where = f" and sends to {show_name(place)}" if place else ""
+            return CaptureError(f"{self.url}{path} answered {error.code}{where}; {_ADVICE}")
         if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             return CaptureError(f"{self.url}{path} refuses ({error.code}): give the server's key with --api-key")
         if error.code == HTTPStatus.NOT_FOUND:
@@ -120,18 +143,11 @@ class ServerApi:
         if error.code in _AGAIN:
             return TransientError(f"{path} answered {error.code} {said}", _pause(error.headers.get("Retry-After")))
         message = f"{self.url}{path} answered {error.code}: {said}"
-        return RefusedError(message, _said(said)) if error.code in _REFUSED else CaptureError(message)
-
-
-def _read(response: http.client.HTTPResponse) -> bytes:
-    """All of an answer. Raises CaptureError for one larger than any that replay asks for."""
-    if response.length is None:  # in chunks
-        data = response.read(_MOST + 1)
-    else:
-        data = response.read() if response.length <= _MOST else b""
-    if max(len(data), response.length or 0) > _MOST:
-        raise CaptureError(f"{response.url} answers with more than {_MOST} bytes: see to --server")
-    return data
+        return (
+            RefusedError(message, one_line(_said(error.msg), _SHOWN))
+            if error.code in _REFUSED
+            else CaptureError(message)
+        )
 
 
 def open_api(url: str, api_key: str | None = None, *, timeout: float = 600.0, retries: int = 5) -> ServerApi:
@@ -165,7 +181,7 @@ def _clean_key(api_key: str | None) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "reason", "") or error) or type(error).__name__
+    return one_line(str(getattr(error, "reason", "") or error) or type(error).__name__, _SHOWN)
 
 
 def _pause(value: str | None) -> float:
@@ -184,5 +200,4 @@ def _said(text: str) -> str:
 
 
 def _show(data: bytes) -> str:
-    text = " ".join(data.decode("utf-8", "replace").split())
-    return text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")
+    return one_line(" ".join(data[:_READ].decode("utf-8", "replace").split()), _SHOWN)

@@ -10,10 +10,14 @@ from replay.capture.client.api import ServerApi
 from replay.capture.manifest import Manifest, read_manifests
 from replay.capture.spool import launch_folder
 from replay.errors import CaptureError, TraceCorruptError, TraceError
-from replay.traces.fields import Fields
-from replay.traces.header import MAX_COUNT, EngineInfo, TargetInfo
+from replay.printable import one_line
+from replay.traces.fields import Fields, show
+from replay.traces.files import as_path
+from replay.traces.header import MAX_COUNT, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, EngineInfo, TargetInfo
 from replay.traces.taps import FINAL
 
+_MOST_PATH, _MOST_VERSION = 4096, 60  # characters
+_LARGEST = {"layers": MAX_LAYERS, "hidden_size": MAX_WIDTH, "vocab_size": MAX_VOCAB}
 # details that decide rows or rounds: those of one trace come from servers that agree in them and in all speculative_*
 _DECISIVE = ("wiring", "server_wiring", "dtype", "quantization", "kv_cache_dtype", "draft_fingerprint")
 
@@ -56,11 +60,11 @@ class ServerFacts:
 
     def target(self) -> TargetInfo:
         """The target as the server describes it. Raises TraceCorruptError."""
-        values = Fields("the server's manifest: target", dict(self.manifests[0].target))
+        values = _target_fields(self.manifests[0])
         read: dict[Any, Callable[[str], Any]] = {
             str: values.text,
             bool: values.flag,
-            int: lambda name: values.integer(name, 1, MAX_COUNT),
+            int: lambda name: values.integer(name, 1, _LARGEST[name]),
             int | None: lambda name: values.optional_integer(name, 1, MAX_COUNT),
         }
         return TargetInfo(**{item.name: read[item.type](item.name) for item in fields(TargetInfo)})
@@ -91,17 +95,36 @@ def ask_facts(api: ServerApi, recording: Path | None) -> ServerFacts:
         raise CaptureError(f"{api.url} serves an embedding model: start it with a model that generates")
     states = [state for state in _list(info.get("internal_states")) if isinstance(state, dict)]
     folder, manifests = _recording(states, recording, api.url)
-    path = str(model.get("model_path") or "")
+    told = Fields(f"{api.url}/model_info", model, _no_server)
+    path = _path(told, "model_path")
     return ServerFacts(
-        version=str(info.get("version") or ""),
+        version=one_line(str(info.get("version") or ""), _MOST_VERSION),
         model_path=path,
-        tokenizer_path=str(model.get("tokenizer_path") or path),
-        vocab_size=None if not manifests else int(manifests[0].target["vocab_size"]),
+        tokenizer_path=_path(told, "tokenizer_path") or path,
+        vocab_size=None if not manifests else _target_fields(manifests[0]).integer("vocab_size", 1, MAX_VOCAB),
         context=_context(states, manifests),
         arguments=states[0] if states else info,
         spool=folder,
         manifests=manifests,
     )
+
+
+def _target_fields(manifest: Manifest) -> Fields:
+    return Fields("the server's manifest: target", dict(manifest.target))
+
+
+def _no_server(said: str) -> CaptureError:
+    return CaptureError(f"{said}: --server takes the address of an SGLang server")
+
+
+def _path(told: Fields, name: str) -> str:
+    """A path as the server gives it; empty where it gives none."""
+    if not told.values.get(name):
+        return ""
+    path = told.text(name, _MOST_PATH)
+    if not path.isprintable():
+        raise told.refuse(name, "a path of printable characters")
+    return path
 
 
 def check_same_server(begun: EngineInfo, running: EngineInfo, trace: Path) -> None:
@@ -122,7 +145,7 @@ def check_same_server(begun: EngineInfo, running: EngineInfo, trace: Path) -> No
 
 
 def _told(value: str | None) -> str:
-    return "unset" if value is None else repr(value)
+    return "unset" if value is None else show(value)
 
 
 def _recording(
@@ -136,11 +159,11 @@ def _recording(
     for one in told:
         if one.get("state") != "recording":
             raise CaptureError(
-                f"{url} does not record ({one.get('state')}: {one.get('reason')}): mend this and restart it by "
-                "replay serve"
+                f"{url} does not record ({one_line(str(one.get('state')), 60)}: "
+                f"{one_line(str(one.get('reason')), 300)}): mend this and restart it by replay serve"
             )
     there, launch, host = (str(told[0].get(name)) for name in ("folder", "launch", "host"))
-    folder = launch_folder(seen_here or Path(there), launch)
+    folder = launch_folder(as_path(seen_here or there), launch)
     manifests = read_manifests(folder)
     if not manifests:
         raise CaptureError(

@@ -8,6 +8,7 @@ from typing import Any
 from replay.capture.client.api import ServerApi, TransientError
 from replay.capture.manifest import read_manifests
 from replay.errors import CaptureError
+from replay.printable import one_line
 
 _ASK_SECONDS = 5.0  # between two questions to the server itself
 _PATIENCE = 30.0  # seconds for its answer
@@ -62,5 +63,9 @@ class RecordingWatch:
 def recording_states(info: Any) -> list[tuple[str, str]]:
     """State and reason of each scheduler that says in ``/server_info`` whether it records."""
     states = info.get("internal_states") if isinstance(info, dict) else None
-    told = [state.get("replay") for state in states or () if isinstance(state, dict)]
-    return [(str(one.get("state")), str(one.get("reason"))) for one in told if isinstance(one, dict)]
+    told = [state.get("replay") for state in (states if isinstance(states, list) else ()) if isinstance(state, dict)]
+    return [(_word(one.get("state")), _word(one.get("reason"))) for one in told if isinstance(one, dict)]
+
+
+def _word(value: object) -> str:
+    return one_line(str(value), 300)

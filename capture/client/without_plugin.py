@@ -8,6 +8,7 @@ as soon as it is answered: ``id``, ``category``, ``input_ids`` and ``output_ids`
 """
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -22,10 +23,12 @@ from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Noted, Planned
 from replay.capture.options import ServerOptions
 from replay.capture.spool import RID_PREFIX
-from replay.errors import CaptureError, OutputError, TraceError
-from replay.traces.fields import parse_json
+from replay.errors import CaptureError, OutputError, TraceCorruptError, TraceError
+from replay.traces.fields import is_number, parse_json, show
+from replay.traces.files import read_small
 
 RESPONSES = "responses.jsonl"
+_MOST = 1 << 32  # bytes of it
 
 
 def capture_answers(
@@ -100,7 +103,7 @@ class _SoFar:
         self.tokens_left -= one.request.max_new_tokens
         if isinstance(one, Refused):
             self.refused[one.request.request_id] = one.reason
-            return Noted(f"the server refused request {one.request.request_id!r} ({one.reason})")
+            return Noted(f"the server refused request {show(one.request.request_id)} ({one.reason})")
         self.done += 1
         self.tokens += len(one.answer.output_ids)
         rate = self.tokens / self.seconds if self.seconds else 0.0
@@ -122,10 +125,16 @@ def _row(one: Answered, asked: dict[str, Any]) -> dict[str, Any]:
         "input_ids": list(request.prompt_ids),
         "output_ids": list(answer.output_ids),
         "finish_reason": answer.finish_reason,
-        "logprobs": [token[0] for token in logprobs] if isinstance(logprobs, list) else None,
+        "logprobs": [_logprob(token) for token in logprobs] if isinstance(logprobs, list) else None,
         "server": asdict(answer.counters),
         "asked": asked,
     }
+
+
+def _logprob(token: object) -> float | None:
+    """The log-probability in one of the server's entries; None where there is none."""
+    value: Any = token[0] if isinstance(token, list) and token else None
+    return float(value) if is_number(value, -1e30, 0) else None
 
 
 def _begin(path: Path, options: ServerOptions, requests: Sequence[EncodedRequest], asked: dict[str, Any]) -> set[str]:
@@ -137,18 +146,19 @@ def _begin(path: Path, options: ServerOptions, requests: Sequence[EncodedRequest
         path.parent.mkdir(parents=True, exist_ok=True)
         if options.force:
             path.unlink(missing_ok=True)
-        if not path.exists():
+        if not os.path.lexists(path):
             return set()
-        data = path.read_bytes()
+        data = read_small(path, _MOST)
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             with path.open("r+b") as file:
                 file.truncate(len(whole))
-    except OSError as error:
-        raise OutputError(f"cannot write to {path}: {error.strerror}; choose another -o") from error
+    except (OSError, TraceCorruptError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(f"cannot write to {path}: {said}; choose another -o") from error
     try:
         lines: list[Any] = [parse_json(line, "it", ValueError) for line in whole.splitlines()]
-        rows = {row["id"]: (row["input_ids"], row["asked"]) for row in lines}
+        rows = {str(row["id"]): (row["input_ids"], row["asked"]) for row in lines}
     except (ValueError, KeyError, TypeError) as error:
         raise OutputError(f"{path} holds other lines than answers: type --force, or another -o") from error
     prompts = {one.request_id: list(one.prompt_ids) for one in requests}
@@ -163,12 +173,12 @@ def _check_same(path: Path, name: str, now: tuple[Any, dict[str, Any]], begun: t
         before = begun[1].get(key) if isinstance(begun[1], dict) else None
         if before != value:
             raise TraceError(
-                f"{path} was begun with {key} {before!r}, now it is {value!r}: resume with the former, or type --force "
-                "to begin anew"
+                f"{path} was begun with {key} {show(before)}, now it is {show(value)}: resume with the former, or type "
+                "--force to begin anew"
             )
     if now[0] != begun[0]:
         seen = "is not among the prompts" if now[0] is None else "has another prompt now"
         raise TraceError(
-            f"{path} holds an answer to {name!r}, which {seen}: resume with the same prompts, or type --force to begin "
-            "anew"
+            f"{path} holds an answer to {show(name)}, which {seen}: resume with the same prompts, or type --force to "
+            "begin anew"
         )

@@ -37,6 +37,7 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     prompts = read_prompts(options.prompts)
     check_output_folder(options)
     from replay.capture.local.target import check_target, load_target
+    from replay.capture.target_check import TransformersCalls
     from replay.capture.target_files import open_target
     from replay.traces.writer import TraceWriter
 
@@ -49,8 +50,9 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     for note in _notes(requests, options):
         on_event(Noted(note))
     try:
-        target = load_target(files, dtype=options.dtype, device=options.device)
-        lookup = check_target(target, requests[0].prompt_ids[:_CHECK_TOKENS])
+        with TransformersCalls(files.folder):
+            target = load_target(files, dtype=options.dtype, device=options.device)
+            lookup = check_target(target, requests[0].prompt_ids[:_CHECK_TOKENS])
         # A lookup is not stored: a reader makes it from the token ids. Anything else always is, or it would be lost.
         taps = sort_taps([FINAL, *(tap for tap in taps if tap != EMBED), *([] if lookup else [EMBED])])
         header = _header(options, prompts, files, target, taps, lookup)

@@ -1,13 +1,16 @@
 """A Transformers causal LM in this process: loaded, its taps hooked, and both checked on a real input."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.target_files import TargetFiles, transformers_refusal
+from replay.capture.target_check import TransformersCalls
+from replay.capture.target_files import TargetFiles
 from replay.errors import CaptureError, UsageError
+from replay.traces.fields import some
 from replay.traces.taps import EMBED, FINAL, tap_index, tap_name
 
 if TYPE_CHECKING:
@@ -100,15 +103,30 @@ def load_target(files: TargetFiles, *, dtype: str, device: str) -> LocalTarget:
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     torch_device = _device(device)
-    try:
+    with TransformersCalls(files.folder):
         with _quiet_loading():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                files.folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype), use_safetensors=True
-            )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise transformers_refusal(files.folder, error) from error
-    model.to(torch_device).eval()
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                files.folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype), use_safetensors=True,
+                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        model, told = loaded
+        _check_whole(files.folder, told)
+        model.to(torch_device).eval()
     return _dissect(model, files, torch_device)
+
+
+def _check_whole(folder: Path, told: Mapping[str, Any]) -> None:
+    """Raises CaptureError for weights that are not there or do not fit, which Transformers would make up."""
+    odd = {str(one[0] if isinstance(one, tuple) else one) for one in told.get("mismatched_keys") or ()}
+    if odd:
+        raise CaptureError(
+            f"{folder}: the weights {some(sorted(odd))} have other shapes than config.json says: mend it, or give "
+            "--model another checkpoint"
+        )
+    if lacking := sorted(told.get("missing_keys") or ()):
+        raise CaptureError(
+            f"{folder} lacks the weights {some(lacking)}, which config.json calls for: give --model a whole checkpoint"
+        )
 
 
 def _device(name: str) -> "torch.device":
@@ -127,15 +145,17 @@ def _device(name: str) -> "torch.device":
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """Without Transformers' own progress bar, which would run into the caller's."""
+    """Without Transformers' own progress bar and tables, which would run into the caller's lines."""
     import transformers
 
     logging: Any = transformers.utils.logging
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)  # what its tables say is refused
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 

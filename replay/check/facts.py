@@ -4,6 +4,7 @@ Only headers are read of the weights, and the vocabulary map and a few embedding
 numpy is imported, unless the head is a pytorch_model.bin or its weights are asked for.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -17,11 +18,12 @@ from replay.check.quantization import Quantisation, quantisation_of
 from replay.check.server import Server
 from replay.check.sizes import Replaced, with_sizes
 from replay.checkpoint.config_classes import ConfigClass, class_called, class_of
-from replay.checkpoint.config_file import CONFIG, Settings, read_config, read_object
+from replay.checkpoint.config_file import CONFIG, Settings, is_word, read_config, read_object
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
 from replay.targets.rules import served_architecture
+from replay.traces.header import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from replay.traces.weights import EMBED_NAMES
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 _IN_BF16 = ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
 _QUANTISATION = "hf_quant_config.json"
 _MOST_QUANTISATION = 1 << 24  # bytes
+# What no target is larger than; a trace of it could not be recorded (traces/header.py).
+_LARGEST = {"num_hidden_layers": MAX_LAYERS, "hidden_size": MAX_WIDTH, "vocab_size": MAX_VOCAB}
 _EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
 
 
@@ -187,7 +191,7 @@ def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, who
     cls = _class_of_head(stated)
     config, replaced = with_sizes(stated, cls, weights.tensors, target.hidden_size, target.vocab_size)
     for key in ("hidden_size", "vocab_size"):
-        _needed(config, key, "a draft head's")
+        _needed(config, key, "a draft head's", _LARGEST[key])
     speculators = isinstance(document.get("transformer_layer_config"), dict)
     quantisation = quantisation_of(stated, _beside(folder), f"{name}/{_QUANTISATION}")
     return Draft(name, config, stated, cls, speculators, weights, replaced, quantisation, _flat(original))
@@ -226,7 +230,7 @@ def read_target_config(folder: Path, changes: Mapping[str, Any] | None = None) -
     stated, cls = (outer, cls) if whole else language_part(outer, cls)
     config = filled(stated, cls)
     types = dict.fromkeys(kind for part in (outer, stated) if (kind := part.text("model_type")))
-    sizes = (_needed(config, key, "a target's") for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    sizes = (_needed(config, key, "a target's", most) for key, most in _LARGEST.items())
     return Target(name, config, stated, outer, cls, tuple(types), architecture, target_dtype(outer, stated), *sizes)
 
 
@@ -241,10 +245,12 @@ def stated_dtype(config: Settings) -> str | None:
     return value.removeprefix("torch.") if value else None
 
 
-def _needed(config: Settings, key: str, whose: str) -> int:
+def _needed(config: Settings, key: str, whose: str, most: int) -> int:
     value = config.count(key)
     if not value:
         raise CheckpointError(f"{config.where} states no {key}, so it is not {whose}; give another folder")
+    if value > most:
+        raise config.refuse(key, f"at most {most}")
     return value
 
 
@@ -261,7 +267,7 @@ def _architectures(config: Settings) -> list[str]:
     names = config.values.get("architectures")
     if names is None:
         return []
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not names or not all(map(is_word, names)):
         raise config.refuse("architectures", "a list of names")
     return names
 
@@ -272,7 +278,7 @@ def _embeddings_agree(draft: Draft, target: Target, folder: Path) -> bool | None
     if own is None or own.shape[1:] != (target.hidden_size,):
         return None
     where = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not any(path.exists() for path in where):
+    if not any(os.path.exists(path) for path in where):
         return None
     try:
         theirs = read_weights(folder, whole=False, only=re.compile("|".join(map(re.escape, EMBED_NAMES))))

@@ -1,11 +1,13 @@
 """What a rule of `replay check` says."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from replay.analysis.json_document import JsonObject, object_json
+from replay.printable import one_line
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SEVERITIES = (ERROR, WARNING, NOTE)
+_MOST = 600  # characters of each field
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class Finding:
     seen: str
     expected: str
     fix: str
+
+    def __post_init__(self) -> None:
+        """Rules quote configs, tensor names and servers: what they say of them is bounded here, for all rules."""
+        for item in fields(self):
+            object.__setattr__(self, item.name, one_line(getattr(self, item.name), _MOST))
 
     def to_json(self) -> JsonObject:
         """With the evidence in an object of its own."""

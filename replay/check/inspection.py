@@ -1,5 +1,6 @@
 """What lies in a trace or a draft head's folder: counted, then rendered. Behind ``replay inspect``."""
 
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -7,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.checkpoint.config import ARCHITECTURES
-from replay.checkpoint.config_file import read_config
+from replay.checkpoint.config_file import CONFIG, is_word, read_config
 from replay.checkpoint.files import BINARY
 from replay.errors import CheckpointError, UsageError
+from replay.traces.files import HEADER, describe_path
 from replay.traces.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -71,13 +73,12 @@ class DraftFacts:
 
 def kind_of(path: Path) -> str:
     """``trace`` or ``draft``, by the file that marks each. Raises UsageError, which says what the folder is instead."""
-    if (path / "trace.json").is_file():
+    if os.path.lexists(path / HEADER):  # of one that is no plain file a strict reading says so
         return "trace"
-    if not path.is_dir():
-        seen = f"{path} is a file" if path.exists() else f"{path} does not exist"
-        raise UsageError(f"{seen}; give the folder of a trace or of a draft head")
-    if not (path / "config.json").exists():  # of one that is no plain file a strict reading says so
-        if any((path / name).is_file() for name in (SINGLE, INDEX)):
+    if not os.path.isdir(path):
+        raise UsageError(f"{path} {describe_path(path)}; give the folder of a trace or of a draft head")
+    if not os.path.lexists(path / CONFIG):
+        if any(os.path.isfile(path / name) for name in (SINGLE, INDEX)):
             raise UsageError(f"{path} holds weights, but no config.json; copy that of the head beside them")
         raise UsageError(
             f"{path} is neither a trace (a folder with trace.json) nor a draft head (a folder with config.json)"
@@ -101,7 +102,7 @@ def refuse_target(path: Path) -> None:
 
     What only a pytorch_model.bin could tell is left to whoever reads it: heads look like targets from outside.
     """
-    if (path / BINARY).is_file():
+    if os.path.isfile(path / BINARY):
         return
     if (architecture := target_architecture(path)) is not None:
         raise UsageError(
@@ -124,7 +125,7 @@ def _other_architecture(path: Path) -> str | None:
     try:
         document = read_config(path)
         names = document.get("architectures")
-        if not isinstance(names, list) or not names or "eagle" in str(names[0]).lower():
+        if not isinstance(names, list) or not names or not is_word(names[0]) or "eagle" in names[0].lower():
             return None
         if document.keys() & _FIELDS_OF_HEADS or _has_fc(path):
             return None
@@ -137,7 +138,7 @@ def _has_fc(path: Path) -> bool:
     """Whether safetensors hold an ``fc``. Raises CheckpointError."""
     from replay.checkpoint.headers import read_weights
 
-    if not any((path / name).is_file() for name in (SINGLE, INDEX)):
+    if not any(os.path.isfile(path / name) for name in (SINGLE, INDEX)):
         return False
     return bool(read_weights(path, whole=False, only=re.compile(r"(?:model\.)?fc\.weight")).tensors)
 
@@ -178,7 +179,7 @@ def trace_facts(trace: "Trace") -> TraceFacts:
         observed_requests=int(requests["server_verify_rounds"].count()),
         fed_rows=trace.fed_rows,
         missing=tuple(header.missing),
-        bytes=sum(file.stat().st_size for file in trace.path.iterdir() if file.is_file()),
+        bytes=sum(file.stat().st_size for file in os.scandir(trace.path) if file.is_file()),
     )
 
 

@@ -9,6 +9,7 @@ from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
 from replay.check.inspection import DraftFacts, TraceFacts
 from replay.check.run import Outcome
+from replay.printable import one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from replay.traces.check import TraceFinding
 
 
+_MOST_VALUE = 2000  # characters of a value: categories and layer ids are lists
 _STYLES = {ERROR: "bold red", WARNING: "bold yellow"}
 
 
@@ -104,6 +106,10 @@ def render_findings(findings: "Sequence[TraceFinding]") -> "RenderableType":
 
 
 def _spell(name: str, value: Any) -> str:
+    return one_line(_spell_whole(name, value), _MOST_VALUE)
+
+
+def _spell_whole(name: str, value: Any) -> str:
     if value is None:
         return "not stated"
     if isinstance(value, dict):

@@ -6,20 +6,23 @@ Nothing is skipped in silence: a tensor is used, is on the list of deliberate dr
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from replay.checkpoint.config import HeadConfig, parse_config
 from replay.checkpoint.config_file import CONFIG, read_config
-from replay.checkpoint.files import read_tensors
+from replay.checkpoint.files import read_shapes, read_tensors
 from replay.checkpoint.tensor_table import expected_tensors, optional_tensors, spell
-from replay.errors import CheckpointError
-from replay.traces.fields import some
+from replay.errors import CheckpointError, UsageError
+from replay.traces.fields import show, show_name, some
+from replay.traces.files import as_path
 
 if TYPE_CHECKING:
     import torch
+
+_Held = TypeVar("_Held")  # what is known of a tensor: itself, or its shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,10 @@ class Checkpoint:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a draft head's folder. Raises CheckpointError naming the field or tensor."""
-    config = parse_config(read_config(path), name=str(path / CONFIG))
-    return check_checkpoint(path.name or str(path), config, read_tensors(path))
+    config, name = parse_config(read_config(path), name=str(path / CONFIG)), path.name or str(path)
+    if (shapes := read_shapes(path)) is not None:  # before anything is loaded: files may be as large as they like
+        _check_table(name, config, _rename(name, shapes))
+    return check_checkpoint(name, config, read_tensors(path))
 
 
 def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch.Tensor]") -> Checkpoint:
@@ -45,11 +50,21 @@ def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch
     leaves the target's vocabulary.
     """
     renamed = _rename(name, tensors)
+    for key, tensor in renamed.items():
+        _check_kind(name, key, tensor)
+    _check_table(name, config, {key: tuple(tensor.shape) for key, tensor in renamed.items()})
+    for key, tensor in renamed.items():
+        _check_tensor(name, key, tensor)
+    notes = _check_vocabulary_map(name, config, renamed)
+    return Checkpoint(name, config, renamed, notes)
+
+
+def _check_table(name: str, config: HeadConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises CheckpointError where ``shapes`` by SGLang's names are not those that ``config`` calls for."""
     expected = expected_tensors(config)
-    optional = optional_tensors(config)
-    known = expected | optional
-    missing = [key for key in expected if key not in renamed]
-    unexpected = [key for key in renamed if key not in known]
+    known = expected | optional_tensors(config)
+    missing = [key for key in expected if key not in shapes]
+    unexpected = [key for key in shapes if key not in known]
     if missing:
         raise CheckpointError(
             f"draft head {name} lacks {some(missing)}, which its config calls for"
@@ -61,14 +76,16 @@ def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch
             f"draft head {name} has {some(unexpected)}, which its config does not call for and a server would "
             "drop in silence; state the matching field in config.json or remove the tensor"
         )
-    for key, tensor in renamed.items():
-        _check_tensor(name, key, tensor, known[key])
-    notes = _check_vocabulary_map(name, config, renamed)
-    return Checkpoint(name, config, renamed, notes)
+    for key, shape in shapes.items():
+        if shape != known[key]:
+            raise CheckpointError(
+                f"draft head {name}: {key} has shape {list(shape)}, its config calls for {list(known[key])}; "
+                "mend config.json or export the head again"
+            )
 
 
-def _rename(name: str, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    renamed: dict[str, torch.Tensor] = {}
+def _rename(name: str, tensors: Mapping[str, _Held]) -> dict[str, _Held]:
+    renamed: dict[str, _Held] = {}
     for original, tensor in tensors.items():
         # lm_head behind model. is taken here: that a server misses it there is `replay check`'s to say.
         key = spell(original.removeprefix("model.") if original.startswith("model.lm_head.") else original)
@@ -78,14 +95,25 @@ def _rename(name: str, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torc
     return renamed
 
 
-def _check_tensor(name: str, key: str, tensor: "torch.Tensor", shape: tuple[int, ...]) -> None:
+def _check_kind(name: str, key: str, tensor: object) -> None:
+    """Raises CheckpointError for what is no tensor, or one without plain values of its own."""
     import torch
 
-    if tuple(tensor.shape) != shape:
+    if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(
-            f"draft head {name}: {key} has shape {list(tensor.shape)}, its config calls for {list(shape)}; "
-            "mend config.json or export the head again"
+            f"draft head {name}: {show_name(key)} is {show(tensor)}, a tensor was expected; give a mapping from names "
+            "to tensors"
         )
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "a meta tensor, without values" if tensor.is_meta else "sparse, nested or quantised"
+        raise CheckpointError(
+            f"draft head {name}: {show_name(key)} is {kind}; give dense tensors with their values, as a state_dict has"
+        )
+
+
+def _check_tensor(name: str, key: str, tensor: "torch.Tensor") -> None:
+    import torch
+
     if key in ("d2t", "t2d"):
         integers = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
         if tensor.dtype not in (integers if key == "d2t" else (*integers, torch.bool)):
@@ -109,7 +137,7 @@ def _check_vocabulary_map(name: str, config: HeadConfig, tensors: "Mapping[str, 
     d2t_W = tensors.get("d2t")
     if d2t_W is None:
         return ()
-    ids_W = torch.arange(config.draft_vocab_size) + d2t_W.long()
+    ids_W = torch.arange(config.draft_vocab_size) + d2t_W.long().cpu()
     wrong = ((ids_W < 0) | (ids_W >= config.vocab_size)).nonzero().flatten()
     if len(wrong):
         row = int(wrong[0])
@@ -125,7 +153,7 @@ def _check_vocabulary_map(name: str, config: HeadConfig, tensors: "Mapping[str, 
     if t2d_V is not None:
         mask_V = torch.zeros(config.vocab_size, dtype=torch.bool)
         mask_V[ids_W] = True
-        if not torch.equal(mask_V, t2d_V.bool()):
+        if not torch.equal(mask_V, t2d_V.bool().cpu()):
             notes.append("t2d disagrees with d2t; engines use d2t")
     return tuple(notes)
 
@@ -133,13 +161,14 @@ def _check_vocabulary_map(name: str, config: HeadConfig, tensors: "Mapping[str, 
 def load_head(folder: Path | str) -> Checkpoint:
     """Read a draft head's folder: config.json with safetensors or pytorch_model.bin.
 
-    Raises CheckpointError naming the field or tensor that is missing, unexpected or misshapen.
+    Raises CheckpointError naming the field or tensor that is missing, unexpected or misshapen, UsageError for what is
+    no path.
 
     >>> head = replay.load_head(DRAFT)
     >>> head.config.num_taps
     3
     """
-    return read_checkpoint(Path(folder))
+    return read_checkpoint(as_path(folder))
 
 
 def head_from_tensors(
@@ -147,8 +176,17 @@ def head_from_tensors(
 ) -> Checkpoint:
     """A head from a config dictionary and tensors in memory, checked as strictly as one from disk.
 
+    Raises CheckpointError as ``load_head`` does, UsageError where ``config`` or ``tensors`` is no mapping from names.
+
     >>> same = replay.head_from_tensors(config, tensors, name="step 1000")
     >>> same.name
     'step 1000'
     """
+    for what, value in (("config", config), ("tensors", tensors)):
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise UsageError(
+                f"the {what} of a head must be a mapping from names, {type(value).__name__} {show(value)} was given"
+            )
+    if not isinstance(name, str):
+        raise UsageError(f"the name of a head must be a string, {show(name)} was given")
     return check_checkpoint(name, parse_config(config), tensors)

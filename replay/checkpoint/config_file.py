@@ -3,6 +3,7 @@
 A config leaves out what its program has a default for, and writes null for the same; here both are None.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,15 @@ from typing import Any
 
 from replay.errors import CheckpointError
 from replay.traces.fields import is_integer, is_number, read_json, show
+from replay.traces.files import describe_path
 
 CONFIG = "config.json"
 _MOST_JSON = 1 << 24  # bytes of a config.json
 _LARGEST = 1 << 40  # of a count
 _LARGEST_SIZE = (1 << 31) - 1
+_MOST_TEXT = 200  # characters of a word
+_MOST_IDS = 256  # layer ids in a list
+_LARGEST_ID = 10_000  # no target has as many layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +56,19 @@ class Settings:
         return value
 
     def text(self, key: str) -> str | None:
+        """A word: text of this length or with control characters is none that a config has."""
         value: str | None = self._read(key, lambda value: isinstance(value, str), "a string")
+        if value is not None and not is_word(value):
+            raise self.refuse(key, f"a string of at most {_MOST_TEXT} printable characters")
         return value
 
     def ids(self, key: str) -> tuple[int, ...] | None:
-        fits = lambda value: isinstance(value, list) and all(type(item) is int for item in value)  # noqa: E731
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(is_integer(item, -_LARGEST_ID, _LARGEST_ID) for item in value)
+
         value = self._read(key, fits, "a list of layer ids, such as [1, 14, 26]")
+        if value is not None and len(value) > _MOST_IDS:
+            raise self.refuse(key, f"a list of at most {_MOST_IDS} layer ids")
         return None if value is None else tuple(value)
 
     def inner(self, key: str) -> "Settings":
@@ -85,10 +97,10 @@ class Settings:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of a checkpoint's folder. Raises CheckpointError."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the folder that holds a checkpoint's {CONFIG}")
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} {describe_path(folder)}; give the folder that holds a checkpoint's {CONFIG}")
     path = folder / CONFIG
-    if not path.exists():
+    if not os.path.lexists(path):
         raise CheckpointError(f"{folder} holds no {CONFIG}; give the folder of a checkpoint")
     return read_object(path, _MOST_JSON)
 
@@ -99,6 +111,11 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise _refusal(f"{path} holds {show(document)}, a JSON object was expected")
     return document
+
+
+def is_word(value: object) -> bool:
+    """Whether it is text of a word's length that a terminal shows as it stands."""
+    return isinstance(value, str) and len(value) <= _MOST_TEXT and value.isprintable()
 
 
 def _refusal(said: str) -> CheckpointError:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.checkpoint.files import BINARY, load_binary, weight_files
+from replay.checkpoint.files import BINARY, load_binary, read_layout, weight_files
 from replay.checkpoint.tensor_table import spell
 from replay.errors import CheckpointError, TraceCorruptError
 from replay.traces.files import open_regular
-from replay.traces.tensors import Layout, parse_layout
+from replay.traces.tensors import Layout
 from replay.traces.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def read_weights(folder: Path, *, whole: bool, only: "re.Pattern[str] | None" = 
     facts: list[TensorFact] = []
     layouts: dict[str, Layout] = {}
     for file in files:
-        layout = _layout(file)
+        layout = read_layout(file)
         for name, place in layout.tensors.items():
             if only is None or only.fullmatch(name):
                 facts.append(TensorFact(place.dtype, place.shape, name))
@@ -126,16 +126,12 @@ def _by_name(facts: list[TensorFact]) -> tuple[dict[str, TensorFact], tuple[str,
     return tensors, tuple(twice)
 
 
-def _layout(path: Path) -> Layout:
+def _bytes_at(path: Path, start: int, length: int) -> bytes:
     try:
-        return parse_layout(path.resolve())  # hub caches are folders of links
+        with open_regular(path) as descriptor:
+            data = os.pread(descriptor, length, start)
     except TraceCorruptError as error:
         raise CheckpointError(f"{error}; copy or export the checkpoint again") from error
-
-
-def _bytes_at(path: Path, start: int, length: int) -> bytes:
-    with open_regular(path) as descriptor:
-        data = os.pread(descriptor, length, start)
     if len(data) != length:
         raise CheckpointError(f"{path} ends at {len(data)} of {length} bytes: it is truncated; copy it again")
     return data

@@ -8,6 +8,8 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -25,9 +27,11 @@ from replay.cli.serve import serve
 from replay.cli.simulate import simulate
 from replay.cli.terminal import say
 from replay.errors import ReplayError
+from replay.printable import lines, one_line, shorten
 
 # What a write to a full or failing disk ends in.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_MOST_USAGE = 4000  # characters of what click says, a help page among it
 
 
 class _Refusal(click.ClickException):
@@ -38,17 +42,38 @@ class _Refusal(click.ClickException):
 
 
 class _Group(click.Group):
+    def make_context(self, *arguments: Any, **named: Any) -> click.Context:
+        with _plain_usage_errors():
+            return super().make_context(*arguments, **named)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _plain_usage_errors():
+                return super().invoke(ctx)
         except ReplayError as error:
             raise _Refusal(str(error)) from error
+        except MemoryError as error:
+            raise _Refusal("the memory does not suffice for this; give less at once, or a larger machine") from error
         except KeyboardInterrupt as error:
             raise _Refusal("interrupted; what was whole before is kept, nothing half is left behind") from error
         except OSError as error:
             if error.filename is None:
                 raise
-            raise _Refusal(f"{error.filename}: {error.strerror}; name a path that can be read and written") from error
+            said = f"{error.filename}: {error.strerror}; name a path that can be read and written"
+            raise _Refusal(one_line(said)) from error
+
+
+@contextmanager
+def _plain_usage_errors() -> Iterator[None]:
+    """What was typed may come from elsewhere: a glob, another program."""
+    try:
+        yield
+    except click.UsageError as error:
+        said = error.format_message()
+        plain = lines(shorten(said, _MOST_USAGE))
+        if plain == said:
+            raise
+        raise click.UsageError(plain, error.ctx) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

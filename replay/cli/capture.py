@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import click
 
 from replay.cli.options import PATH, api_key_option, json_option
-from replay.cli.terminal import print_json, show_progress
+from replay.cli.terminal import print_json, print_text, show_progress
 from replay.errors import CaptureError
+from replay.printable import one_line
 
 if TYPE_CHECKING:
     from replay.capture.events import CaptureResult
@@ -97,7 +98,7 @@ def capture(
     if as_json:
         print_json({**object_json(result), "taps": list(result.readable_taps) if result.has_trace else []})
     elif result.has_trace:
-        click.echo(
+        print_text(
             f"{result.path}: {result.requests} requests ({result.recorded} recorded now, {result.output_tokens} output "
             f"tokens in {result.seconds:.0f} s), taps {','.join(result.readable_taps)}"
         )
@@ -124,7 +125,7 @@ def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
         def on_event(event: Event) -> None:
             match event:
                 case Noted(text):
-                    progress.console.print(f"note: {text}", highlight=False, markup=False)
+                    progress.console.print(one_line(f"note: {text}"), highlight=False, markup=False, emoji=False)
                 case CaptureProgress():
                     progress.update(
                         task,

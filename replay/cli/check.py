@@ -15,6 +15,8 @@ from replay.cli.options import (
 from replay.cli.terminal import print_json, print_rich
 from replay.errors import ReplayError, UsageError
 
+_WAIT = 4.0  # seconds for a server's arguments
+
 
 @click.command()
 @draft_option
@@ -78,6 +80,9 @@ def _server_info(url: str, api_key: str | None) -> object:
     from replay.capture.client.api import TransientError, open_api
 
     try:
-        return open_api(url, api_key, timeout=30.0).call("/server_info")
+        return open_api(url, api_key, timeout=_WAIT).call("/server_info")
     except TransientError as error:
-        raise UsageError(f"{url} cannot be asked: {error}; see that an SGLang server runs there") from error
+        raise UsageError(
+            f"{url} cannot be asked: {error}; see that an SGLang server runs there, or give its arguments with "
+            "--server-args"
+        ) from error

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay.cli.terminal import print_json, print_rich
+from replay.cli.terminal import Visible, print_json, print_rich
 from replay.errors import OutputError
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def write_html(rounds: "Rounds", path: Path, peers: bool) -> None:
     from replay.analysis.summary import summarise
     from replay.traces.files import write_whole
 
-    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
-    console.print(_render(rounds, summarise(rounds), peers))
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, markup=False, emoji=False)
+    console.print(Visible(_render(rounds, summarise(rounds), peers)))
     try:
         write_whole(path, [console.export_html().encode()])
     except OSError as error:

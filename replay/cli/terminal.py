@@ -9,39 +9,59 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from replay import printable
 from replay.analysis.json_document import document
 from replay.errors import OutputError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
-    click.echo(text, err=True)
+    """Lines on stderr."""
+    click.echo(printable.lines(text), err=True)
+
+
+def print_text(text: str) -> None:
+    """Lines on stdout."""
+    click.echo(printable.lines(text))
 
 
 def print_rich(renderable: "RenderableType") -> None:
     """A report on stdout, as wide as the terminal."""
     from rich.console import Console
 
-    Console(soft_wrap=False).print(renderable)
+    Console(soft_wrap=False, markup=False, emoji=False).print(Visible(renderable))
+
+
+class Visible:
+    """What a report holds, with everything made visible that a terminal would act on, wherever it came from."""
+
+    def __init__(self, renderable: "RenderableType") -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.segment import Segment
+
+        for text, style, control in console.render(self._renderable, options):
+            yield Segment(text if control else printable.lines(text), style, control)
 
 
 def print_json(body: Mapping[str, object]) -> None:
     """One JSON document on stdout, ``body`` behind the version of its schema."""
-    click.echo(json.dumps(document(body), indent=2, ensure_ascii=False, allow_nan=False))
+    click.echo(printable.json_text(json.dumps(document(body), indent=2, ensure_ascii=False, allow_nan=False)))
 
 
 def refuse_existing(path: Path, force: bool) -> None:
     """Before the work, so that nothing is lost after it. Raises OutputError saying what stands in the way."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise OutputError(f"{path} is a folder; name a file")
-    if path.exists() and not path.is_file():  # --force would put a file in the place of a device
+    there = os.path.lexists(path)
+    if there and not os.path.isfile(path):  # --force would put a file in the place of a device
         raise OutputError(f"{path} is a device or a pipe and would be replaced; name a file")
-    if path.exists() and not force:
+    if there and not force:
         raise OutputError(f"{path} exists already; type another name, or --force to replace it")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise OutputError(f"{path.parent} is not a folder, so {path.name} cannot be written there; make it first")
     if not os.access(path.parent, os.W_OK):
         raise OutputError(f"{path.parent} cannot be written to; name a file in a folder that can")

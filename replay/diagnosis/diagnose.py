@@ -22,6 +22,7 @@ from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.simulation import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant
+from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ def served_variant(trace: Trace, draft: str, **given: object) -> Variant:
         ("topk", "speculative_eagle_topk"),
         ("num_draft_tokens", "speculative_num_draft_tokens"),
     ):
-        if str(details.get(key, "")).isdigit():
-            told[name] = int(details[key])
+        if (count := count_of(details.get(key, ""))) is not None:
+            told[name] = count
     stored = details.get("speculative_draft_kv_cache_dtype") or details.get("kv_cache_dtype")
     if stored in ("fp8_e4m3", "fp8_e5m2"):
         told["precision"] = f"kv={stored}"

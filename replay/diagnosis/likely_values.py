@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from replay.diagnosis.case import Case
 from replay.engines.behaviour import CROSSED, RECORDED
 from replay.faults.table import TREE_FAULT
+from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 
 LikelyValues = Callable[[Case], Iterable[str]]
@@ -73,8 +74,8 @@ def _max_lengths(case: Case) -> Iterator[str]:
 
 def _windows(case: Case) -> Iterator[str]:
     """Those that the server's ``--speculative-draft-window-size`` gives, the own row included, then the usual ones."""
-    stated = case.trace.header.engine.details.get("speculative_draft_window_size", "")
-    told = (int(stated) + 1,) if stated.isdigit() else ()
+    stated = count_of(case.trace.header.engine.details.get("speculative_draft_window_size", ""))
+    told = () if stated is None else (stated + 1,)
     yield from (str(window) for window in (*told, 4, 8, 16, 32, 64, 128, 512, 2048) if window < _longest(case.trace))
 
 
@@ -104,8 +105,8 @@ def _chunks(case: Case) -> Iterator[str]:
         yield RECORDED
     stated = case.trace.header.engine.details.get("chunked_prefill_size", "")
     longest = max((record.prompt_tokens for record in records), default=0)
-    told = (int(stated),) if stated.isdigit() else ()  # -1: prompts are whole
-    yield from (str(size) for size in (*told, *_powers_of_two(8)) if size < longest)
+    told = 0 if stated.startswith("-") else count_of(stated) or 0  # -1: prompts are whole
+    yield from (str(size) for size in (told, *_powers_of_two(8)) if 0 < size < longest)
 
 
 def _crossed_rows(case: Case) -> Iterator[str]:

@@ -13,6 +13,7 @@ from replay.errors import UsageError
 from replay.faults import precision, run, weights, wiring
 from replay.faults.change import NO_REMEDY, Change, FaultKind, FaultValueError, Subject
 from replay.faults.joined import called, set_fields, undone
+from replay.traces.fields import show
 
 NONE = "none"
 TREE_FAULT = "tree.parent-kv"  # says nothing of chains
@@ -205,6 +206,8 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     >>> [str(fault) for fault in replay.parse_faults("kv.rollback=stale+position.offset")]
     ['kv.rollback=stale', 'position.offset=1']
     """
+    if not isinstance(text, str):
+        raise UsageError(f"faults are text such as kv.rollback=stale, {show(text)} was given; type KIND=VALUE or none")
     if text.strip() == NONE:
         return ()
     parts = [part.strip() for part in text.split("+")]

@@ -21,6 +21,7 @@ from replay.simulator.served_drafts import served_shape
 from replay.simulator.simulation import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant
 from replay.traces.agreement import Agreement
+from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
 from replay.verify.rules import Rule
@@ -85,7 +86,7 @@ def drafts_as_the_server(
 def _told_shape(trace: Trace) -> tuple[int | None, ...]:
     """Steps and topk as the server's arguments give them; None where they do not."""
     told = (trace.header.engine.details.get(f"speculative_{name}", "") for name in ("num_steps", "eagle_topk"))
-    return tuple(int(text) if text.isdecimal() else None for text in told)
+    return tuple(map(count_of, told))
 
 
 @dataclass(slots=True)

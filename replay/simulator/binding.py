@@ -17,6 +17,7 @@ from replay.head.model import Head, TargetTables
 from replay.head.products import Execution
 from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
 from replay.simulator.variant import ResolvedVariant, Variant, draft_tokens, kv_layout
+from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 from replay.traces.taps import FINAL
 from replay.verify.rules import parse_rule
@@ -171,4 +172,4 @@ def build_head(
 def _prefill_rows(details: Mapping[str, str]) -> int | None:
     """How many rows of a prompt the server prefilled at once, where it says so; it turns chunks off with -1."""
     said = details.get("chunked_prefill_size", "")
-    return int(said) if said.isdecimal() and int(said) else None
+    return count_of(said) or None

@@ -26,6 +26,7 @@ from replay.simulator.results import (
     variant_info,
 )
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
+from replay.traces.fields import show
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
 from replay.traces.taps import FINAL
@@ -69,6 +70,8 @@ def simulate(
     >>> rounds.variants[0].steps
     3
     """
+    if not isinstance(trace, Trace):
+        raise UsageError(f"the trace is {show(trace)}; open one by Trace.open")
     _check_heads(variants, checkpoints)
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     names = name_variants(resolved)
@@ -99,6 +102,10 @@ def simulate(
 
 
 def _check_heads(variants: Sequence[Variant | ResolvedVariant], checkpoints: Mapping[str, Checkpoint]) -> None:
+    if not isinstance(variants, Sequence) or not all(isinstance(one, Variant | ResolvedVariant) for one in variants):
+        raise UsageError(f"variants are {show(variants)}, a list of Variant was expected; make them by sweep")
+    if not isinstance(checkpoints, Mapping) or not all(isinstance(one, Checkpoint) for one in checkpoints.values()):
+        raise UsageError(f"the heads are {show(checkpoints)}, a mapping from names to heads of load_head was expected")
     if not variants:
         raise UsageError("no variant was given; give at least one draft head with --draft")
     unknown = sorted({variant.draft for variant in variants} - set(checkpoints))

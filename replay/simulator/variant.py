@@ -11,6 +11,7 @@ from replay.engines.profiles import NUMERICS, EngineProfile, Numerics, engine_pr
 from replay.engines.wiring import Wiring
 from replay.errors import UsageError
 from replay.faults.table import KV_POLICIES, Fault, parse_policy
+from replay.traces.fields import show
 from replay.traces.rounds import HEALTHY_NAME
 from replay.verify.rules import MAX_STEPS, Rule, parse_rule
 
@@ -52,6 +53,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value that cannot be."""
+        _check_types(self)
         profile = engine_profile(self.engine)
         if not 1 <= self.steps <= MAX_STEPS:
             raise UsageError(f"{self.steps} steps were asked for, possible are 1 to {MAX_STEPS}")
@@ -97,6 +99,25 @@ class ResolvedVariant:
         """The faults, with that of a draft KV policy behind them."""
         policy = policy_fault(self.kv)
         return self.faults if policy is None else (*self.faults, policy)
+
+
+# What a field may hold, for Python callers whom no type checker has told.
+_TEXT, _MAYBE_TEXT = (str,), (str, type(None))
+_TYPES: dict[str, tuple[type, ...]] = {
+    "draft": _TEXT, "wiring": (Wiring, type(None)), "steps": (int,), "topk": (int,),
+    "num_draft_tokens": (int, type(None)), "precision": _MAYBE_TEXT, "numerics": _MAYBE_TEXT, "kv": _MAYBE_TEXT,
+    "verify": _TEXT, "engine": _TEXT, "faults": (tuple,),
+}  # fmt: skip
+
+
+def _check_types(variant: Variant) -> None:
+    for name, kinds in _TYPES.items():
+        value = getattr(variant, name)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise UsageError(f"{name} of a variant is {show(value)}, a value of type {wanted} was expected")
+    if not all(isinstance(fault, Fault) for fault in variant.faults):
+        raise UsageError(f"faults of a variant are {show(variant.faults)}; make them by parse_faults")
 
 
 def policy_fault(kv: str | None) -> Fault | None:
@@ -153,6 +174,9 @@ def sweep(**choices: list[object]) -> list[Variant]:
     if wrong or "draft" not in choices:
         seen = f"{', '.join(wrong)} is no field of a variant" if wrong else "no draft was given"
         raise UsageError(f"{seen}; a sweep takes draft and any of {', '.join(possible[1:])}")
+    for name, values in choices.items():
+        if not isinstance(values, list | tuple):
+            raise UsageError(f"{name} is {show(values)}; a sweep takes a list of values for each field")
     names = [name for name in possible if name in choices]
     combinations: Iterator[dict[str, Any]] = (
         dict(zip(names, values, strict=True)) for values in product(*(choices[name] for name in names))

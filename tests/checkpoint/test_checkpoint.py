@@ -312,7 +312,9 @@ def test_a_missing_shard_and_a_tensor_in_two_shards_are_refused(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=rf"holds {re.escape(list(tensors)[4])} again after another shard"):
         read_checkpoint(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors cannot be read as safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot open .*model-00001-of-00002.safetensors: No such file .*; copy or"
+    ):
         read_checkpoint(tmp_path)
 
 
@@ -347,7 +349,7 @@ def test_truncated_safetensors_are_refused(tmp_path: Path, cut: int) -> None:
     write_tiny(tmp_path, parts()[1])
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read as safetensors: .*; copy or export"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors.* is truncated.*; copy or export"):
         read_checkpoint(tmp_path)
 
 
@@ -432,9 +434,7 @@ def test_a_folder_without_weights_or_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no weights: looked for model.safetensors, model.safetensors.ind"):
         read_checkpoint(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"config.json is not a folder; give the folder that holds a checkpoint's"
-    ):
+    with pytest.raises(CheckpointError, match=r"config.json is a file; give the folder that holds a checkpoint's"):
         read_checkpoint(tmp_path / "config.json")
 
 

@@ -147,7 +147,8 @@ def test_header_fields(folder: Path, place: str, value: object, error: type[Exce
         (b'{"format": "replay-trace", "format": "replay-trace"}', r"the key 'format' stands twice"),
         (b'{"format": "replay-trace", "version": NaN}', r"NaN is no JSON number"),
         (b'{"format": "replay-trace", "version": 1' + b"0" * 5_000 + b"}", r"is not valid JSON"),
-        (b"\xff\xfe", r"is not UTF-8"),
+        (b"\xff\xfe", r"it is UTF-16; save it as UTF-8"),
+        (b"\xff", r"is not UTF-8"),
         (b" " * ((1 << 24) + 1), r"holds 16777217 bytes, at most 16777216 are possible"),
     ],
 )

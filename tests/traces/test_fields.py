@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         (b"\xef\xbb\xbf{}", "begins with a byte order mark; save it as UTF-8 without one"),
         ("\ufeff{}", "begins with a byte order mark"),
-        ('{"a": 1}'.encode("utf-16"), "is not UTF-8"),
+        ('{"a": 1}'.encode("utf-16"), "it is UTF-16; save it as UTF-8"),
+        ('{"a": 1}'.encode("utf-16-le"), "it holds a zero byte, first at byte 1"),
         (b'"\xff"', "is not UTF-8 (invalid start byte at byte 1)"),
         ('{"a": 1, "b": 2, "b": 3}', "the key 'b' stands twice"),
         ('{"a": {"\\u202e": 1, "\\u202e": 1}}', r"the key '\u202e' stands twice"),
@@ -26,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ("-Infinity", "-Infinity is no JSON number"),
         ("1e999", "the number 1e999 is too large"),
         ("-" + "1" * 400 + ".0", "is too large"),
-        ("1" * 5000, "a number has thousands of digits"),
+        ("1" * 5000, "a number has 5000 digits"),
+        ("-" + "1" * 309, "a number has 309 digits"),
         ('"\\ud800"', "half a surrogate pair"),
         ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), f"nests deeper than {MOST_DEPTH} levels"),
         ('{"a":' * 600 + "1" + "}" * 600, f"nests deeper than {MOST_DEPTH} levels"),
@@ -137,8 +139,17 @@ def test_links_are_followed_where_that_is_asked_for(tmp_path: Path) -> None:
     _link(tmp_path / "file.json")
     assert read_json(tmp_path / "file.json", 100, follow=True) == {}
     (tmp_path / "device.json").symlink_to("/dev/zero")
-    with pytest.raises(TraceCorruptError, match="/dev/zero is not a plain file"):
+    with pytest.raises(TraceCorruptError, match=r"device\.json is not a plain file"):
         read_json(tmp_path / "device.json", 100, follow=True)
+
+
+# Where JSON is not foreign, or is read as an engine reads it.
+OTHERS = {
+    "replay/targets/rules.py": "a table of the package",
+    "replay/check/options.py": "a table of the package",
+    "replay/checkpoint/config_classes.py": "a table of the package",
+    "replay/check/override.py": "asks whether SGLang takes it; what is used of it is parsed here",
+}
 
 
 def test_nobody_else_parses_json() -> None:
@@ -149,5 +160,5 @@ def test_nobody_else_parses_json() -> None:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.load", "json.loads"):
                     found.add(str(path.relative_to(ROOT)))
-    assert found == {"traces/fields.py"}
+    assert found == {"traces/fields.py", *OTHERS}
     assert issubclass(TraceCorruptError, ReplayError)

@@ -83,12 +83,12 @@ def test_no_file_a_folder_and_no_parquet_are_refused(rounds: Rounds, tmp_path: P
     _refused(tmp_path, TraceError, "is a folder")
     path = tmp_path / "rounds.parquet"
     path.write_text("variant,request_id\n")
-    _refused(path, TraceCorruptError, "no whole parquet file")
+    _refused(path, TraceCorruptError, "no readable parquet file")
     write_rounds(rounds, path, force=True)
     whole = path.read_bytes()
     for size in (0, 3, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        _refused(path, TraceCorruptError, "no whole parquet file")
+        _refused(path, TraceCorruptError, "no readable parquet file")
 
 
 def test_a_file_from_before_there_was_an_agreement_has_none(rounds: Rounds, tmp_path: Path) -> None:
