@@ -44,7 +44,7 @@ def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch
     Raises CheckpointError for a missing, unexpected, misshapen or non-finite tensor, and for a vocabulary map that
     leaves the target's vocabulary.
     """
-    renamed = _rename(name, tensors)
+    renamed = _rename(name, tensors, latent=config.latent is not None)
     expected = expected_tensors(config)
     optional = optional_tensors(config)
     known = expected | optional
@@ -67,11 +67,18 @@ def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch
     return Checkpoint(name, config, renamed, notes)
 
 
-def _rename(name: str, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def _rename(name: str, tensors: "Mapping[str, torch.Tensor]", *, latent: bool) -> "dict[str, torch.Tensor]":
     renamed: dict[str, torch.Tensor] = {}
     for original, tensor in tensors.items():
+        if latent and original.startswith("model.") and not original.endswith((".d2t", ".t2d")):
+            raise CheckpointError(
+                f"draft head {name} has {original}, and of a latent head a server skips every name that begins with "
+                f"model.; export it as {original.removeprefix('model.')}"
+            )
         # lm_head behind model. is taken here: that a server misses it there is `replay check`'s to say.
-        key = spell(original.removeprefix("model.") if original.startswith("model.lm_head.") else original)
+        key = spell(
+            original.removeprefix("model.") if original.startswith("model.lm_head.") else original, latent=latent
+        )
         if key in renamed:
             raise CheckpointError(f"draft head {name} has the tensor {key} twice, once as {original}; keep one of them")
         renamed[key] = tensor
