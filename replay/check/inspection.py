@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.checkpoint.config import ARCHITECTURES
+from replay.checkpoint.config import ARCHITECTURES, HeadConfig
 from replay.checkpoint.config_file import CONFIG, is_word, read_config
 from replay.checkpoint.files import BINARY
 from replay.errors import CheckpointError, UsageError
@@ -183,6 +183,13 @@ def trace_facts(trace: "Trace") -> TraceFacts:
     )
 
 
+def _attention_words(config: HeadConfig) -> str:
+    latent = config.latent
+    if latent is None:
+        return f"{config.num_heads} heads, {config.num_kv_heads} key-value heads, {config.head_dim} features each"
+    return f"{config.num_heads} heads on a latent of {latent.kv_rank} features and a rope key of {latent.rope}"
+
+
 def draft_facts(path: Path) -> DraftFacts:
     """Load a head strictly and count it. Raises CheckpointError."""
     from replay.checkpoint.checkpoint import read_checkpoint
@@ -201,7 +208,7 @@ def draft_facts(path: Path) -> DraftFacts:
         target_hidden_size=config.target_hidden_size,
         taps=config.num_taps,
         layers=config.num_layers,
-        attention=f"{config.num_heads} heads, {config.num_kv_heads} key-value heads, {config.head_dim} features each",
+        attention=_attention_words(config),
         intermediate_size=config.intermediate_size,
         vocabulary=f"{config.draft_vocab_size} of {config.vocab_size} tokens",
         lm_head=config.lm_head,

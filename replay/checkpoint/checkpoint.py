@@ -39,7 +39,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a draft head's folder. Raises CheckpointError naming the field or tensor."""
     config, name = parse_config(read_config(path), name=str(path / CONFIG)), path.name or str(path)
     if (shapes := read_shapes(path)) is not None:  # before anything is loaded: files may be as large as they like
-        _check_table(name, config, _rename(name, shapes))
+        _check_table(name, config, _rename(name, shapes, latent=config.latent is not None))
     return check_checkpoint(name, config, read_tensors(path))
 
 
@@ -49,7 +49,7 @@ def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch
     Raises CheckpointError for a missing, unexpected, misshapen or non-finite tensor, and for a vocabulary map that
     leaves the target's vocabulary.
     """
-    renamed = _rename(name, tensors)
+    renamed = _rename(name, tensors, latent=config.latent is not None)
     for key, tensor in renamed.items():
         _check_kind(name, key, tensor)
     _check_table(name, config, {key: tuple(tensor.shape) for key, tensor in renamed.items()})
@@ -84,11 +84,18 @@ def _check_table(name: str, config: HeadConfig, shapes: Mapping[str, tuple[int, 
             )
 
 
-def _rename(name: str, tensors: Mapping[str, _Held]) -> dict[str, _Held]:
+def _rename(name: str, tensors: Mapping[str, _Held], *, latent: bool) -> dict[str, _Held]:
     renamed: dict[str, _Held] = {}
     for original, tensor in tensors.items():
+        if latent and original.startswith("model.") and not original.endswith((".d2t", ".t2d")):
+            raise CheckpointError(
+                f"draft head {name} has {original}, and of a latent head a server skips every name that begins with "
+                f"model.; export it as {original.removeprefix('model.')}"
+            )
         # lm_head behind model. is taken here: that a server misses it there is `replay check`'s to say.
-        key = spell(original.removeprefix("model.") if original.startswith("model.lm_head.") else original)
+        key = spell(
+            original.removeprefix("model.") if original.startswith("model.lm_head.") else original, latent=latent
+        )
         if key in renamed:
             raise CheckpointError(f"draft head {name} has the tensor {key} twice, once as {original}; keep one of them")
         renamed[key] = tensor

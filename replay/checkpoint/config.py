@@ -1,43 +1,19 @@
 """A draft head's config.json → HeadConfig: typed, complete, and refused by field where replay does not compute it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import log
+from dataclasses import dataclass, replace
 from typing import Any
 
 from replay.checkpoint.config_file import Settings
+from replay.checkpoint.latent import Latent, read_latent, read_latent_taps
+from replay.checkpoint.rope import Rope, read_latent_rope, read_rope
 from replay.errors import CheckpointError
 from replay.traces.fields import show
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# What Transformers stops without (modeling_rope_utils.py, 5.19 and 5.24).
-_ROPE_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
-_ORIGINAL = "original_max_position_embeddings"
+LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE)
 # More layers or taps than any head has: a config that asks for millions must not make us count to it.
 _MOST = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding parameters, from either transformers spelling (``rope_theta``/``rope_scaling`` or v5's dict)."""
-
-    theta: float = 10000.0
-    type: str = "default"
-    partial_factor: float = 1.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 2048
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0  # multiplies cos and sin
-    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +43,7 @@ class HeadConfig:
     layer_ids: tuple[int, ...] | None  # eagle_config.eagle_aux_hidden_state_layer_ids, as stated
     dtype: str | None
     use_aux_hidden_state: bool = True  # false: the target's final state is fed instead of taps on the way
+    latent: Latent | None = None  # sizes of a head whose draft KV is a latent and a rope key, which has no q, k, v
 
     @property
     def fc_inputs(self) -> int:
@@ -94,17 +71,24 @@ class HeadConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Leading features of each attention head that are rotated."""
-        return int(self.head_dim * self.rope.partial_factor)
+        """Features of each attention head that are rotated: its leading ones, or the rope part of a latent head's."""
+        return int(self.rotatable * self.rope.partial_factor)
+
+    @property
+    def rotatable(self) -> int:
+        """Features of each attention head that RoPE may turn."""
+        return self.head_dim if self.latent is None else self.latent.rope
 
 
 def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadConfig:
-    """Read a draft config as SGLang 0.5.23 does (models/llama_eagle3.py), defaults of LlamaConfig included.
+    """Read a draft config as SGLang 0.5.23 does, defaults of its class included.
+
+    models/llama_eagle3.py and LlamaConfig, or models/kimi_k25_eagle3.py for a latent head.
 
     Raises CheckpointError for another architecture, a wrong type, or what replay does not compute.
     """
     config = Settings(document, name)
-    _check_kind(config)
+    latent = _check_kind(config) == LATENT_ARCHITECTURE
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     vocab_size = config.size("vocab_size")
     tied = bool(config.flag("tie_word_embeddings"))
@@ -125,7 +109,7 @@ def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadCo
         draft_vocab_size=draft_vocab_size,
         lm_head="embed" if tied else "target" if config.count("draft_vocab_size") is None else "own",
         rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
-        rope=_rope(config),
+        rope=Rope() if latent else read_rope(config),
         max_position_embeddings=config.size("max_position_embeddings", 2048),
         fc_bias=bool(config.flag("bias")),
         attention_bias=bool(config.flag("attention_bias") or config.flag("qkv_bias")),
@@ -137,11 +121,33 @@ def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadCo
         layer_ids=layer_ids,
         dtype=config.text("dtype") or config.text("torch_dtype"),
     )
+    if latent:
+        found = _as_latent(config, found)
     _check_attention(name, found)
     return found
 
 
-def _check_kind(config: Settings) -> None:
+def _as_latent(config: Settings, found: HeadConfig) -> HeadConfig:
+    """The fields that SGLang 0.5.23 models/kimi_k25_eagle3.py reads in another way than models/llama_eagle3.py.
+
+    Layer ids at the top level count taps; which layers are captured comes from eagle_config alone
+    (model_executor/model_runner_components/spec_aux_hidden_state.py).
+    """
+    latent = read_latent(config)
+    return replace(
+        found,
+        num_taps=read_latent_taps(config),
+        num_kv_heads=found.num_heads,
+        head_dim=latent.nope + latent.rope,
+        rope=read_latent_rope(config),
+        attention_bias=False,
+        mlp_bias=False,
+        latent=latent,
+    )
+
+
+def _check_kind(config: Settings) -> str:
+    """The architecture. Raises CheckpointError for one that replay does not know."""
     architectures = config.values.get("architectures") or [ARCHITECTURES[0]]
     if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
         raise CheckpointError(
@@ -152,6 +158,7 @@ def _check_kind(config: Settings) -> None:
         raise CheckpointError(
             f"{config.where}: hidden_act is {show(config.values['hidden_act'])}, replay computes silu only"
         )
+    return str(architectures[0])
 
 
 def _check_vocabulary(name: str, tied: bool, draft_vocab_size: int, vocab_size: int) -> None:
@@ -169,9 +176,9 @@ def _check_attention(name: str, config: HeadConfig) -> None:
         raise CheckpointError(
             f"{name}: {config.num_heads} attention heads do not divide into {config.num_kv_heads} key-value heads"
         )
-    if config.rotary_dim < 2 or config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
+    if config.rotary_dim < 2 or config.rotary_dim % 2 or config.rotary_dim > config.rotatable:
         raise CheckpointError(
-            f"{name}: {config.rotary_dim} of {config.head_dim} features per attention head would be rotated, "
+            f"{name}: {config.rotary_dim} of {config.rotatable} features per attention head would be rotated, "
             "an even number from 2 to head_dim was expected"
         )
 
@@ -181,49 +188,3 @@ def _layer_ids(eagle: Settings) -> tuple[int, ...] | None:
     if ids == ():
         raise eagle.refuse("eagle_aux_hidden_state_layer_ids", "a list of layer ids, such as [2, 15]")
     return ids
-
-
-def _rope(config: Settings) -> Rope:
-    """Rope parameters from the older ``rope_scaling`` or, without it, from transformers 5's ``rope_parameters``.
-
-    Transformers 5.19 modeling_rope_utils.py (``convert_rope_params_to_dict``): the older one takes the place of the
-    other, and what neither states comes from the top level. SGLang 0.5.23 models/llama.py: partial_rotary_factor counts
-    at the top level alone, and an original length there comes before the one inside.
-    """
-    inner, parameters = config.inner("rope_scaling"), config.inner("rope_parameters")
-    inner = inner if inner.values else parameters
-    kind = inner.values.get("rope_type") or inner.values.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise CheckpointError(f"{config.where}: rope type {show(kind)}, replay computes {', '.join(ROPE_TYPES)}")
-    if config.values.get("rope_is_neox_style", True) is not True:
-        raise CheckpointError(f"{config.where}: rope_is_neox_style is false, replay computes the neox layout only")
-    for key in _ROPE_NEEDS[kind]:
-        inner.positive(key)
-    factor = inner.positive("factor", 1.0)
-    return Rope(
-        theta=inner.positive("rope_theta", config.positive("rope_theta", 10000.0)),
-        type=kind,
-        partial_factor=config.positive("partial_rotary_factor", 1.0),
-        factor=factor,
-        low_freq_factor=inner.positive("low_freq_factor", 1.0),
-        high_freq_factor=inner.positive("high_freq_factor", 4.0),
-        original_max_position=config.size(
-            _ORIGINAL, inner.size(_ORIGINAL, config.size("max_position_embeddings", 2048))
-        ),
-        beta_fast=inner.positive("beta_fast", 32.0),
-        beta_slow=inner.positive("beta_slow", 1.0),
-        attention_factor=_attention_factor(inner, factor) if kind == "yarn" else 1.0,
-        truncate=inner.flag("truncate") is not False,
-    )
-
-
-def _attention_factor(inner: Settings, factor: float) -> float:
-    """YaRN (arXiv 2309.00071); mscale as DeepSeek writes it, SGLang 0.5.23 layers/rotary_embedding/yarn.py."""
-
-    def scale(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
-
-    found = scale(1.0)
-    if inner.number("mscale") is not None and inner.number("mscale_all_dim") is not None:
-        found = scale(inner.positive("mscale")) / scale(inner.positive("mscale_all_dim"))
-    return inner.positive("attention_factor", found) * inner.positive("attn_factor", 1.0)

@@ -19,9 +19,16 @@ _RENAMES = (
 )
 
 
-def spell(name: str) -> str:
+# Those that it takes for a latent head (models/kimi_k25_eagle3.py load_weights); it skips any other name.
+_LATENT_RENAMES = (
+    (re.compile(r"^.*\.(?=(?:d2t|t2d)$)"), ""),
+    (re.compile(r"^midlayer\."), "layers.0."),
+)
+
+
+def spell(name: str, *, latent: bool = False) -> str:
     """``name`` as SGLang spells it now."""
-    for pattern, replacement in _RENAMES:
+    for pattern, replacement in _LATENT_RENAMES if latent else _RENAMES:
         name = pattern.sub(replacement, name)
     return name
 
@@ -41,15 +48,11 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"layers.{layer}."
         for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             table[f"{prefix}{norm}.weight"] = (E,)
-        projections = {
-            "self_attn.q_proj": (config.num_heads * config.head_dim, inputs),
-            "self_attn.k_proj": (config.num_kv_heads * config.head_dim, inputs),
-            "self_attn.v_proj": (config.num_kv_heads * config.head_dim, inputs),
-            "self_attn.o_proj": (E, config.num_heads * config.head_dim),
-            "mlp.gate_proj": (F, E),
-            "mlp.up_proj": (F, E),
-            "mlp.down_proj": (E, F),
-        }
+        projections = _grouped_projections(config, inputs) if config.latent is None else _latent_projections(config)
+        projections |= {"mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F)}
+        if config.latent is not None:
+            table[f"{prefix}self_attn.q_a_layernorm.weight"] = (config.latent.q_rank,)
+            table[f"{prefix}self_attn.kv_a_layernorm.weight"] = (config.latent.kv_rank,)
         for projection, shape in projections.items():
             table[f"{prefix}{projection}.weight"] = shape
             if config.attention_bias if projection.startswith("self_attn") else config.mlp_bias:
@@ -61,6 +64,28 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     if config.hidden_size != config.target_hidden_size:
         table["embed_tokens.weight"] = (config.vocab_size, E)
     return table
+
+
+def _grouped_projections(config: HeadConfig, inputs: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "self_attn.q_proj": (config.num_heads * config.head_dim, inputs),
+        "self_attn.k_proj": (config.num_kv_heads * config.head_dim, inputs),
+        "self_attn.v_proj": (config.num_kv_heads * config.head_dim, inputs),
+        "self_attn.o_proj": (config.hidden_size, config.num_heads * config.head_dim),
+    }
+
+
+def _latent_projections(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """SGLang 0.5.23 models/kimi_k25_eagle3.py; kv_b_proj has each head's key rows before its value rows."""
+    assert config.latent is not None
+    latent, heads, E = config.latent, config.num_heads, config.hidden_size
+    return {
+        "self_attn.q_a_proj": (latent.q_rank, 2 * E),
+        "self_attn.kv_a_proj_with_mqa": (latent.kv_rank + latent.rope, 2 * E),
+        "self_attn.q_b_proj": (heads * (latent.nope + latent.rope), latent.q_rank),
+        "self_attn.kv_b_proj": (heads * (latent.nope + latent.value), latent.kv_rank),
+        "self_attn.o_proj": (E, heads * latent.value),
+    }
 
 
 def optional_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -79,6 +104,8 @@ def optional_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     return table
 
 
+# Part of a latent head's attention: SGLang 0.5.23 models/kimi_k25_eagle3.py ``post_load_weights`` refuses it quantised.
+LATENT_KV_B = "layers.0.self_attn.kv_b_proj"
 NOT_LINEAR = ("d2t", "t2d", "embed_tokens")
 
 

@@ -43,12 +43,17 @@ def _norm_epsilons(case: Case) -> Iterator[str]:
 
 def _score_scales(case: Case) -> Iterator[str]:
     """As factors on head_dim**-0.5: no scale at all; scaled twice, or by 1 / head_dim; with another width in place of
-    head_dim, hidden_size / heads or hidden_size; and twice or half of it."""
+    head_dim, hidden_size / heads or hidden_size; and twice or half of it. YaRN's factor of a latent head missing or
+    squared, and scores scaled by the width of what its draft KV holds, or without the rope key's."""
     config = case.checkpoint.config
     width = config.head_dim
     factors = [width**0.5, width**-0.5, (width * config.num_heads / config.hidden_size) ** 0.5]
     factors += [(width / config.hidden_size) ** 0.5, 2.0, 0.5]
-    yield from (f"{factor:.9g}" for factor in factors if factor != 1)
+    if config.latent is not None:
+        stored = config.latent.kv_rank + config.latent.rope
+        factors += [1 / config.rope.score_factor, config.rope.score_factor]
+        factors += [(width / stored) ** 0.5, (width / config.latent.nope) ** 0.5]
+    yield from dict.fromkeys(f"{factor:.9g}" for factor in factors if factor != 1)
 
 
 def _dropped_blocks(case: Case) -> Iterator[str]:
@@ -144,7 +149,7 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     "wiring.concat-order": always("qkv", "fc"),
     "wiring.norm": always(
         "residual", "skip:input_norm", "skip:fc_norm", "skip:hidden_norm", "skip:input_layernorm",
-        "skip:post_attention_layernorm", "skip:norm",
+        "skip:post_attention_layernorm", "skip:norm", "skip:kv_a_layernorm", "skip:q_a_layernorm",
     ),
     "wiring.norm-eps": _norm_epsilons,
     "wiring.recycle-norm": always("other"),
@@ -153,7 +158,7 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     "shift.stale-row": always("anchor", "previous", "first", "last"),
     "position.offset": _offsets,
     "position.rope-params": _rope_params,
-    "position.rope-geometry": always("interleaved", "partial:0.75", "partial:0.5", "partial:0.25"),
+    "position.rope-geometry": always("interleaved", "halves", "partial:0.75", "partial:0.5", "partial:0.25"),
     "position.max-len": _max_lengths,
     "attn.window": _windows,
     "attn.scale": _score_scales,

@@ -105,9 +105,9 @@ class PackedAttention:
     def committed(self, layer: int, q: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
         """The first pass: remember every row, answer for those that are asked for."""
         self._base.append(KeyValues(k_RMH, v_RMH))
-        none = k_RMH.new_empty((0, len(q), *k_RMH.shape[1:]))
+        none = KeyValues(*(part.new_empty((0, len(q), *part.shape[1:])) for part in (k_RMH, v_RMH)))
         some = self._anchors_last and layer == self._head.config.num_layers - 1
-        return self._answer(layer, q, self._reach_anchors if some else self._reach_all, KeyValues(none, none), 0)
+        return self._answer(layer, q, self._reach_anchors if some else self._reach_all, none, 0)
 
     def answer(self, layer: int, q_ANH: Tensor, chain: KeyValues, step: int) -> Tensor:
         """Mixed values for the rows that embed the anchors' drafted token number ``step`` and see J drafted rows."""

@@ -34,14 +34,15 @@ class SlotKV:
     """Keys and values, lane by lane; behind the last slot of each lane is one more, which nobody reads."""
 
     def __init__(self, head: Head, lanes: int, slots: int) -> None:
-        shape = (lanes, slots + 1, head.config.num_kv_heads, head.config.head_dim)
+        cached, rows = head.cached, (lanes, slots + 1)
+        shapes = [(*rows, cached.heads, width) for width in (cached.key, cached.value)]
         self._head, self._behaviour = head, head.behaviour
         self._layers = [
-            KeyValues(*(torch.zeros(shape, dtype=head.dtype, device=head.device) for _ in range(2)))
+            KeyValues(*(torch.zeros(shape, dtype=head.dtype, device=head.device) for shape in shapes))
             for _ in range(head.config.num_layers)
         ]
-        self._index_NC = torch.full(shape[:2], -1, device=head.device)
-        self._blank_NC = torch.zeros(shape[:2], dtype=torch.bool, device=head.device)
+        self._index_NC = torch.full(rows, -1, device=head.device)
+        self._blank_NC = torch.zeros(rows, dtype=torch.bool, device=head.device)
         self._used = [0] * lanes
 
     def used(self, lane: int) -> int:

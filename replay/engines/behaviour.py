@@ -47,10 +47,10 @@ class Behaviour:
     Head: ``feedback`` ``pre`` or ``post`` the final norm (None: as the config says), ``skip_norms`` norm names that
     multiply nothing and normalise nothing, ``residual_normed`` the stream starts from the normed features,
     ``features_first`` order of the halves that enter layer 0, ``later_norm`` norm at the entry of layers >= 1,
-    ``later_residual`` whether these add to the stream before them, ``interleaved`` rotary pairs (2i, 2i+1) instead of
-    (i, i + half), ``target_lm_head`` the target's output rows stand in for the head's, ``score_factor`` what attention
-    scores are multiplied by beside head_dim**-0.5, ``dropped`` blocks whose outcome is not added to the stream, each
-    ``attention`` or ``mlp`` with its layer (None: every layer).
+    ``later_residual`` whether these add to the stream before them, ``other_pairs`` RoPE pairs (2i, 2i+1) instead of (i,
+    i + half), or the other way round where the head's are (2i, 2i+1), ``target_lm_head`` the target's output rows stand
+    in for the head's, ``score_factor`` what attention scores are multiplied by beside head_dim**-0.5, ``dropped``
+    blocks whose outcome is not added to the stream, each ``attention`` or ``mlp`` with its layer (None: every layer).
 
     Rows: ``pairing``, ``zero_slots`` slots of the wiring that are fed zeros, ``unit_taps`` every tap divided by its
     root mean square, ``chunk`` the prompt came in chunks (of so many tokens, or RECORDED) whose last rows embed what
@@ -78,7 +78,7 @@ class Behaviour:
     features_first: bool = False
     later_norm: str = "hidden_norm"
     later_residual: bool = True
-    interleaved: bool = False
+    other_pairs: bool = False
     target_lm_head: bool = False
     score_factor: float = 1.0
     dropped: tuple[tuple[str, int | None], ...] = ()

@@ -148,7 +148,9 @@ PLAIN = Precision()
 
 
 def fused_name(name: str) -> str:
-    """The product that servers run the layer in: q, k and v are one ``qkv_proj``, gate and up one ``gate_up_proj``."""
+    """The product that servers run the layer in: q, k and v are one ``qkv_proj``, gate and up one ``gate_up_proj``,
+    and what goes down to the ranks of a latent head one ``fused_qkv_a_proj_with_mqa``."""
+    name = re.sub(r"(?<=\.)(q_a_proj|kv_a_proj_with_mqa)$", "fused_qkv_a_proj_with_mqa", name)
     return re.sub(r"(?<=\.)[qkv]_proj$", "qkv_proj", re.sub(r"(?<=\.)(gate|up)_proj$", "gate_up_proj", name))
 
 

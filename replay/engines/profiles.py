@@ -14,13 +14,17 @@ class Numerics:
     - ``hf``: Transformers and SpecForge: the sum is rounded first, the norm rounded before its weight multiplies;
       attention scores and probabilities are rounded to the compute dtype.
 
-    ``score_factor`` multiplies attention scores beside head_dim**-0.5. No order has another than 1: the head sets it
-    from its behaviour (head/model.py), so that whatever attends gets both in one.
+    ``latent_absorbed``: how a latent head's attention is ordered (head/latent.py).
+
+    ``score_factor`` multiplies attention scores beside width**-0.5, the width being that of a key. No order has another
+    than 1: the head sets it from its behaviour, its RoPE and its own width (head/model.py), so that whatever attends
+    gets all in one.
     """
 
     name: str
     norm_sums_unrounded: bool
     attention_fp32: bool
+    latent_absorbed: bool
     score_factor: float = 1.0
 
 
@@ -48,8 +52,8 @@ class EngineProfile:
 
 
 NUMERICS = {
-    "sglang": Numerics("sglang", norm_sums_unrounded=True, attention_fp32=True),
-    "hf": Numerics("hf", norm_sums_unrounded=False, attention_fp32=False),
+    "sglang": Numerics("sglang", norm_sums_unrounded=True, attention_fp32=True, latent_absorbed=True),
+    "hf": Numerics("hf", norm_sums_unrounded=False, attention_fp32=False, latent_absorbed=False),
 }
 ENGINES = {
     "sglang": EngineProfile(

@@ -19,7 +19,7 @@ _CALLED: Mapping[str, str] = {
     "features_first": "the order of the qkv input",
     "later_norm": "the norm at the entry of later layers",
     "later_residual": "the residual stream of later layers",
-    "interleaved": "the pairs that RoPE turns",
+    "other_pairs": "the pairs that RoPE turns",
     "target_lm_head": "whose lm_head is used",
     "score_factor": "the scale of attention scores",
     "dropped": "the blocks that are left out",

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from replay.checkpoint.config import Rope
+from replay.checkpoint.rope import Rope
 from replay.engines.behaviour import CROSSED, RECORDED
 from replay.errors import CheckpointError, UsageError
 from replay.faults.change import Change, FaultValueError, Subject, behave, choice, number_of, positive_number
@@ -40,9 +40,9 @@ def rope_params(value: str) -> Change:
 
 
 def rope_geometry(value: str) -> Change:
-    possible = "interleaved, or partial:FRACTION of each head"
-    if value == "interleaved":
-        return behave(interleaved=True)
+    possible = "interleaved, halves, or partial:FRACTION of each head"
+    if value in ("interleaved", "halves"):
+        return _other_pairs(value)
     name, _, number = value.partition(":")
     if name != "partial" or re.fullmatch(r"(0?\.\d+|1(\.0*)?)", number, re.ASCII) is None or float(number) == 0:
         raise FaultValueError("position.rope-geometry", value, possible)
@@ -51,10 +51,27 @@ def rope_geometry(value: str) -> Change:
         changed = subject.configured(rope=replace(subject.config.rope, partial_factor=float(number)))
         if changed.config.rotary_dim < 2 or changed.config.rotary_dim % 2:
             raise UsageError(
-                f"partial:{number} turns {changed.config.rotary_dim} of {changed.config.head_dim} features per head, "
+                f"partial:{number} turns {changed.config.rotary_dim} of {changed.config.rotatable} features per head, "
                 "an even number of at least 2 was expected; type another fraction"
             )
         return changed
+
+    return change
+
+
+def _other_pairs(wanted: str) -> Change:
+    """RoPE pairs (2i, 2i + 1), ``interleaved``, or (i, i + half), ``halves``, where the head pairs the others."""
+
+    def change(subject: Subject) -> Subject:
+        latent = subject.config.latent
+        paired = "interleaved" if latent is not None and latent.interleaved else "halves"
+        if paired == wanted:
+            other = "halves" if wanted == "interleaved" else "interleaved"
+            raise CheckpointError(
+                f"draft head {subject.checkpoint.name} pairs features as {wanted} already; type "
+                f"position.rope-geometry={other}"
+            )
+        return subject.with_behaviour(other_pairs=True)
 
     return change
 

@@ -71,9 +71,10 @@ _TABLE: Sequence[FaultKind] = (
         run.rope_params, reports=5,
         remedy="write the rope_theta and rope scaling that training used into the draft config"),
     FaultKind(
-        "position.rope-geometry", "RoPE pairs or turns other features", "interleaved|partial:F", "interleaved",
+        "position.rope-geometry", "RoPE pairs or turns other features", "interleaved|halves|partial:F", "interleaved",
         run.rope_geometry, reports=4,
-        remedy="write rope_is_neox_style and partial_rotary_factor as trained into the draft config"),
+        remedy="write rope_is_neox_style, or rope_interleave of a latent head, and partial_rotary_factor as trained "
+        "into the draft config"),
     FaultKind(
         "position.max-len", "positions end at a maximum, or drafts do", "config|N[:dummy]", "config", run.max_len,
         reports=6, changes_feed=True,

@@ -93,6 +93,11 @@ def _interleave_qkv(subject: Subject) -> Subject:
     """Rows that lie group by group (its queries, its key, its value) read as all queries, all keys, all values."""
     import torch
 
+    if subject.config.latent is not None:
+        raise CheckpointError(
+            f"draft head {subject.checkpoint.name} has latent attention, without rows of q, k and v that could be "
+            "stacked; leave weights.layout away"
+        )
     config, width = subject.config, subject.config.head_dim
     per_group = config.num_heads // config.num_kv_heads
     changes: dict[str, torch.Tensor] = {}

@@ -18,7 +18,10 @@ _BLOCK_SCORES = 1 << 24
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of the same rows: [R, M, H] committed, [J, A, M, H] of chains, [N, C, M, H] in slots."""
+    """Keys and values of the same rows: [R, M, H] committed, [J, A, M, H] of chains, [N, C, M, H] in slots.
+
+    A value may be of another width than a key.
+    """
 
     k: Tensor
     v: Tensor
@@ -61,7 +64,7 @@ def attend_committed_and_chain(
     """Mixed values [A, N*H]: query a sees committed rows 0..reach[a]-1 and its own J chain rows, in that order.
 
     ``sight`` takes some of the committed rows away. One softmax spans both. J may be 0. Queries run in blocks, so
-    memory grows with R, not with A*R. Scores are scaled by head_dim**-0.5 times ``numerics.score_factor``.
+    memory grows with R, not with A*R. Scores are scaled by H**-0.5 times ``numerics.score_factor``.
     """
     heads, kv_heads = q_ANH.shape[1], base.k.shape[1]
     rows = base.k.shape[0]
@@ -78,7 +81,7 @@ def attend_committed_and_chain(
         )
         for block in blocks
     ]
-    return torch.cat(out) if out else q_ANH.flatten(1)
+    return torch.cat(out) if out else q_ANH.new_empty((0, heads * base.v.shape[-1]))
 
 
 def _attend_block(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from replay.checkpoint.config import HeadConfig
-from replay.checkpoint.tensor_table import NOT_LINEAR, linear_names
+from replay.checkpoint.tensor_table import LATENT_KV_B, NOT_LINEAR, linear_names
 from replay.engines.precision import Format, Precision, Scheme, fused_name
 from replay.engines.profiles import PRECISIONS, EngineProfile
 from replay.head.quantise import LARGEST, largest_magnitude, quantise, quantise_weight
@@ -38,7 +38,7 @@ class Emulation:
         """``dtype`` is what the head runs in. A format that is this dtype's own grid changes nothing and is dropped."""
         self._precision, self._dtype, self._config = precision, dtype, config
         self._schemes: dict[str, Scheme] = {}
-        self._kept = profile.unquantised
+        self._kept = (*profile.unquantised, LATENT_KV_B)
         self._features, self._kv = self._needed(precision.features), self._needed(precision.kv)
         logits = precision.logits
         self.logits_dtype = dtype if logits is None else getattr(torch, PRECISIONS[logits.grid])

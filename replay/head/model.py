@@ -4,7 +4,8 @@ Shape suffixes: R rows (token positions, of one or many requests), E head width,
 N attention heads, M key-value heads, H features per attention head, F MLP width, W draft vocabulary, V target
 vocabulary. A row pairs the embedding of the next token with the features of this position.
 
-Sources: arXiv 2503.01840; SafeAILab/EAGLE ``eagle/model/cnets.py``; sglang 0.5.23 ``models/llama_eagle3.py``.
+Sources: arXiv 2503.01840; SafeAILab/EAGLE ``eagle/model/cnets.py``; sglang 0.5.23 ``models/llama_eagle3.py`` and
+``models/kimi_k25_eagle3.py``. What differs by family lies in grouped.py and latent.py.
 Everything is differentiable, so training can use the same forward.
 """
 
@@ -23,8 +24,10 @@ from replay.engines.precision import PLAIN, Precision
 from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile
 from replay.errors import CheckpointError
 from replay.head.emulation import Emulation
+from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
+from replay.head.latent import LatentAttention, LatentWeights
 from replay.head.products import FP32_ON_CPU, Execution, ProductSizes, multiply
-from replay.head.rope import inverse_frequencies, rotate, rotate_interleaved
+from replay.head.rope import inverse_frequencies
 
 
 class Attend(Protocol):
@@ -79,7 +82,7 @@ class Head:
         self.config = checkpoint.config
         self.execution = execution
         self.behaviour = behaviour
-        self.numerics = replace(NUMERICS[profile.numerics], score_factor=behaviour.score_factor)
+        self.numerics = NUMERICS[profile.numerics]
         self.notes = list(checkpoint.notes)
         self.emulation = Emulation(precision, self.config, profile, self.dtype)
         self._weights = self.emulation.weights(checkpoint.tensors, self.device)
@@ -89,8 +92,9 @@ class Head:
         self._use_attention_bias = self.config.attention_bias and profile.attention_bias
         if self.config.attention_bias and not profile.attention_bias:
             self.notes.append(f"{profile.name} builds q, k and v without the bias that this head has")
-        self._fused = [self._fuse_projections(layer) for layer in range(self.config.num_layers)]
-        self._inv_freq = inverse_frequencies(self.config.rope, self.config.rotary_dim).to(self.device)
+        self._gate_up = [self._stacked(f"layers.{layer}.mlp.", "gate_up") for layer in range(self.config.num_layers)]
+        self._attention: GroupedAttention | LatentAttention = self._build_attention()
+        self._set_run()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,9 +110,27 @@ class Head:
         """This head with the same weights under another behaviour, or a config that differs in RoPE or epsilon only."""
         other = copy(self)
         other.behaviour, other.config = behaviour, config
-        other.numerics = replace(self.numerics, score_factor=behaviour.score_factor)
-        other._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
+        other._set_run()
         return other
+
+    def _set_run(self) -> None:
+        """What follows from config and behaviour without new weights."""
+        config, behaviour = self.config, self.behaviour
+        self._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
+        attention, other = self._attention, behaviour.other_pairs
+        if isinstance(attention, LatentAttention):
+            self._attention = replace(attention, config=config, other_pairs=other, norm=self._norm)
+        else:
+            self._attention = replace(attention, config=config, other_pairs=other)
+        # Keys that are wider or narrower than an attention head keep the scale of its width.
+        width = (self.cached.key / config.head_dim) ** 0.5
+        factor = behaviour.score_factor * config.rope.score_factor * width
+        self.numerics = replace(self.numerics, score_factor=factor)
+
+    @property
+    def cached(self) -> CachedWidths:
+        """What the draft KV holds of a row and layer."""
+        return self._attention.cached
 
     def _choose_embedding(self, checkpoint: Checkpoint, target_VE: Tensor | None, profile: EngineProfile) -> Tensor:
         own_VE = checkpoint.tensors.get("embed_tokens.weight")
@@ -153,13 +175,22 @@ class Head:
             )
         return ids_W.to(self.device)
 
-    def _fuse_projections(self, layer: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        """qkv weight, qkv bias and gate-up weight, stacked as servers run them."""
-        prefix = f"layers.{layer}."
-        qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
-        bias = torch.cat([self._weights[f"{name}.bias"] for name in qkv]) if self._use_attention_bias else None
-        gate_up = [self._weights[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up")]
-        return torch.cat([self._weights[f"{name}.weight"] for name in qkv]), bias, torch.cat(gate_up)
+    def _build_attention(self) -> GroupedAttention | LatentAttention:
+        emulation, config = self.emulation, self.config
+        if config.latent is not None:
+            weights, absorbed = LatentWeights.of(self._weights), self.numerics.latent_absorbed
+            return LatentAttention(
+                config, config.latent, False, absorbed, weights, self.execution, self._product, self._norm,
+                emulation.stored,
+            )  # fmt: skip
+        prefixes = [f"layers.{layer}.self_attn." for layer in range(config.num_layers)]
+        biases = [self._stacked(prefix, "q_k_v", "bias") if self._use_attention_bias else None for prefix in prefixes]
+        stacked = [self._stacked(prefix, "q_k_v") for prefix in prefixes]
+        return GroupedAttention(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
+
+    def _stacked(self, prefix: str, parts: str, kind: str = "weight") -> Tensor:
+        """Projections of one block, joined as servers run them."""
+        return torch.cat([self._weights[f"{prefix}{part}_proj.{kind}"] for part in parts.split("_")])
 
     # ---- the forward, in the order of the paper ----
 
@@ -202,11 +233,12 @@ class Head:
         hidden, residual = state_RE, state_RE
         for layer in range(self.config.num_layers):
             inputs, residual = self._enter_layer(layer, embeds_RE, hidden, residual)
-            q_RNH, k_RMH, v_RMH = self._project(layer, inputs, rotation, sizes)
+            q_RNH, k_RMH, v_RMH = self._attention.project(layer, inputs, rotation, sizes)
             if keep_Q is not None and layer == self.config.num_layers - 1:
                 q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
                 sizes = None if sizes is None else sizes.keep(keep_Q)
-            mixed = self._linear(attend(layer, q_RNH, k_RMH, v_RMH), f"layers.{layer}.self_attn.o_proj", sizes)
+            mixed = self._attention.leave(attend(layer, q_RNH, k_RMH, v_RMH), sizes)
+            mixed = self._linear(mixed, f"layers.{layer}.self_attn.o_proj", sizes)
             mixed = self._kept(mixed, "attention", layer)
             hidden, residual = self._add_norm(mixed, residual, f"layers.{layer}.post_attention_layernorm")
             hidden = self._kept(self._mlp(layer, hidden, sizes), "mlp", layer)
@@ -237,23 +269,12 @@ class Head:
         dropped = {(block, layer), (block, None)} & set(self.behaviour.dropped)
         return torch.zeros_like(outcome_RE) if dropped else outcome_RE
 
-    def _project(
-        self, layer: int, inputs: Tensor, rotation: tuple[Tensor, Tensor], sizes: ProductSizes | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        weight, bias, _ = self._fused[layer]
-        config = self.config
-        widths = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
-        product = self._product(f"layers.{layer}.self_attn.qkv_proj", inputs, weight, bias, sizes)
-        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in product.split(widths, dim=-1))
-        turn = rotate_interleaved if self.behaviour.interleaved else rotate
-        return turn(q, *rotation), self.emulation.stored(turn(k, *rotation)), self.emulation.stored(v)
-
     def _mlp(self, layer: int, x_RE: Tensor, sizes: ProductSizes | None) -> Tensor:
         prefix = f"layers.{layer}.mlp."
         bias = None
         if self.config.mlp_bias:
-            bias = torch.cat([self._weights[f"{prefix}{part}_proj.bias"] for part in ("gate", "up")])
-        product = self._product(f"{prefix}gate_up_proj", x_RE, self._fused[layer][2], bias, sizes)
+            bias = self._stacked(prefix, "gate_up", "bias")
+        product = self._product(f"{prefix}gate_up_proj", x_RE, self._gate_up[layer], bias, sizes)
         gate, up = product.chunk(2, dim=-1)
         return self._linear(functional.silu(gate) * up, f"{prefix}down_proj", sizes)
 
@@ -301,7 +322,7 @@ class Head:
             return (x_fp32 * weight).to(self.dtype)
         return weight * x_fp32.to(self.dtype)
 
-    def _rotation(self, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions_R: Tensor) -> Rotation:
         angles = positions_R.to(self.device).float()[:, None] * self._inv_freq
         factor = self.config.rope.attention_factor
         return (angles.cos() * factor).to(self.dtype), (angles.sin() * factor).to(self.dtype)

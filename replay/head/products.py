@@ -6,6 +6,7 @@ products as large as its own; drafting/product_sizes.py says how large these are
 Suffixes: R rows, Q some of them, N rows of one size, I inputs, O outputs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,29 +60,46 @@ def multiply(
     x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, execution: Execution, sizes: ProductSizes | None
 ) -> Tensor:
     """``x`` times the transposed weight [R, O], in products as large as ``sizes`` says or ``execution`` allows."""
+    return _in_pieces(x_RI, lambda piece_RI: functional.linear(piece_RI, weight_OI, bias_O), execution, sizes)
+
+
+def multiply_heads(x_RNI: Tensor, weight_NIO: Tensor, execution: Execution, sizes: ProductSizes | None) -> Tensor:
+    """Each attention head's rows times its own weight [R, N, O], in products as large as those of ``multiply``."""
+    return _in_pieces(
+        x_RNI, lambda piece_RNI: torch.bmm(piece_RNI.transpose(0, 1), weight_NIO).transpose(0, 1), execution, sizes
+    )
+
+
+def _in_pieces(
+    x_RI: Tensor, product: Callable[[Tensor], Tensor], execution: Execution, sizes: ProductSizes | None
+) -> Tensor:
     if sizes is not None:
-        return _multiply_by_size(x_RI, weight_OI, bias_O, execution, sizes)
+        return _by_size(x_RI, product, execution, sizes)
     rows, most = len(x_RI), execution.product_rows
     if most is not None and rows > most:
-        return torch.cat([functional.linear(piece, weight_OI, bias_O) for piece in x_RI.split(most)])
+        return torch.cat([product(piece) for piece in x_RI.split(most)])
     if execution.device.type == "cpu" and execution.dtype.itemsize == 2:
-        filled_RI = functional.pad(x_RI, (0, 0, 0, filled_rows(rows) - rows))
-        return functional.linear(filled_RI, weight_OI, bias_O)[:rows]
-    return functional.linear(x_RI, weight_OI, bias_O)
+        return product(_with_zeros(x_RI, filled_rows(rows) - rows))[:rows]
+    return product(x_RI)
 
 
-def _multiply_by_size(
-    x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, execution: Execution, sizes: ProductSizes
-) -> Tensor:
+def _by_size(x_RI: Tensor, product: Callable[[Tensor], Tensor], execution: Execution, sizes: ProductSizes) -> Tensor:
     assert len(x_RI) == len(sizes.sizes_R)
-    out_RO = x_RI.new_empty((len(x_RI), len(weight_OI)))
+    out_RO = x_RI.new_empty(0)
     for size, index_N in sizes.groups:
         x_NI = x_RI[index_N]
         if size > (execution.product_rows or 0):
-            x_NI = functional.pad(x_NI, (0, 0, 0, -len(index_N) % size))
-        parts = [functional.linear(piece, weight_OI, bias_O) for piece in x_NI.split(size)]
-        out_RO[index_N] = torch.cat(parts)[: len(index_N)]
+            x_NI = _with_zeros(x_NI, -len(index_N) % size)
+        made_NO = torch.cat([product(piece) for piece in x_NI.split(size)])[: len(index_N)]
+        if not out_RO.numel():
+            out_RO = made_NO.new_empty((len(x_RI), *made_NO.shape[1:]))
+        out_RO[index_N] = made_NO
     return out_RO
+
+
+def _with_zeros(x_RI: Tensor, rows: int) -> Tensor:
+    """``x`` with so many more rows of zeros."""
+    return functional.pad(x_RI, (0, 0) * (x_RI.dim() - 1) + (0, rows))
 
 
 def filled_rows(rows: int) -> int:

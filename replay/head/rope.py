@@ -7,7 +7,7 @@ from math import log, pi
 import torch
 from torch import Tensor
 
-from replay.checkpoint.config import Rope
+from replay.checkpoint.rope import Rope
 
 
 def inverse_frequencies(rope: Rope, rotary_dim: int) -> Tensor:

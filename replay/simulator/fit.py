@@ -2,7 +2,7 @@
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import HeadConfig
-from replay.checkpoint.tensor_table import expected_tensors, linear_names
+from replay.checkpoint.tensor_table import LATENT_KV_B, expected_tensors, linear_names
 from replay.engines.precision import Format, Precision, fused_name
 from replay.engines.wiring import Wiring, check_wiring
 from replay.errors import CheckpointError, UsageError
@@ -77,6 +77,11 @@ def check_precision(precision: Precision, config: HeadConfig, head: str) -> None
                 f"precision part {rule} matches no tensor of draft head {head}; it has {', '.join(linear)}, and norms "
                 "and embed_tokens for who asks for them"
             )
+    if config.latent is not None and precision.scheme(LATENT_KV_B, (LATENT_KV_B,)).input is not None:
+        raise UsageError(
+            f"precision {precision} quantises the input of kv_b_proj, and of a latent head that product is a part of "
+            "the attention, whose input is the draft KV; type kv_b_proj.weight=..., or --kv-dtype for what it reads"
+        )
     entering: dict[str, tuple[str, Format | None]] = {}
     for name in linear:
         product, form = fused_name(name), precision.scheme(name).input

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.heads import random_tensors, target_tables, tiny_checkpoint, tiny_config, write_head
+from support.heads import (
+    DEEPSEEK_YARN,
+    LATENT,
+    random_tensors,
+    target_tables,
+    tiny_checkpoint,
+    tiny_config,
+    write_head,
+)
 from torch import Tensor
 from twins.rounds import plain_causal_attention
 
@@ -572,6 +580,88 @@ def test_a_config_that_cannot_be_names_the_field_and_the_value(changes: dict[str
         parse_config(tiny_config(**changes))
 
 
+# ---- latent heads, as SGLang 0.5.23 models/kimi_k25_eagle3.py reads them ----
+
+
+def test_a_latent_head_has_the_tensors_of_its_class() -> None:
+    """Shapes worked by hand from the class: 4 heads of 10 + 8 and 6, ranks 20 and 24, 32 wide."""
+    _, tensors = parts(**LATENT)
+    attention = {name: tuple(tensors[name].shape) for name in tensors if ".self_attn." in name}
+    short = {name.removeprefix("layers.0.self_attn.").removesuffix(".weight"): attention[name] for name in attention}
+    assert short == {
+        "q_a_proj": (20, 64), "q_a_layernorm": (20,), "q_b_proj": (72, 20), "kv_a_proj_with_mqa": (32, 64),
+        "kv_a_layernorm": (24,), "kv_b_proj": (64, 24), "o_proj": (32, 24),
+    }  # fmt: skip
+
+
+def test_a_latent_head_is_read_in_both_of_its_spellings(tmp_path: Path) -> None:
+    _, tensors = parts(**LATENT)
+    midlayer = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    for number, spelled in enumerate((tensors, midlayer)):
+        folder = write_tiny(tmp_path / str(number), spelled, **LATENT)
+        assert_same(read_checkpoint(folder).tensors, tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: {f"model.{name}": tensor for name, tensor in found.items()},
+         "a server skips every name that begins with model.; export it as fc.weight"),
+        (lambda found: found | {"aux_norm_low.weight": torch.ones(32)}, "has aux_norm_low.weight, which its config"),
+        (lambda found: {k: v for k, v in found.items() if "kv_a_proj" not in k}, "lacks .*kv_a_proj_with_mqa.weight"),
+        (lambda found: found | {"layers.0.self_attn.q_a_proj.bias": torch.ones(20)}, "has .*q_a_proj.bias"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_a_server_skips_in_a_latent_head_is_refused(
+    change: Callable[[Tensors], Tensors], message: str
+) -> None:
+    config, tensors = parts(**LATENT)
+    with pytest.raises(CheckpointError, match=message):
+        check_checkpoint("h", config, change(tensors))
+
+
+@pytest.mark.parametrize(
+    ("changes", "taps", "layer_ids"),
+    [
+        ({}, 3, (-1, 0, 2)),
+        ({"eagle_config": None}, 3, None),
+        ({"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [0, 2]}, 2, None),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, 3, (-1, 0, 2)),
+    ],
+    ids=str,
+)
+def test_top_level_ids_count_taps_and_choose_none(
+    changes: dict[str, Any], taps: int, layer_ids: tuple[int, ...] | None
+) -> None:
+    config, _ = parts(**LATENT | changes)
+    assert (config.num_taps, config.layer_ids) == (taps, layer_ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lora_rank": None}, "config has no q_lora_rank, an integer"),
+        ({"v_head_dim": 0}, "v_head_dim is 0, an integer from 1"),
+        ({"num_hidden_layers": 2}, r"num_hidden_layers is 2, 1 \(a latent head has one layer\) was expected"),
+        ({"num_hidden_layers": None}, "config has no num_hidden_layers"),
+        ({"qk_rope_head_dim": 7}, "7 of 7 features per attention head would be rotated"),
+        ({"norm_before_residual": True}, r"norm_before_residual is True, false \(SGLang does not"),
+        ({"eagle_config": {"norm_before_fc": True}}, r"eagle_config: norm_before_fc is True, false \(SGLang"),
+        ({"num_aux_hidden_states": 4}, r"num_aux_hidden_states is 4, 3 \(SGLang counts"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear', a latent head runs default or yarn"),
+        ({"rope_scaling": DEEPSEEK_YARN | {"factor": None}}, "rope_scaling has no factor"),
+        (
+            {"rope_scaling": DEEPSEEK_YARN | {"extrapolation_factor": 0.5}},
+            "extrapolation_factor is 0.5, 1 was expected",
+        ),
+    ],
+    ids=str,
+)
+def test_a_latent_config_that_no_server_runs_names_the_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parse_config(tiny_config(**LATENT | changes))
+
+
 # ---- nothing is read and then ignored ----
 
 
@@ -592,12 +682,14 @@ def outputs(config: HeadConfig, tensors: Tensors, engine: str = "eagle") -> tupl
     return head.logits(output.normed_RE), output.feedback_RE
 
 
+RICH_LATENT = LATENT | {"rope_scaling": DEEPSEEK_YARN, "fc_norm": True, "bias": True}
+
 # `d2t` moves target ids and not logits; it is tested above. SGLang 0.5.23 loads `input_layernorm` of the layers after
 # the first and never runs it (models/llama_eagle3.py: only layer 0 embeds), so neither does replay.
 UNUSED = {"d2t", "layers.1.input_layernorm.weight"}
 
 
-@pytest.mark.parametrize("options", [RICH, {"num_hidden_layers": 2}, {"target_hidden_size": 20}], ids=str)
+@pytest.mark.parametrize("options", [RICH, {"num_hidden_layers": 2}, {"target_hidden_size": 20}, RICH_LATENT], ids=str)
 def test_every_tensor_moves_the_logits(options: dict[str, Any]) -> None:
     config, tensors = parts(**options)
     before, _ = outputs(config, tensors)
@@ -627,6 +719,12 @@ def test_every_tensor_moves_the_logits(options: dict[str, Any]) -> None:
           for change in ({"factor": 2.0}, {"beta_fast": 2.0}, {"beta_slow": 8.0}, {"truncate": True}, {"mscale": 2.0},
                          {"mscale_all_dim": 2.0}, {"attention_factor": 1.5}, {"attn_factor": 1.5},
                          {"original_max_position_embeddings": 99})],
+        (LATENT, {"rope_interleave": False}),
+        (LATENT, {"rope_scaling": DEEPSEEK_YARN}),
+        *[(RICH_LATENT, {"rope_scaling": DEEPSEEK_YARN | change})
+          for change in ({"factor": 2.0}, {"beta_fast": 2.0}, {"beta_slow": 8.0}, {"mscale": 2.0}, {"rope_theta": 50.0},
+                         {"mscale_all_dim": 2.0}, {"attn_factor": 1.5}, {"apply_yarn_scaling": False},
+                         {"apply_scale": False}, {"original_max_position_embeddings": 999})],
     ],
     ids=str,
 )  # fmt: skip

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.fault_cases import CASES, INVISIBLE, LAYERS, TAPS, TWO_LAYERS, healthy_subject
+from support.fault_cases import (
+    CASES,
+    INVISIBLE,
+    LATENT_CASES,
+    LATENT_HEAD,
+    LAYERS,
+    TAPS,
+    TWO_LAYERS,
+    healthy_subject,
+)
 from support.heads import target_tables
 from support.products import products_seen
 from twins.rounds import Twin, TwinRound, draft_one_round, replay_request
@@ -114,7 +123,21 @@ def twin_rounds(head: Head, items: list[DraftInput]) -> list[list[TwinRound]]:
 
 @pytest.mark.parametrize("case", [*CASES, *INVISIBLE])
 def test_drafts_equal_the_twins_under_each_fault(case: str) -> None:
-    healthy = healthy_subject({**CASES, **INVISIBLE}[case])
+    assert_drafts_are_the_twins(case, {**CASES, **INVISIBLE}[case])
+
+
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_drafts_of_a_latent_head_equal_the_twins_under_faults(case: str) -> None:
+    assert_drafts_are_the_twins(case, LATENT_HEAD)
+
+
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_faults_of_a_latent_head_show_in_what_is_computed(case: str) -> None:
+    assert_it_shows(case, LATENT_HEAD)
+
+
+def assert_drafts_are_the_twins(case: str, options: dict[str, Any]) -> None:
+    healthy = healthy_subject(options)
     changed = apply_faults(healthy, parse_faults(case))
     head = bound(changed)
     items = inputs(changed, healthy)
@@ -133,7 +156,11 @@ def test_drafts_equal_the_twins_under_each_fault(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_each_fault_shows_in_what_is_computed(case: str) -> None:
     """Not in the tokens, which a small change may leave as they are, but in what they are chosen from."""
-    healthy = healthy_subject(CASES[case])
+    assert_it_shows(case, CASES[case])
+
+
+def assert_it_shows(case: str, options: dict[str, Any]) -> None:
+    healthy = healthy_subject(options)
     changed = apply_faults(healthy, parse_faults(case))
     items = inputs(changed, healthy)
     straight = inputs(healthy, healthy)

@@ -72,6 +72,8 @@ def test_numbers_that_mean_nothing_are_refused(kind: str, number: int) -> None:
         ("weights.missing=layers.7", "no tensor layers.7; it has"),
         ("weights.overwritten=embed:own", "no embed_tokens"),
         ("position.rope-geometry=partial:0.3", "even number"),
+        ("position.rope-geometry=halves", "halves already; type position.rope-geometry=interleaved"),
+        ("wiring.norm=skip:kv_a_layernorm", "no kv_a_layernorm"),
     ],
 )
 def test_a_fault_that_does_not_fit_the_head_is_refused(case: str, said: str) -> None:

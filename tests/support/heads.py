@@ -35,6 +35,16 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
+# What makes it a head with DeepSeek's attention, whose key (nope + rope), value and latent are of three widths.
+LATENT: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "head_dim": None,
+    "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6,
+}  # fmt: skip
+# As Kimi-K2 writes it, but for an mscale of its own, so that both factors of it are other than 1, and for a base and a
+# length at which each number tells.
+DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 64,
+                 "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.0}  # fmt: skip
+
 # A head that fits the invented target of trace_maker.py: wired embed,2.
 INVENTED = tiny_config(
     hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=64, draft_vocab_size=48,

@@ -45,14 +45,16 @@ def plain_attention(
     zeros_RR: Tensor,
     numerics: Numerics,
     score_factor: float = 1.0,
+    head_width: int | None = None,
 ) -> Tensor:
     """Mixed values [R, N*H], head by head: row i sees the rows that ``seen_RR[i]`` marks, as zeros where marked so."""
     dtype = q_RNH.dtype
     if numerics.attention_fp32:
         q_RNH, k_RMH, v_RMH = q_RNH.float(), k_RMH.float(), v_RMH.float()
-    _, heads, width = q_RNH.shape
+    width = head_width or q_RNH.shape[2]
+    heads = q_RNH.shape[1]
     group = heads // k_RMH.shape[1]
-    out_RNH = torch.empty_like(q_RNH)
+    out_RNH = q_RNH.new_empty((*q_RNH.shape[:2], v_RMH.shape[2]))
     for head in range(heads):
         q, k, v = q_RNH[:, head], k_RMH[:, head // group], v_RMH[:, head // group]
         scores_RR = q @ k.T / sqrt(width) * score_factor
@@ -65,7 +67,7 @@ def plain_attention(
 def plain_causal_attention(q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor, numerics: Numerics) -> Tensor:
     """Mixed values [R, N*H] where row i sees rows 0..i."""
     seen_RR = torch.ones(len(q_RNH), len(q_RNH), dtype=torch.bool).tril()
-    return plain_attention(q_RNH, k_RMH, v_RMH, seen_RR, torch.zeros_like(seen_RR), numerics)
+    return plain_attention(q_RNH, k_RMH, v_RMH, seen_RR, torch.zeros_like(seen_RR), numerics, numerics.score_factor)
 
 
 class Twin:
@@ -178,11 +180,21 @@ class Twin:
         for slot, row in enumerate(self.rows):
             seen[slot, list(row.sees)] = True
             zeros[slot, list(row.sees_zeros)] = True
+        config, numerics = self._head.config, self._head.numerics
         return self._head.forward(
             torch.stack([row.embed_E for row in self.rows]),
             torch.stack([row.state_E for row in self.rows]),
             torch.tensor([row.position for row in self.rows]),
-            lambda _, q, k, v: plain_attention(q, k, v, seen, zeros, self._head.numerics, self._behaviour.score_factor),
+            lambda _, q, k, v: plain_attention(
+                q,
+                k,
+                v,
+                seen,
+                zeros,
+                numerics,
+                self._behaviour.score_factor * config.rope.score_factor,
+                config.head_dim,
+            ),
         )
 
     def draft(self, steps: int, fed: Sequence[int] = ()) -> list[int]:

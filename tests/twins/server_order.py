@@ -48,8 +48,9 @@ class OrderedRequest:
         self._head, self._item, self._steps = head, item, steps
         self._chosen = torch.cat([item.tokens_T, torch.empty(0, dtype=torch.long) if tail is None else tail])
         config = head.config
-        shape = (len(item.tokens_T) + steps + 1, config.num_kv_heads, config.head_dim)
-        empty = [torch.empty(shape, dtype=head.dtype, device=head.device) for _ in range(2 * config.num_layers)]
+        rows, cached = len(item.tokens_T) + steps + 1, head.cached
+        shapes = [(rows, cached.heads, width) for width in (cached.key, cached.value) for _ in range(config.num_layers)]
+        empty = [torch.empty(shape, dtype=head.dtype, device=head.device) for shape in shapes]
         self._kv = _DraftKV(empty[: config.num_layers], empty[config.num_layers :])
         self.anchor = item.prompt_tokens
         self._products = {first: size for first, _, size in item.spans}
@@ -117,8 +118,8 @@ class OrderedRequest:
     def _attend(self, layer: int, q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
         rows = self._kv.append(layer, k_RMH, v_RMH)
         reach = torch.arange(self._kv.written + 1, self._kv.written + 1 + len(q_RNH), device=self._head.device)
-        none = k_RMH.new_empty((0, len(q_RNH), *k_RMH.shape[1:]))
-        return attend_committed_and_chain(q_RNH, rows, reach, KeyValues(none, none), self._head.numerics)
+        none = KeyValues(*(part.new_empty((0, len(q_RNH), *part.shape[1:])) for part in (k_RMH, v_RMH)))
+        return attend_committed_and_chain(q_RNH, rows, reach, none, self._head.numerics)
 
 
 def replay_in_order(head: Head, item: DraftInput, steps: int, tail: Tensor | None = None) -> list[TwinRound]:

@@ -1,0 +1,64 @@
+"""Attention of Llama heads: queries, keys and values from one product, key-value heads shared by groups of queries.
+
+Suffixes as in model.py. Source: SGLang 0.5.23 models/llama_eagle3.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from replay.checkpoint.config import HeadConfig
+from replay.head.products import ProductSizes
+from replay.head.rope import rotate, rotate_interleaved
+
+Rotation = tuple[Tensor, Tensor]
+Projected = tuple[Tensor, Tensor, Tensor]
+
+
+class Product(Protocol):
+    """A named matrix product in the head's precision: input [R, I], weight [O, I], bias [O] or None, sizes or None."""
+
+    def __call__(
+        self, name: str, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, sizes: ProductSizes | None, /
+    ) -> Tensor: ...
+
+
+class CachedWidths(NamedTuple):
+    """What the draft KV holds of a row and layer: so many heads, each a key and a value of these widths."""
+
+    heads: int
+    key: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """Before and after the mixing of values, for every layer: ``weights`` and ``biases`` of q, k and v, stacked."""
+
+    config: HeadConfig
+    other_pairs: bool
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    product: Product
+    stored: Callable[[Tensor], Tensor]
+
+    @property
+    def cached(self) -> CachedWidths:
+        """Key-value heads, and the width of one twice."""
+        return CachedWidths(self.config.num_kv_heads, self.config.head_dim, self.config.head_dim)
+
+    def project(self, layer: int, inputs_RI: Tensor, rotation: Rotation, sizes: ProductSizes | None) -> Projected:
+        """Rotated queries [R, N, H], and keys and values [R, M, H] as the draft KV holds them."""
+        config = self.config
+        widths = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
+        name = f"layers.{layer}.self_attn.qkv_proj"
+        product = self.product(name, inputs_RI, self.weights[layer], self.biases[layer], sizes)
+        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in product.split(widths, dim=-1))
+        turn = rotate_interleaved if self.other_pairs else rotate
+        return turn(q, *rotation), self.stored(turn(k, *rotation)), self.stored(v)
+
+    def leave(self, mixed_RI: Tensor, sizes: ProductSizes | None) -> Tensor:
+        """What o_proj takes in [R, N*H]: the mixed values as they are."""
+        return mixed_RI

@@ -1,0 +1,158 @@
+"""Latent heads: step logits equal those of Transformers' own DeepSeek-V3 modules, and both orders of products agree."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.heads import DEEPSEEK_YARN, LATENT, target_tables, tiny_checkpoint
+from support.latent_peer import LatentPeer
+from support.random_heads import FP64
+from torch import Tensor
+
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.drafting import next_tokens
+from replay.drafting.every_anchor import draft_every_anchor
+from replay.drafting.rows import DraftInput
+from replay.engines.behaviour import HEALTHY, Behaviour
+from replay.engines.precision import PLAIN, Precision, parse_precision
+from replay.engines.profiles import ENGINES, NUMERICS
+from replay.head.model import Head, TargetTables
+from replay.head.products import FP32_ON_CPU, Execution
+
+STEPS, LENGTH = 4, 22
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "yarn": {"rope_parameters": DEEPSEEK_YARN},
+    "neox": {"rope_interleave": False, "rope_parameters": DEEPSEEK_YARN},
+    "every norm, bias": {"fc_norm": True, "norm_output": True, "bias": True},
+    "target's lm_head": {"draft_vocab_size": None},
+    "tied": {"draft_vocab_size": None, "tie_word_embeddings": True},
+    "two taps, wider target": {
+        "target_hidden_size": 40, "eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1, 2]},
+    "large epsilon": {"rms_norm_eps": 0.1},
+}  # fmt: skip
+
+
+def latent_checkpoint(**options: Any) -> Checkpoint:
+    """Half the gain in the layers: see ``calm`` in test_peer_head.py."""
+    checkpoint = tiny_checkpoint(seed=3, **LATENT | options)
+    tensors = {
+        key: tensor / 2 if key.startswith("layers.") and tensor.ndim == 2 else tensor
+        for key, tensor in checkpoint.tensors.items()
+    }
+    return replace(checkpoint, tensors=tensors)
+
+
+def build(
+    checkpoint: Checkpoint,
+    numerics: str,
+    execution: Execution = FP32_ON_CPU,
+    behaviour: Behaviour = HEALTHY,
+    precision: Precision = PLAIN,
+) -> Head:
+    tables = TargetTables(*target_tables(checkpoint))
+    profile = replace(ENGINES["sglang"], numerics=numerics)
+    return Head(checkpoint, tables, profile=profile, execution=execution, behaviour=behaviour, precision=precision)
+
+
+def random_request(head: Head) -> DraftInput:
+    """One prompt token, so that every row is an anchor's."""
+    generator = torch.Generator().manual_seed(11)
+    tokens_T = torch.randint(head.config.vocab_size, (LENGTH,), generator=generator)
+    return DraftInput(tokens_T, torch.randn(LENGTH - 1, head.config.fc_inputs, generator=generator), 1)
+
+
+def replayed_logits(monkeypatch: pytest.MonkeyPatch, head: Head) -> list[Tensor]:
+    """Our logits [R, W] of each step."""
+    seen: list[Tensor] = []
+    choose = next_tokens.choose
+
+    def tap(head: Head, logits_AW: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(logits_AW)
+        return choose(head, logits_AW)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(next_tokens, "choose", tap)
+        draft_every_anchor(head, [random_request(head)], STEPS)
+    return seen
+
+
+def peer_logits(checkpoint: Checkpoint, head: Head, rope: dict[str, Any]) -> list[Tensor]:
+    """The peer's, fed its own drafts."""
+    target_embed_VE, target_lm_head_VE = target_tables(checkpoint)
+    embed_VE = checkpoint.tensors.get("embed_tokens.weight", target_embed_VE)
+    tables = {"own": checkpoint.tensors.get("lm_head.weight"), "target": target_lm_head_VE, "embed": embed_VE}
+    lm_head_WE = tables[checkpoint.config.lm_head]
+    assert lm_head_WE is not None
+    item = random_request(head)
+    d2t_W = checkpoint.tensors.get("d2t", torch.zeros(len(lm_head_WE), dtype=torch.long))
+
+    def next_id(logits_W: Tensor) -> int:
+        best = int(logits_W.argmax())
+        return best + int(d2t_W[best])
+
+    peer = LatentPeer(checkpoint, embed_VE, lm_head_WE, rope)
+    return peer.logits(item.tokens_T[1 : item.rows + 1], item.features_RKD[: item.rows], STEPS, next_id)
+
+
+def differences(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
+    assert [part.shape for part in ours] == [part.shape for part in theirs] and len(ours) == STEPS
+    return [float((mine - peer).abs().max()) for mine, peer in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_step_logits_equal_those_of_transformers_modules(
+    name: str, numerics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = latent_checkpoint(**OPTIONS[name])
+    head = build(checkpoint, numerics)
+    theirs = peer_logits(checkpoint, head, OPTIONS[name].get("rope_parameters", PLAIN_ROPE))
+    assert max(differences(replayed_logits(monkeypatch, head), theirs)) < 1e-4
+    assert all(step.std(dim=0).mean() > 0.3 for step in theirs)  # there is something to tell apart
+
+
+# Each is a fault of a latent head; the value is what the peer of the sound head differs by at least.
+BROKEN: dict[str, Behaviour] = {
+    "the other pairs": Behaviour(other_pairs=True),
+    "the factor on scores missing": Behaviour(score_factor=1 / 1.459),
+    "latent not normed": Behaviour(skip_norms=("kv_a_layernorm",)),
+    "query not normed": Behaviour(skip_norms=("q_a_layernorm",)),
+}
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_head_is_told_apart(fault: str, numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = latent_checkpoint(rope_parameters=DEEPSEEK_YARN)
+    head = build(checkpoint, numerics)
+    theirs = peer_logits(checkpoint, head, DEEPSEEK_YARN)
+    broken = head.variation(BROKEN[fault], checkpoint.config)
+    assert differences(replayed_logits(monkeypatch, broken), theirs)[0] > 1e-2
+    assert max(differences(replayed_logits(monkeypatch, head), theirs)) < 1e-4  # the head itself is as it was
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16+kv=fp8_e4m3:scale=1", "bf16+kv=int8", "bf16+w4a16:g32"])
+def test_both_orders_store_the_same_rows(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the draft KV is stored in: a latent and a rope key, never what is made of them. Norms, softmax and the
+    absorbed order's attention are fp32 in any dtype."""
+    checkpoint = latent_checkpoint(rope_parameters=DEEPSEEK_YARN)
+    parsed = parse_precision(precision)
+    absorbed, plain = (
+        replayed_logits(monkeypatch, build(checkpoint, order, FP64, precision=parsed)) for order in ("sglang", "hf")
+    )
+    assert max(differences(absorbed, plain)) < 1e-5
+    if parsed.kv is not None:
+        sound = replayed_logits(monkeypatch, build(checkpoint, "hf", FP64))
+        assert max(differences(plain, sound)) > 1e-3
+
+
+def test_products_as_small_as_a_servers_change_no_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = latent_checkpoint(rope_parameters=DEEPSEEK_YARN)
+    whole, small = (
+        replayed_logits(monkeypatch, build(checkpoint, "sglang", replace(FP64, product_rows=rows)))
+        for rows in (None, 4)
+    )
+    assert max(differences(whole, small)) < 1e-12
