@@ -1,11 +1,8 @@
 """`replay import`: dumps become a trace that is whole, or none."""
 
 import hashlib
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -16,12 +13,12 @@ from replay.capture.dumps.border import Masks, Turn, read_masks, turns_of
 from replay.capture.dumps.convert import header_taps, request_of
 from replay.capture.dumps.find import FORMATS, open_dump
 from replay.capture.dumps.sample import ROUNDED, Dump, Sample
-from replay.capture.dumps.slots import Slots, check_count, check_names, split
+from replay.capture.dumps.slots import Slots, beside_last, check_count, check_names, split
 from replay.capture.dumps.stage import Stage, find_stage, stage_of
 from replay.capture.dumps.target import DumpTarget, open_dump_target
+from replay.capture.dumps.whole import check_replaceable, whole_folder
 from replay.capture.options import parse_distinct_taps
 from replay.errors import CaptureError, OutputError, UsageError
-from replay.traces import files
 from replay.traces.captured import CapturedRequest
 from replay.traces.check import ERROR, check_trace
 from replay.traces.header import CaptureSettings, EngineInfo, TraceHeader
@@ -62,8 +59,11 @@ class ImportOptions:
 
 @dataclass(frozen=True, slots=True)
 class ImportResult:
-    """What was written. ``agreed`` output tokens are the target's first choice after those before it;
-    ``nats`` is what an output token costs on average. ``skipped`` texts were trained on nowhere."""
+    """What was written.
+
+    ``agreed`` output tokens are the target's first choice after those before it; one costs ``nats`` on average, a blind
+    guess ``blind``. ``skipped`` texts were trained on nowhere.
+    """
 
     path: Path
     form: str
@@ -76,6 +76,7 @@ class ImportResult:
     taps: tuple[str, ...]
     agreed: int
     nats: float
+    blind: float
     missing: tuple[str, ...]
 
 
@@ -105,7 +106,7 @@ def import_dumps(options: ImportOptions, on_text: OnText = lambda done, total: N
     names = _slot_names(options, dump, target)
     masks = None if options.loss_masks is None else read_masks(options.loss_masks)
     total = dump.count if options.limit is None else min(options.limit, dump.count)
-    with _whole_folder(options) as folder:
+    with whole_folder(options.out, force=options.force) as folder:
         result = _Import(options, target, dump, names, masks).run(folder, on_text, total)
         _check(folder, options)
     return replace(result, path=options.out)
@@ -123,7 +124,7 @@ def _check_options(options: ImportOptions) -> None:
     if out.exists() and any(out.iterdir()):
         if not options.force:
             raise OutputError(f"{out} exists already: type --force to replace its trace, or another -o")
-        _check_replaceable(out)
+        check_replaceable(out)
 
 
 def _slot_names(options: ImportOptions, dump: Dump, target: DumpTarget) -> tuple[str, ...]:
@@ -142,49 +143,6 @@ def _slot_names(options: ImportOptions, dump: Dump, target: DumpTarget) -> tuple
     if dump.taps is not None and names != dump.taps:
         raise UsageError(f"--taps names {','.join(names)}, the dump says {','.join(dump.taps)}: leave --taps out")
     return names
-
-
-@contextmanager
-def _whole_folder(options: ImportOptions) -> Iterator[Path]:
-    """A folder beside ``options.out`` that takes its place at the end, or is gone."""
-    out = options.out
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    except OSError as error:
-        raise OutputError(f"cannot write beside {out}: {error.strerror}; choose another -o") from error
-    try:
-        yield beside / "trace"
-        _put(beside, options)
-    except OutputError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise
-        raise OutputError(f"cannot write {out}: {error.__cause__.strerror}; nothing is left of it") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def _put(beside: Path, options: ImportOptions) -> None:
-    """Move the finished trace to its name, and the one that it replaces out of the way."""
-    if options.force and options.out.is_dir():
-        lock = files.lock_folder(options.out)
-        try:
-            _check_replaceable(options.out)
-            options.out.rename(beside / "before")
-        finally:
-            os.close(lock)
-    (beside / "trace").rename(options.out)
-
-
-def _check_replaceable(out: Path) -> None:
-    """Refuse a folder that holds anything but a trace. Raises OutputError."""
-    names = sorted(set(os.listdir(out)) - {files.LOCK})
-    foreign = next((name for name in names if not files.is_ours(name)), None)
-    if names and (foreign is not None or files.HEADER not in names):
-        raise OutputError(
-            f"{out} holds {foreign or 'no ' + files.HEADER}, so it is not only a trace and --force spares it: choose "
-            "another folder"
-        )
 
 
 def _check(folder: Path, options: ImportOptions) -> None:
@@ -209,9 +167,15 @@ class _Import:
         first = next(samples, None)
         if first is None:
             raise CaptureError(f"{self.options.dumps[0]} holds no text: name a dump's file or folder")
+        typed, self.names = self.names, beside_last(first, self.names, self.target)
         self._check(first)
         self.target = self.target.multiplying(first.last_SH.dtype)
         slots = Slots(self.names, find_stage(first, self.target))
+        if typed != self.names and slots.stage == "after":
+            raise UsageError(
+                f"--taps calls the last state {typed[-1]}, the stream before the final norm, and it has been through "
+                f"that norm: type --taps {','.join(self.names)}"
+            )
         header = self._header(first, slots)
         with TraceWriter.create(folder, header) as writer:
             if self.options.weights:
@@ -299,7 +263,7 @@ class _Import:
         return ImportResult(
             folder, self.dump.form, slots.stage, counts.texts, counts.skipped, counts.requests, counts.prompt_tokens,
             counts.output_tokens, sort_taps([*header.taps, EMBED]), counts.agreed,
-            counts.nats / counts.output_tokens, self._missing(slots),
+            counts.nats / counts.output_tokens, math.log(header.target.vocab_size), self._missing(slots),
         )  # fmt: skip
 
 

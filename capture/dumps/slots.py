@@ -33,6 +33,13 @@ class Slots:
         return (*(name for name in self.names if name != EMBED), *beside, FINAL)
 
 
+def beside_last(sample: Sample, names: tuple[str, ...], target: DumpTarget) -> tuple[str, ...]:
+    """``names`` without the last state's, where it was typed too: vLLM's own list of ids ends with it."""
+    whole = tap_name(target.info.layers)
+    one_more = sample.slots_SC.shape[1] == (len(names) - 1) * target.info.hidden_size
+    return names[:-1] if one_more and len(names) > 1 and names[-1] == whole else names
+
+
 def check_count(sample: Sample, names: Sequence[str], hidden: int, *, typed: bool) -> None:
     """Refuse where the slots are not as many as their names. Raises UsageError, CaptureError."""
     columns = sample.slots_SC.shape[1]

@@ -6,7 +6,7 @@ import click
 
 from replay.capture.dumps.find import FORMATS
 from replay.cli.options import PATH, json_option
-from replay.cli.terminal import print_json, show_progress
+from replay.cli.terminal import print_json, say, show_progress
 
 
 @click.command("import")
@@ -48,6 +48,11 @@ def import_dumps(
     with show_progress(Console(stderr=True)) as progress:
         task = progress.add_task("texts", total=None, rate="")
         result = run_import(options, lambda done, total: progress.update(task, completed=done, total=total))
+    if result.nats > result.blind:
+        say(
+            f"note: an output token costs {result.nats:.2f} nats, a blind guess {result.blind:.2f}: unless the target "
+            "has random weights, dump and target do not belong together"
+        )
     if as_json:
         print_json(object_json(result))
         return

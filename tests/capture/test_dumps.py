@@ -1,5 +1,6 @@
 """Dumps of trainers become traces: the same texts give the same rounds as a capture does."""
 
+import errno
 import json
 import math
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from support.dump_cases import HIDDEN, TAPS, VOCABULARY, imported, make_target
+from safetensors.torch import load_file, save_file
+from support.dump_cases import HIDDEN, LAYERS, TAPS, VOCABULARY, imported, make_target
 from support.dump_writers import (
     Text,
     loss_masks,
@@ -231,8 +233,6 @@ def test_slots_that_are_plainly_others_are_refused(tmp_path: Path, target: Path,
 def test_a_dump_of_another_target_is_refused(tmp_path: Path, target: Path, texts: list[Text]) -> None:
     """Its last states went through other norm weights; the text, which they predict, tells so."""
     other = make_target(tmp_path / "other", seed=0)
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * torch.linspace(0.3, 3, HIDDEN)
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
@@ -287,6 +287,51 @@ def test_a_target_that_an_import_cannot_hold_is_refused(tmp_path: Path, texts: l
         (target / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(CaptureError, match=said):
             imported(dump, tmp_path / "trace", target, taps=TAPS)
+
+
+def test_the_last_state_may_be_named_too(tmp_path: Path, target: Path, texts: list[Text]) -> None:
+    result = imported(stacked(tmp_path / "dump", texts, SLOTS), tmp_path / "trace", target, taps=f"{TAPS},{LAYERS}")
+    assert result.taps == ("embed", "1", "3", "4", "6", "final")
+    with pytest.raises(UsageError, match="calls the last state 6, the stream before the final norm"):
+        imported(specforge(tmp_path / "other", texts, SLOTS), tmp_path / "no", target, taps=f"{TAPS},{LAYERS}")
+
+
+def test_a_wrapped_target(tmp_path: Path, target: Path, texts: list[Text]) -> None:
+    """As Kimi-K2.5 keeps its language part (KimiK25ForConditionalGeneration): a nested config, names with a prefix."""
+    config = json.loads((target / "config.json").read_text())
+    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": config}
+    tensors = load_file(target / "model.safetensors")
+    wrapped = tmp_path / "wrapped"
+    wrapped.mkdir()
+    (wrapped / "config.json").write_text(json.dumps(whole))
+    save_file({f"language_model.{name}": one for name, one in tensors.items()}, wrapped / "model.safetensors")
+    result = imported(specforge(tmp_path / "dump", texts, SLOTS), tmp_path / "trace", wrapped, taps=TAPS)
+    assert result.agreed == result.output_tokens
+    assert replay.Trace.open(result.path).header.target.architecture == "KimiK25ForConditionalGeneration"
+
+
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, target: Path, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump = specforge(tmp_path / "dump", texts, SLOTS)
+
+    def full(path: Path, blocks: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("replay.traces.files.write_whole", full)
+    with pytest.raises(OutputError, match="No space left on device; nothing is left of it"):
+        imported(dump, tmp_path / "trace", target, taps=TAPS)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["dump"]
+
+
+def test_a_text_that_the_target_cannot_read_is_noted(tmp_path: Path, target: Path, texts: list[Text]) -> None:
+    """Tokens of another tokenizer."""
+    other = [replace(text, tokens=(text.tokens * 7 + 3) % VOCABULARY) for text in texts]
+    dump = specforge(tmp_path / "dump", other, SLOTS)
+    typed = ["import", str(dump), "-o", str(tmp_path / "trace"), "--target", str(target), "--taps", TAPS]
+    done = CliRunner().invoke(cli, typed)
+    assert done.exit_code == 0
+    assert "do not belong together" in done.stderr
 
 
 def test_the_command(tmp_path: Path, target: Path, texts: list[Text]) -> None:
