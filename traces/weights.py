@@ -1,6 +1,7 @@
 """The target's embedding and output rows: from the trace's sidecar, or from the checkpoint it was captured with."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,13 +39,24 @@ def find_weight(folder: Path, header: TraceHeader, which: str) -> tuple[Layout, 
             f"{folder} holds no {files.WEIGHTS} and the target's folder {header.target.path} is not here: put the "
             "checkpoint there, or capture again with the sidecar"
         )
-    for name in EMBED_NAMES if wanted == "embed" else LM_HEAD_NAMES:
+    found = find_tensor(checkpoint, EMBED_NAMES if wanted == "embed" else LM_HEAD_NAMES)
+    if found is not None:
+        return _checked(*found, header)
+    raise TraceError(f"{checkpoint} holds no tensor {wanted} under any known name: capture again with the sidecar")
+
+
+def find_tensor(checkpoint: Path, names: Sequence[str]) -> tuple[Layout, str] | None:
+    """The file of a checkpoint's folder that holds the first of ``names`` that is there, and that name.
+
+    Only headers are read. Raises TraceError for an index that cannot be read, TraceCorruptError for a file.
+    """
+    for name in names:
         path = _file_of(checkpoint, name)
         if path is not None:
             layout = parse_layout(Path(os.path.realpath(path)))  # hub caches are folders of links
             if name in layout.tensors:
-                return _checked(layout, name, header)
-    raise TraceError(f"{checkpoint} holds no tensor {wanted} under any known name: capture again with the sidecar")
+                return layout, name
+    return None
 
 
 def load_weight(folder: Path, header: TraceHeader, which: str) -> "torch.Tensor":

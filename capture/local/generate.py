@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from replay.capture.encode import EncodedRequest
-from replay.capture.local.sampling import Sampling, choose, summarise_logits
+from replay.capture.local.sampling import Sampling, choose
 from replay.capture.local.target import LocalTarget
+from replay.capture.logits import summarise_logits
 from replay.traces.taps import FINAL
 from replay.traces.writer import CapturedRequest
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from replay.capture.local.sampling import LogitsSummary
+    from replay.capture.logits import LogitsSummary
 
 _LOGIT_ROWS = 256  # rows of [V] logits held at once when many are wanted
 

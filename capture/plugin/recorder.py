@@ -195,7 +195,7 @@ def _first_line(error: Exception) -> str:
 def summarise_rows(logits: "Tensor", k: int) -> "dict[str, torch.Tensor]":
     """``topk_ids`` [n, k], ``topk_logprobs`` [n, k] and ``logsumexp`` [n] of logits [n, V], on their device.
 
-    As local.sampling.summarise_logits has it (most likely first, equal ones by rising id, column 0 the argmax), without
+    As logits.summarise_logits has it (most likely first, equal ones by rising id, column 0 the argmax), without
     a synchronisation.
     """
     import torch

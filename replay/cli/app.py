@@ -21,6 +21,7 @@ from replay.cli.compare import compare
 from replay.cli.demo import demo
 from replay.cli.diagnose import diagnose
 from replay.cli.faults import faults
+from replay.cli.import_dumps import import_dumps
 from replay.cli.inspect import inspect
 from replay.cli.report import report
 from replay.cli.serve import serve
@@ -85,7 +86,7 @@ def cli() -> None:
     """
 
 
-for _command in (serve, capture, simulate, faults, report, compare, inspect, diagnose, check, demo):
+for _command in (serve, capture, import_dumps, simulate, faults, report, compare, inspect, diagnose, check, demo):
     cli.add_command(_command)
 
 

@@ -14,7 +14,8 @@ from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureProgress, Event, Finished, Planned
 from replay.capture.local import record
 from replay.capture.local.record import capture_local, plan_batches
-from replay.capture.local.sampling import Sampling, choose, summarise_logits
+from replay.capture.local.sampling import Sampling, choose
+from replay.capture.logits import summarise_logits
 from replay.capture.options import CaptureOptions
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
 from replay.traces.reader import Trace

@@ -20,7 +20,7 @@ from replay.capture.client.join import (
     tail_of,
 )
 from replay.capture.client.passes import PassNumbers
-from replay.capture.local.sampling import summarise_logits
+from replay.capture.logits import summarise_logits
 from replay.capture.manifest import Manifest, read_manifests, write_manifest
 from replay.capture.plugin import recorder as recorder_module
 from replay.capture.plugin.facts import without_secrets

@@ -11,6 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.check_cases import CHAIN, EAGLE3, Case, ids, write_case
+from support.dump_cases import make_target as make_llama
+from support.dump_writers import run_target, stacked
 from support.fake_server import FakeServer, fake_server, make_target
 from support.heads import INVENTED, tiny_config, write_head
 from support.report_cases import nothing, sweep
@@ -170,6 +172,13 @@ def capture_documents(folder: Path) -> list[Document]:
         return [run("capture", "--server", server.url, *typed)]
 
 
+def import_documents(folder: Path) -> list[Document]:
+    """Of a dump of one text of a small Llama."""
+    target = make_llama(folder / "target")
+    dump = stacked(folder / "dump", run_target(target, [(range(9), range(9, 20))], torch.float32), (1, 3))
+    return [run("import", dump, "-o", folder / "trace", "--target", target, "--taps", "1,3")]
+
+
 def serve_documents(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Document]:
     """Of a server that is ready; a process that is one is in tests/capture/test_serve.py."""
     ready = Ready(
@@ -219,4 +228,5 @@ _MAKERS: Mapping[str, Callable[[Path], list[Document]]] = {
     "check": check_documents,
     "inspect": inspect_documents,
     "capture": capture_documents,
+    "import": import_documents,
 }
