@@ -174,9 +174,9 @@ def sweep(**choices: list[object]) -> list[Variant]:
     if wrong or "draft" not in choices:
         seen = f"{', '.join(wrong)} is no field of a variant" if wrong else "no draft was given"
         raise UsageError(f"{seen}; a sweep takes draft and any of {', '.join(possible[1:])}")
-    for name, values in choices.items():
-        if not isinstance(values, list | tuple):
-            raise UsageError(f"{name} is {show(values)}; a sweep takes a list of values for each field")
+    for name, given in choices.items():
+        if not isinstance(given, list | tuple):
+            raise UsageError(f"{name} is {show(given)}; a sweep takes a list of values for each field")
     names = [name for name in possible if name in choices]
     combinations: Iterator[dict[str, Any]] = (
         dict(zip(names, values, strict=True)) for values in product(*(choices[name] for name in names))
