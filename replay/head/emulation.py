@@ -18,6 +18,7 @@ from replay.checkpoint.config import HeadConfig
 from replay.checkpoint.tensor_table import LATENT_KV_B, NOT_LINEAR, linear_names
 from replay.engines.precision import Format, Precision, Scheme, fused_name
 from replay.engines.profiles import PRECISIONS, EngineProfile
+from replay.head.products import Execution, ProductSizes, multiply
 from replay.head.quantise import LARGEST, largest_magnitude, quantise, quantise_weight
 
 _NOT_FINITE = "rows of logits are not finite (there argmax drafts the first NaN, as in a server)"
@@ -196,6 +197,23 @@ class Emulation:
             for what, count in self._overflowed.items()
             if count
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedProducts:
+    """Matrix products of a head, by the name of the layer that servers run them as."""
+
+    emulation: Emulation
+    execution: Execution
+
+    def __call__(
+        self, name: str, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, sizes: ProductSizes | None
+    ) -> Tensor:
+        """Input [R, I], weight [O, I] as ``Emulation.weight`` made it, bias [O] or None; [R, O]."""
+        entering_RI = self.emulation.entering(name, x_RI)
+        bias_O = None if bias_O is None else bias_O.to(entering_RI.dtype)
+        out_RO = multiply(entering_RI, weight_OI, bias_O, self.execution, sizes)
+        return self.emulation.leaving(name, x_RI, out_RO)
 
 
 def _finite_rows(x_RN: Tensor) -> Tensor:

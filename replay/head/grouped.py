@@ -5,24 +5,18 @@ Suffixes as in model.py. Source: SGLang 0.5.23 models/llama_eagle3.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
 from replay.checkpoint.config import HeadConfig
+from replay.head.emulation import RoundedProducts
 from replay.head.products import ProductSizes
 from replay.head.rope import rotate, rotate_interleaved
 
 Rotation = tuple[Tensor, Tensor]
 Projected = tuple[Tensor, Tensor, Tensor]
-
-
-class Product(Protocol):
-    """A named matrix product in the head's precision: input [R, I], weight [O, I], bias [O] or None, sizes or None."""
-
-    def __call__(
-        self, name: str, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, sizes: ProductSizes | None, /
-    ) -> Tensor: ...
+Norm = Callable[[Tensor, str], Tensor]  # of features, with a norm's name
 
 
 class CachedWidths(NamedTuple):
@@ -41,7 +35,7 @@ class GroupedAttention:
     other_pairs: bool
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
-    product: Product
+    product: RoundedProducts
     stored: Callable[[Tensor], Tensor]
 
     @property
@@ -49,7 +43,9 @@ class GroupedAttention:
         """Key-value heads, and the width of one twice."""
         return CachedWidths(self.config.num_kv_heads, self.config.head_dim, self.config.head_dim)
 
-    def project(self, layer: int, inputs_RI: Tensor, rotation: Rotation, sizes: ProductSizes | None) -> Projected:
+    def project(
+        self, layer: int, inputs_RI: Tensor, rotation: Rotation, sizes: ProductSizes | None, norm: Norm
+    ) -> Projected:
         """Rotated queries [R, N, H], and keys and values [R, M, H] as the draft KV holds them."""
         config = self.config
         widths = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]

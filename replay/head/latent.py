@@ -17,7 +17,8 @@ from torch import Tensor
 
 from replay.checkpoint.config import HeadConfig
 from replay.checkpoint.latent import Latent
-from replay.head.grouped import CachedWidths, Product, Projected, Rotation
+from replay.head.emulation import RoundedProducts
+from replay.head.grouped import CachedWidths, Norm, Projected, Rotation
 from replay.head.products import Execution, ProductSizes, multiply_heads
 from replay.head.rope import rotate, rotate_interleaved
 
@@ -51,8 +52,7 @@ class LatentAttention:
     absorbed: bool
     weights: LatentWeights
     execution: Execution
-    product: Product
-    norm: Callable[[Tensor, str], Tensor]
+    product: RoundedProducts
     stored: Callable[[Tensor], Tensor]
 
     @property
@@ -63,17 +63,19 @@ class LatentAttention:
             return CachedWidths(1, latent.kv_rank + latent.rope, latent.kv_rank)
         return CachedWidths(self.config.num_heads, latent.nope + latent.rope, latent.value)
 
-    def project(self, layer: int, inputs_RI: Tensor, rotation: Rotation, sizes: ProductSizes | None) -> Projected:
+    def project(
+        self, layer: int, inputs_RI: Tensor, rotation: Rotation, sizes: ProductSizes | None, norm: Norm
+    ) -> Projected:
         """Rotated queries, keys and values [R, heads, width] with the widths of ``cached``."""
         latent, weights = self.latent, self.weights
         down = self.product(f"{PREFIX}fused_qkv_a_proj_with_mqa", inputs_RI, weights.down_OI, None, sizes)
         q_down, latent_RL, key_RQ = down.split([latent.q_rank, latent.kv_rank, latent.rope], dim=-1)
-        q_normed = self.norm(q_down, f"{PREFIX}q_a_layernorm")
+        q_normed = norm(q_down, f"{PREFIX}q_a_layernorm")
         q_RO = self.product(f"{PREFIX}q_b_proj", q_normed, weights.q_b_OI, None, sizes)
         q_RNP, q_RNQ = q_RO.unflatten(-1, (-1, latent.nope + latent.rope)).split([latent.nope, latent.rope], dim=-1)
         turn = rotate if latent.interleaved == self.other_pairs else rotate_interleaved
         q_RNQ, key_R1Q = turn(q_RNQ, *rotation), turn(key_RQ[:, None], *rotation)
-        latent_R1L = self.norm(latent_RL, f"{PREFIX}kv_a_layernorm")[:, None]
+        latent_R1L = norm(latent_RL, f"{PREFIX}kv_a_layernorm")[:, None]
         stored_R1C = self.stored(torch.cat([latent_R1L, key_R1Q], dim=-1))
         if self.absorbed:
             q_RNC = torch.cat([self._by_head(q_RNP, self._halves()[0], sizes), q_RNQ], dim=-1)

@@ -23,10 +23,10 @@ from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import PLAIN, Precision
 from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile
 from replay.errors import CheckpointError
-from replay.head.emulation import Emulation
+from replay.head.emulation import Emulation, RoundedProducts
 from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
 from replay.head.latent import LatentAttention, LatentWeights
-from replay.head.products import FP32_ON_CPU, Execution, ProductSizes, multiply
+from replay.head.products import FP32_ON_CPU, Execution, ProductSizes
 from replay.head.rope import inverse_frequencies
 
 
@@ -85,6 +85,7 @@ class Head:
         self.numerics = NUMERICS[profile.numerics]
         self.notes = list(checkpoint.notes)
         self.emulation = Emulation(precision, self.config, profile, self.dtype)
+        self._product = RoundedProducts(self.emulation, execution)
         self._weights = self.emulation.weights(checkpoint.tensors, self.device)
         self._embed_VE = self._choose_embedding(checkpoint, target.embed_VE, profile)
         self.target_ids_W = self._target_ids(checkpoint)
@@ -117,11 +118,7 @@ class Head:
         """What follows from config and behaviour without new weights."""
         config, behaviour = self.config, self.behaviour
         self._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
-        attention, other = self._attention, behaviour.other_pairs
-        if isinstance(attention, LatentAttention):
-            self._attention = replace(attention, config=config, other_pairs=other, norm=self._norm)
-        else:
-            self._attention = replace(attention, config=config, other_pairs=other)
+        self._attention = replace(self._attention, config=config, other_pairs=behaviour.other_pairs)
         # Keys that are wider or narrower than an attention head keep the scale of its width.
         width = (self.cached.key / config.head_dim) ** 0.5
         factor = behaviour.score_factor * config.rope.score_factor * width
@@ -180,9 +177,8 @@ class Head:
         if config.latent is not None:
             weights, absorbed = LatentWeights.of(self._weights), self.numerics.latent_absorbed
             return LatentAttention(
-                config, config.latent, False, absorbed, weights, self.execution, self._product, self._norm,
-                emulation.stored,
-            )  # fmt: skip
+                config, config.latent, False, absorbed, weights, self.execution, self._product, emulation.stored
+            )
         prefixes = [f"layers.{layer}.self_attn." for layer in range(config.num_layers)]
         biases = [self._stacked(prefix, "q_k_v", "bias") if self._use_attention_bias else None for prefix in prefixes]
         stacked = [self._stacked(prefix, "q_k_v") for prefix in prefixes]
@@ -233,7 +229,7 @@ class Head:
         hidden, residual = state_RE, state_RE
         for layer in range(self.config.num_layers):
             inputs, residual = self._enter_layer(layer, embeds_RE, hidden, residual)
-            q_RNH, k_RMH, v_RMH = self._attention.project(layer, inputs, rotation, sizes)
+            q_RNH, k_RMH, v_RMH = self._attention.project(layer, inputs, rotation, sizes, self._norm)
             if keep_Q is not None and layer == self.config.num_layers - 1:
                 q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
                 sizes = None if sizes is None else sizes.keep(keep_Q)
@@ -283,14 +279,6 @@ class Head:
         if name.endswith("o_proj") and not self._use_attention_bias:
             bias = None
         return self._product(name, x, self._weights[f"{name}.weight"], bias, sizes)
-
-    def _product(
-        self, name: str, x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, sizes: ProductSizes | None
-    ) -> Tensor:
-        entering_RI = self.emulation.entering(name, x_RI)
-        bias_O = None if bias_O is None else bias_O.to(entering_RI.dtype)
-        out_RO = multiply(entering_RI, weight_OI, bias_O, self.execution, sizes)
-        return self.emulation.leaving(name, x_RI, out_RO)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         if self._skips(name):

@@ -5,7 +5,7 @@ interpreter runs it on the CPU. The others are held against plain loops or again
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -359,6 +359,50 @@ def test_extend_attention_is_that_of_torch(
         seen = torch.cat([torch.ones(rows, length - rows, dtype=torch.bool), masks[request]], dim=1)
         expected = caches.expected(request, q[start : start + rows], seen)
         torch.testing.assert_close(out[start : start + rows].double(), expected, **CLOSE[dtype])
+
+
+def test_an_extend_takes_new_rows_as_they_are_given(kernels: Any, generator: torch.Generator) -> None:
+    """Rows before them come from the caches, they themselves do not: there they are NaN."""
+    caches = Caches.random(generator, torch.float32)
+    new = integers(generator, 1, 12, 4)
+    starts = new.cumsum(0) - new
+    q = torch.randn(int(new.sum()), 6, 8, generator=generator)
+    places = zip(caches.rows.tolist(), caches.lengths.tolist(), new.tolist(), strict=True)
+    slots = torch.cat([caches.table[row, length - rows : length] for row, length, rows in places]).long()
+    sound = replace(caches, k=caches.k.clone(), v=caches.v.clone())
+    given = caches.k[slots], caches.v[slots]
+    caches.k[slots] = caches.v[slots] = float("nan")
+    out = torch.empty_like(q)
+    kernels.extend_attention_cpu(
+        q, *given, out, caches.k, caches.v, 1.0, 1.0, caches.table, caches.rows, caches.lengths, new, starts,
+        int(new.max()), 0.3, **PLAIN, tree_mask=None, is_causal=True,
+    )  # fmt: skip
+    lines = zip(caches.lengths.tolist(), new.tolist(), starts.tolist(), strict=True)
+    for request, (length, rows, start) in enumerate(lines):
+        seen = torch.cat([torch.ones(rows, length - rows), torch.ones(rows, rows).tril()], dim=1).bool()
+        expected = sound.expected(request, q[start : start + rows], seen)
+        torch.testing.assert_close(out[start : start + rows].double(), expected, **CLOSE[torch.float32])
+
+
+def test_a_prefill_may_be_of_another_shape_than_the_cache(kernels: Any, generator: torch.Generator) -> None:
+    """As DeepSeek's attention prefills a prompt: a key and a narrower value for each head, and latents in the cache."""
+    caches = Caches.random(generator, torch.float32)
+    new = caches.lengths
+    starts = new.cumsum(0) - new
+    total = int(new.sum())
+    q, k = (torch.randn(total, 6, 8, generator=generator) for _ in range(2))
+    v = torch.randn(total, 6, 5, generator=generator)
+    out = torch.empty_like(v)
+    latents = torch.full((POOL * WIDTH, 1, 12), float("nan"))
+    kernels.extend_attention_cpu(
+        q, k, v, out, latents, latents[..., :9], 1.0, 1.0, caches.table, caches.rows, caches.lengths, new, starts,
+        int(new.max()), 0.3, **PLAIN, tree_mask=None, is_causal=True,
+    )  # fmt: skip
+    for rows, start in zip(new.tolist(), starts.tolist(), strict=True):
+        own = (x[start : start + rows].double().transpose(0, 1)[None] for x in (q, k, v))
+        expected = torch.nn.functional.scaled_dot_product_attention(*own, is_causal=True, scale=0.3)
+        made = out[start : start + rows].double()
+        torch.testing.assert_close(made, expected[0].transpose(0, 1), **CLOSE[torch.float32])
 
 
 @pytest.mark.parametrize("change", [{"logit_cap": 30.0}, {"sliding_window": 128}, {"is_cross_attn": True}])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.heads import DEEPSEEK_YARN, LATENT
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 
 from replay.analysis.diagnosis.report import render_diagnosis
@@ -304,3 +305,34 @@ def test_one_accept_length_is_shown_where_no_rounds_are_known(tmp_path: Path) ->
     found = run(make_served(tmp_path, HEADS["one"]), observed=Observed(1.5, "given"))
     assert "at the server's own anchors" not in page(found)
     assert to_json(found)["replayed_at_served_anchors"] is None
+
+
+# ---- latent heads ----
+
+LATENT_HEAD = make_checkpoint(3, **LATENT | {"head_dim": None, "rope_scaling": DEEPSEEK_YARN})
+
+
+def run_latent(trace: Trace) -> object:
+    return diagnose_server(trace, LATENT_HEAD, served_variant(trace, "h"), ladder=False)
+
+
+def test_a_healthy_server_of_a_latent_head_is_not_accused(tmp_path: Path) -> None:
+    found = run_latent(make_served(tmp_path, LATENT_HEAD))
+    assert found.verdict in ("healthy", "head") and found.named is None
+    assert found.healthy.evidence.agreeing == found.healthy.evidence.rounds > 30
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "position.rope-geometry=halves",
+        "wiring.norm=skip:kv_a_layernorm",
+        "attn.scale=0.685340327",  # YaRN's factor on scores missing
+        "attn.scale=1.45912908",  # ... and twice
+        "precision.draft-kv=fp8_e5m2",
+        "kv.rollback=stale",
+    ],
+)
+def test_a_fault_of_a_latent_head_is_named(tmp_path: Path, fault: str) -> None:
+    found = run_latent(make_served(tmp_path, LATENT_HEAD, fault, requests=12))
+    assert str(found.named) == fault

@@ -43,7 +43,9 @@ def test_every_tree_equals_the_twin(topk: int, steps: int, num_draft_tokens: int
 
 
 @pytest.mark.parametrize("kv", ["slot", "path"])
-@pytest.mark.parametrize("name", ["two layers", "three layers", "every norm", "whole vocabulary", "no grouping"])
+@pytest.mark.parametrize(
+    "name", ["two layers", "three layers", "every norm", "whole vocabulary", "no grouping", "latent"]
+)
 def test_trees_of_other_heads_equal_the_twin(name: str, kv: str) -> None:
     head = make_head(name)
     (item,) = requests(head, [(3, 6)])

@@ -11,3 +11,12 @@ def keep_intel_amx() -> None:
     from sglang.srt.runtime_context import override_platform
 
     override_platform(has_amx=True).install()
+    _wait_for_no_gpu()
+
+
+def _wait_for_no_gpu() -> None:
+    """SGLang 0.5.23 models/kimi_k25_eagle3.py ``set_embed`` waits for a GPU on any device, which raises without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = lambda device=None: None

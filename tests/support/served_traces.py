@@ -1,4 +1,4 @@
-"""Traces of a real server that drafts with the sample head."""
+"""Traces of a real server that drafts with the sample head or another one."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,19 +16,19 @@ from replay.traces.sample_files import sample_head, sample_prompts
 def served_trace(
     target_dir: Path, folder: Path, *, taps: str, wiring: str | None = None, topk: int = 1, steps: int,
     num_draft_tokens: int, prompts: int, new_tokens: int, concurrency: int = 1, extra_args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None, head: Path | None = None,
 ) -> replay.Trace:  # fmt: skip
     """Some prompts of the demo, captured into ``folder`` from a server started for them, as by `replay serve`.
 
     ``wiring`` None: what the head states. ``concurrency`` requests are asked for at a time.
     """
-    asked = folder / "prompts.jsonl"
+    asked, head = folder / "prompts.jsonl", head or sample_head()
     asked.write_text("\n".join(sample_prompts().read_text().splitlines()[1::6][:prompts]))
     arguments = ["--model-path", str(target_dir), "--speculative-algorithm", "EAGLE3",
-                 "--speculative-draft-model-path", str(sample_head())]  # fmt: skip
+                 "--speculative-draft-model-path", str(head)]  # fmt: skip
     made = prepare(ServeOptions(folder / "trace", arguments, taps=taps, wiring=wiring), {})
     with start_server(
-        target_dir, sample_head(), log=folder / "log", steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
+        target_dir, head, log=folder / "log", steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
         env={RECORD_VARIABLE: made.environment[RECORD_VARIABLE], **(env or {})}, extra_args=extra_args,
     ) as server:  # fmt: skip
         options = ServerOptions(server.url, asked, folder / "trace", max_new_tokens=new_tokens, concurrency=concurrency)

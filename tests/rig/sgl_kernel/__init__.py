@@ -68,8 +68,8 @@ def decode_attention_cpu(
     """
     _refuse_other_attention(k_scale, v_scale, logit_cap, is_cross_attn, sliding_window, sinks)
     if key is not None and value is not None:
-        k_cache[loc] = key.view(-1, *k_cache.shape[1:])
-        v_cache[loc] = value.view(-1, *v_cache.shape[1:])
+        k_cache[loc] = key.reshape(-1, *k_cache.shape[1:])
+        v_cache[loc] = value.reshape(-1, *v_cache.shape[1:])
     for row, (pool, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
         slots_L = req_to_token[pool, :length].long()
         output[row : row + 1] = attend(query[row : row + 1], k_cache[slots_L], v_cache[slots_L], scaling, None)
@@ -101,10 +101,12 @@ def extend_attention_cpu(
 ) -> None:
     """The last ``extend_seq_lens[b]`` rows of each request attend to its ``seq_lens[b]`` slots.
 
-    ``q_extend`` [T, N, H], caches [slots, M, H], ``o_extend`` [T, N, H] is filled. SGLang has stored the new keys and
-    values in the caches before (``set_kv_buffer``), so ``k_extend`` and ``v_extend`` are read from there. Everything
-    before the new rows is seen; among them ``tree_mask`` (B matrices [D, D] one after the other) says who sees whom,
-    otherwise order does. Called by srt/layers/attention/intel_amx_backend.py ``forward_extend``; the GPU twin is
+    ``q_extend`` [T, N, H], caches [slots, M, H], ``o_extend`` [T, N, H] is filled. The new rows' keys and values are
+    ``k_extend`` and ``v_extend``, or where these are None in the caches: DeepSeek's attention prefills a prompt with
+    the keys and values of every head, which it never stores (srt/models/deepseek_common/attention_forward_methods/
+    forward_mha.py), and its cache holds latents. Values may be narrower than keys. Everything before the new rows is
+    seen; among them ``tree_mask`` (B matrices [D, D] one after the other) says who sees whom, otherwise order does.
+    Called by srt/layers/attention/intel_amx_backend.py ``forward_extend``; the GPU twin is
     kernels/ops/attention/extend_attention.py.
     """
     _refuse_other_attention(k_scale, v_scale, logit_cap, is_cross_attn, sliding_window, sinks)
@@ -120,9 +122,15 @@ def extend_attention_cpu(
             among_TT = tree_mask.view(-1)[mask_start : mask_start + rows * rows].view(rows, rows).bool()
             mask_start += rows * rows
         seen_TL = torch.cat([torch.ones(rows, length - rows, dtype=torch.bool), among_TT], dim=1)
-        slots_L = req_to_token[pool, :length].long()
-        q_TNH = q_extend[start : start + rows]
-        o_extend[start : start + rows] = attend(q_TNH, k_cache[slots_L], v_cache[slots_L], scaling, seen_TL)
+        q_TNH, before = q_extend[start : start + rows], length if k_extend is None else length - rows
+        slots_L = req_to_token[pool, :before].long()
+        k_LMH, v_LMH = k_cache[slots_L], v_cache[slots_L]
+        if k_extend is not None and v_extend is not None:
+            k_TMH = k_extend[start : start + rows].reshape(rows, -1, q_TNH.shape[-1])
+            v_TMH = v_extend[start : start + rows].reshape(rows, -1, o_extend.shape[-1])
+            # Without rows before, a cache of latents is of no shape that these could be joined to.
+            k_LMH, v_LMH = (torch.cat([k_LMH, k_TMH]), torch.cat([v_LMH, v_TMH])) if before else (k_TMH, v_TMH)
+        o_extend[start : start + rows] = attend(q_TNH, k_LMH, v_LMH, scaling, seen_TL)
 
 
 def _refuse_other_attention(
