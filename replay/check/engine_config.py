@@ -32,13 +32,14 @@ _FULL = "full_attention"
 class Rope:
     """``values``: the parameters that hold, of full attention where layers differ. ``theta`` is None where the config
     says null. ``stated``: the config states a theta. ``by_layer``: the config has parameters for each kind of layer.
-    ``raw``: the class leaves parameters as they stand."""
+    ``raw``: the class leaves parameters as they stand. ``implicit``: they are the class's own."""
 
     values: Settings
     theta: float | None
     stated: bool
     by_layer: bool = False
     raw: bool = False
+    implicit: bool = False
 
     @property
     def kind(self) -> str:
@@ -92,7 +93,9 @@ def rope_of(settings: Settings, cls: ConfigClass | None) -> Rope:
     # A flat object in the place of one for each kind of layer leaves the latter as the class has it.
     places = (settings,) if order == FULL_ATTENTION and not by_layer else (values, settings)
     stated = "rope_theta" in settings.values or ("rope_theta" in values.values and chosen is not default)
-    return Rope(values, _theta(places, cls), stated, by_layer, cls is not None and cls.raw)
+    return Rope(
+        values, _theta(places, cls), stated, by_layer, cls is not None and cls.raw, chosen is default and not merged
+    )
 
 
 def _theta(places: Sequence[Settings], cls: ConfigClass | None) -> float | None:

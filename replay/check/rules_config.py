@@ -122,7 +122,7 @@ def _layer_types(config: Settings, cls: ConfigClass, count: int | None, whose: s
                      "full_attention or sliding_attention", "remove layer_types")  # fmt: skip
     elif count is not None and len(kinds) != count:
         yield _stops(config, f"the {whose}'s layer_types names {len(kinds)} layers, its num_hidden_layers is {count}",
-                     "layer_types", f"{count} entries",
+                     "layer_types", f"{count} of them",
                      "remove layer_types where it was copied from another config")  # fmt: skip
 
 

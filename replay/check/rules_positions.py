@@ -101,6 +101,11 @@ def _scaling(facts: Facts) -> Iterator[Finding]:
         yield _found(facts, WARNING, f"the rope scaling states the factor {factor:g} and no type that scales, so "
                      "nothing is scaled", "rope_scaling", own.kind, wanted if wanted != "default" else "linear",
                      "write the rope_type that the head was trained with, or remove the scaling")  # fmt: skip
+    elif kind != "default" and own.implicit:
+        called = facts.draft.stated.values.get("model_type")
+        yield _found(facts, WARNING, f"the class of {called} scales the rotation by {kind} where the config says nothing "
+                     "of it", "rope_scaling", "absent", "default", 'write "model_type": "llama", or the '
+                     "rope_parameters that the head was trained with")  # fmt: skip
     elif (
         kind != wanted
         and not other.by_layer
@@ -122,7 +127,7 @@ def _scaling(facts: Facts) -> Iterator[Finding]:
 def undecided_theta(facts: Facts) -> bool:
     """Whether the head states the target's theta, and could as well have been trained at the 10000 of its trainer."""
     theta = facts.draft.rope.theta
-    return theta == facts.target.rope.theta != DEFAULT_THETA and theta is not None
+    return theta == facts.target.rope.theta != DEFAULT_THETA and theta is not None and not facts.draft.mla
 
 
 def rope_geometry(facts: Facts) -> Iterator[Finding]:

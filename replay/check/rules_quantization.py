@@ -4,11 +4,12 @@ Sources: SGLang 0.5.23 configs/model_config.py (``_verify_quantization``), layer
 models/llama_eagle3.py (``fc``) and models/kimi_k25_eagle3.py (``__init__``, ``post_load_weights``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
 from replay.check.quantization import METHODS, Quantisation, built_quantised, modules, quantised_parts
+from replay.checkpoint.headers import TensorFact
 from replay.traces.fields import show, some
 
 _WEIGHTS = "precision.draft-weights"
@@ -72,8 +73,8 @@ def _bare(facts: Facts, found: Quantisation) -> Iterator[Finding]:
     bare = [part for part, value in built.items()
             if value and part not in laid_out and f"{part}.weight" in draft.tensors]  # fmt: skip
     if bare:
-        yield _said(found, f"SGLang builds {some(bare)} for {found.method}, and the head has plain weights for them "
-                    "without scales: they stay as initialised, or do not fit", "absent")  # fmt: skip
+        yield _said(found, f"SGLang builds {some(bare)} quantised, by {found.method}, and the head has plain weights "
+                    "without scales there: they stay as initialised, or do not fit", "absent")  # fmt: skip
     elif built.get(_KV_B):
         yield _said(found, "SGLang stops: its class of MLA heads takes kv_b_proj in floats only",
                     "kv_b_proj left out of the quantisation")  # fmt: skip
@@ -85,12 +86,22 @@ def _unbuilt(facts: Facts, found: Quantisation) -> Iterator[Finding]:
     built = _built(facts, found)
     lost = [part for part in sorted(quantised_parts(draft.tensors)) if built.get(part) is False]
     if lost:
-        why = (", whose class drops Model-Optimizer's fp4" if draft.mla and found.method == "modelopt_fp4" else
-               ", and drops its scale" if lost == ["fc"] else "")  # fmt: skip
-        name = next(name for name in draft.tensors if name.startswith(f"{lost[0]}."))
-        yield Finding(_WEIGHTS, ERROR, f"the head has {some(lost)} quantised; SGLang builds "
-                      f"{'it' if len(lost) == 1 else 'them'} unquantised{why}", draft.weights.file, name,
-                      draft.tensors[name].dtype, "BF16", "export these layers unquantised")  # fmt: skip
+        effect = (
+            "builds it plain, and drops its scale"
+            if lost == ["fc"]
+            else "builds these plain, and the tensors do not fit"
+        )
+        if draft.mla and found.method == "modelopt_fp4":
+            effect = "stops: its class of MLA heads drops Model-Optimizer's fp4, and packed weights do not fit"
+        name = _first(draft.tensors, lost[0])
+        yield Finding(_WEIGHTS, ERROR, f"the head has {some(lost)} quantised; SGLang {effect}", draft.weights.file,
+                      name, draft.tensors[name].dtype, "BF16", "export these layers unquantised")  # fmt: skip
+
+
+def _first(tensors: Mapping[str, TensorFact], part: str) -> str:
+    """The weight of a layer, or what it has in the place of one."""
+    names = [name for name in tensors if name.startswith(f"{part}.")]
+    return next((name for name in names if name.endswith("weight")), names[0])
 
 
 def _stored(facts: Facts) -> Iterator[Finding]:
@@ -100,12 +111,9 @@ def _stored(facts: Facts) -> Iterator[Finding]:
     if facts.server.engine == "sglang" and isinstance(told, str) and told != "unquant":
         return
     parts = sorted(quantised_parts(draft.tensors))
-    odd = [name for part in parts for name in draft.tensors if name.startswith(f"{part}.")]
-    if odd:
-        states = draft.quantisation is not None
-        dtype = next(
-            (draft.tensors[name].dtype for name in odd if name.endswith("weight")), draft.tensors[odd[0]].dtype
-        )
+    if parts:
+        states, name = draft.quantisation is not None, _first(draft.tensors, parts[0])
+        dtype = draft.tensors[name].dtype
         yield Finding(_WEIGHTS, WARNING if states else ERROR, f"the head's weights are stored as {dtype}"
-                      + ("" if states else " and no quantization_config says how"), draft.weights.file, odd[0], dtype,
+                      + ("" if states else " and no quantization_config says how"), draft.weights.file, name, dtype,
                       "BF16", "export the head unquantised, or replay it both ways")  # fmt: skip

@@ -44,9 +44,11 @@ def sizes(facts: Facts) -> Iterator[Finding]:
             if draft.stated.count(name) == 0]  # fmt: skip
     if absent or none:
         names = [*(one.name for one in absent), *none]
+        known = len(names) == 1 and absent and absent[0].found
         yield Finding("config.field-drop", ERROR, f"the config lacks {', '.join(names)}"
-                      + (_taken(draft, absent[0]) if absent else ""), config.where, names[0],
+                      + "".join(_taken(draft, one) for one in absent[:1]), config.where, names[0],
                       "absent" if absent else "0", str(absent[0].found or "a size") if absent else "a size",
+                      f'write "{names[0]}": {absent[0].found}' if known else
                       "copy the fields from the config that the head was trained with")  # fmt: skip
     heads, groups = config.count("num_attention_heads") or 0, config.count("num_key_value_heads") or 1
     if heads % groups:
@@ -60,9 +62,11 @@ def sizes(facts: Facts) -> Iterator[Finding]:
 
 
 def _taken(draft: Draft, one: Replaced) -> str:
-    taken = "has no default" if one.default is None else f"takes {one.default}"
+    """What the engine makes of the first size that is left out."""
     cls = draft.cls.name if draft.cls is not None else "its class"
-    return f": for {one.name} {cls} {taken}" + (f", and the head has {one.found}" if one.found else "")
+    taken = "has no default for it" if one.default is None else f"takes {one.default}"
+    found = f", and the head has {one.found}" if one.found else ""
+    return f": {cls} {taken}{found}" if len(draft.replaced) == 1 else f"; for {one.name} {cls} {taken}{found}"
 
 
 def _mla_sizes(facts: Facts) -> Iterator[Finding]:

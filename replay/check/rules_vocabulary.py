@@ -108,7 +108,7 @@ def _outside(facts: Facts, ids: Sequence[int]) -> Iterator[Finding]:
     size = facts.target.vocab_size
     row = next(row for row, index in enumerate(ids) if not 0 <= index < size)
     strays = _strays(ids, size)
-    more = f", and {strays - 1} more draft ids likewise" if strays > 1 else ""
+    more = f", and {strays - 1} more likewise" if strays > 1 else ""
     why = "; the others are in range, so these rows are damaged" if strays <= _STRAY * len(ids) else ""
     yield _found(facts, f"d2t maps draft id {row} to target id {ids[row]}, outside of the {size} tokens of the "
                  f"target{more}{why}", ids[row], f"0 to {size - 1}")  # fmt: skip

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from rig.inprocess import sglang_module
 
+from replay.check import engine_config, facts, rules_positions
 from replay.check.engine_config import context_of, filled, language_part, rope_of
+from replay.check.quantization import METHODS
 from replay.checkpoint.config_classes import class_called, class_of, is_known, letter_of
 from replay.checkpoint.config_file import Settings
 
@@ -107,6 +109,26 @@ def _theirs(common: Any, config: Any) -> tuple[int, float | None]:
     parameters = getattr(config, "rope_parameters", None) or {}
     full = parameters.get("full_attention") or parameters
     return common.get_context_length(config), full.get("rope_theta")
+
+
+def test_what_check_knows_of_sglang_by_name_is_so(script: ModuleType) -> None:
+    """Quantisations that it has, targets that it runs in bf16, and types of rope scaling that it builds."""
+    assert set(sglang_module("srt.layers.quantization").QUANTIZATION_METHODS) == METHODS
+    fixed = sglang_module("srt.arg_groups.model_override_base").MODEL_OVERRIDES
+    assert {name for name, values in fixed.items() if "dtype" in values} == set(facts._IN_BF16)
+    assert {values["dtype"] for values in fixed.values() if "dtype" in values} == {"bfloat16"}
+    folder = Path(sglang_module("srt.arg_groups.model_overrides").__path__[0])
+    assert [path.stem for path in sorted(folder.glob("*.py")) if '["dtype"]' in path.read_text()] == ["gpt_oss"]
+    assert set(sglang_module("srt.utils.hf_transformers.common").CONTEXT_LENGTH_KEYS) == set(engine_config._LENGTHS)
+    get_rope = sglang_module("srt.layers.rotary_embedding.factory").get_rope
+    for kind in rules_positions._BUILT:
+        assert get_rope(8, 8, 64, 10000, True, _scaling(kind)) is not None
+    with pytest.raises(ValueError, match="Unknown RoPE scaling type"):
+        get_rope(8, 8, 64, 10000, True, _scaling("su"))
+
+
+def _scaling(kind: str) -> dict[str, Any]:
+    return {"rope_type": kind, "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 
 
 def test_classes_are_found_by_model_type() -> None:

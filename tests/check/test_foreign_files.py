@@ -46,6 +46,20 @@ def _break(name: str, draft: Path, target: Path) -> None:
             (draft / "config.json").write_text(json.dumps(config | {"hidden_size": -32}))
         case "architectures is a word":
             (draft / "config.json").write_text(json.dumps(config | {"architectures": "Llama"}))
+        case "byte order mark":
+            (draft / "config.json").write_text("\ufeff" + json.dumps(config))
+        case "byte order mark of the target":
+            (target / "config.json").write_text("\ufeff" + json.dumps(target_config()))
+        case "UTF-16":
+            (draft / "config.json").write_text(json.dumps(config), encoding="utf-16")
+        case "UTF-16 of the target":
+            (target / "config.json").write_text(json.dumps(target_config()), encoding="utf-16")
+        case "quantisation is a word":
+            (draft / "config.json").write_text(json.dumps(config | {"quantization_config": "x"}))
+        case "length in quotes":
+            (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": "256"}))
+        case "scaling is a word":
+            (draft / "config.json").write_text(json.dumps(config | {"rope_scaling": "x"}))
         case "truncated":
             weights.write_bytes(data[:-10])
         case "header beyond the file":
@@ -74,7 +88,9 @@ def _break(name: str, draft: Path, target: Path) -> None:
     "name",
     [
         "no folder", "no weights", "no JSON", "a list", "NaN", "deep", "text for a number", "number for a flag",
-        "text ids", "eagle_config is a list", "negative size", "architectures is a word", "truncated",
+        "text ids", "eagle_config is a list", "negative size", "architectures is a word", "byte order mark",
+        "byte order mark of the target", "UTF-16", "UTF-16 of the target", "quantisation is a word",
+        "length in quotes", "scaling is a word", "truncated",
         "header beyond the file", "empty", "no weight_map", "shard out of the folder", "shard that is not there",
         "pickle that runs code", "target without layers",
     ],
