@@ -103,8 +103,8 @@ def _scaling(facts: Facts) -> Iterator[Finding]:
                      "write the rope_type that the head was trained with, or remove the scaling")  # fmt: skip
     elif kind != "default" and own.implicit:
         called = facts.draft.stated.values.get("model_type")
-        yield _found(facts, WARNING, f"the class of {called} scales the rotation by {kind} where the config says nothing "
-                     "of it", "rope_scaling", "absent", "default", 'write "model_type": "llama", or the '
+        yield _found(facts, WARNING, f"the class of {called} scales the rotation by {kind} where the config says "
+                     "nothing of it", "rope_scaling", "absent", "default", 'write "model_type": "llama", or the '
                      "rope_parameters that the head was trained with")  # fmt: skip
     elif (
         kind != wanted
