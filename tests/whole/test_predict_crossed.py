@@ -1,7 +1,7 @@
 """A real server whose requests go on from each other's states (rig/injections): replay hands on what it did.
 
 Kernels differ from machine to machine, and with them the order of sums: every round is the server's, or it parts from
-it at a near tie. What the replay counts is held against the counts of the other faults' replays.
+it at a near tie, whose margin is measured. Replays of other faults leave most rounds unexplained.
 """
 
 from pathlib import Path
