@@ -32,7 +32,7 @@ DEFAULTS = (
     "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "head_dim", "max_sequence_length", "seq_length", "max_seq_len", "model_max_length",
     "max_position_embeddings", "tie_word_embeddings", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "dtype",
+    "qk_rope_head_dim", "v_head_dim", "dtype", "hidden_act",
 )  # fmt: skip
 # Classes whose fields are the ones that get their types into the file.
 _MODELS = ("llama", "llama4_text", "qwen3", "deepseek_v3", "gemma3_text", "gpt_oss")

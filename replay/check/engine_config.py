@@ -108,7 +108,8 @@ def _theta(places: Sequence[Settings], cls: ConfigClass | None) -> float | None:
 def context_of(settings: Settings, rope: Rope) -> int:
     """Tokens of context that a filled config gives. A linear or dynamic factor multiplies the length, no other does."""
     kept = rope.by_layer or rope.kind == "llama3" or (rope.kind in _KEEP_LENGTH and not rope.raw)
-    factor = 1.0 if kept else rope.values.number("factor") or 1.0
+    stated = rope.values.number("factor")
+    factor = 1.0 if kept or stated is None else stated
     if "original_max_position_embeddings" in rope.values.values:
         factor = 1.0
     for key in _LENGTHS:

@@ -7,7 +7,7 @@ that models/llama_eagle3.py and models/kimi_k25_eagle3.py give their layers: not
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ _MLA = {
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Of a foreign pattern only this much is run: literals, dots, .*, \d+, classes, groups and alternatives.
 _TAME = re.compile(r"(?:[\w\-/^$|.,]|\\[.d]|\.\*|\\d\+|\((?:\?:)?|\)|\[[\w^.\-]{1,20}\]\+?)*", re.ASCII)
-_MOST_PATTERN, _MOST_STARS = 200, 6
+_MOST_PATTERN, _MOST_STARS, _MOST_PATTERNS = 200, 3, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,8 @@ def _modelopt(document: Mapping[str, Any]) -> str | None:
 def built_quantised(found: Quantisation, module: str) -> bool | None:
     """Whether SGLang builds the layer that it calls ``module`` quantised; None where replay cannot tell."""
     config, method = _section(found.config), found.method or ""
+    if method == "fp8" and "fp8" not in str(config.get("quant_method", "fp8")):
+        return False  # in capitals fp8.py takes the checkpoint for plain, and quantises it while it loads
     if method in ("fp8", "mxfp8", "blockwise_int8", "w4afp8"):
         ignored = _names(config, "ignored_layers", "modules_to_not_convert")
         both = [*(name.removeprefix("model.") for name in ignored), *ignored]
@@ -140,8 +142,10 @@ def _skipped(module: str, ignored: Iterable[str]) -> bool:
     return all(any(f".{name}." in f".{shard}." for name in listed) for shard in _shards(module))
 
 
-def _excluded(module: str, ignored: Iterable[str]) -> bool | None:
+def _excluded(module: str, ignored: Sequence[str]) -> bool | None:
     """modelopt_quant.py ``is_layer_excluded``: a pattern with ``*`` fits the whole name or one part of it."""
+    if sum("*" in name for name in ignored) > _MOST_PATTERNS:
+        return None
     said: list[bool | None] = [
         _matches(name.replace(".", r"\.").replace("*", ".*"), part, whole=True)
         for name in ignored
@@ -150,8 +154,10 @@ def _excluded(module: str, ignored: Iterable[str]) -> bool | None:
     return True if True in said else None if None in said else False
 
 
-def _ignored(module: str, ignored: Iterable[str]) -> bool | None:
+def _ignored(module: str, ignored: Sequence[str]) -> bool | None:
     """compressed_tensors/utils.py ``should_ignore_layer``; heads have no table of fused layers there."""
+    if sum(name.startswith("re:") for name in ignored) > _MOST_PATTERNS:
+        return None
     said = [
         _matches(name[3:], module) if name.startswith("re:") else name == module or module.endswith(f".{name}")
         for name in ignored

@@ -30,31 +30,49 @@ def _stops(where: Settings, what: str, field: str, expected: str, fix: str) -> F
 
 
 def model_type(facts: Facts) -> Iterator[Finding]:
-    """The field by which Transformers chooses a config's class; a path tells it nothing."""
+    """The fields by which Transformers chooses a config's class and SGLang a model's; a path tells them nothing."""
     if facts.server.engine != "sglang":
         return
     wanted = "deepseek_v3" if facts.draft.mla else "llama"
-    draft, target = facts.draft.stated, facts.target.outer
-    if "AutoConfig" not in draft.inner("auto_map").values:  # else the checkpoint brings a class of its own
+    draft, target, copied = facts.draft.stated, facts.target.outer, "copy config.json from where it was published"
+    yield from _unknown(draft, "head", wanted, f'write "model_type": "{wanted}"')
+    yield from _unknown(target, "target", "the target's", copied)
+    if (inner := _lacking_part(draft)) is not None:
         kind = draft.values.get("model_type")
-        if kind is None:
-            yield _stops(draft, "the head's config names no model_type", "model_type", wanted,
-                         f'write "model_type": "{wanted}"')  # fmt: skip
-        elif (inner := _lacking_part(draft, kind)) is not None:
-            yield Finding(_FAULT, ERROR, f"the class of the head's model_type {kind} keeps layers and heads in "
-                          f"{inner}, which the config does not have: SGLang sizes the head's KV cache by the class's "
-                          "defaults, or stops", draft.where, "model_type", kind, wanted,
-                          f'write "model_type": "{wanted}"')  # fmt: skip
-        elif not isinstance(kind, str) or not is_known(kind):
-            yield _stops(draft, f"neither it nor Transformers knows the head's model_type {_json(kind)}", "model_type",
-                         wanted, f'write "model_type": "{wanted}"')  # fmt: skip
-    if target.values.get("model_type") is None and "AutoConfig" not in target.inner("auto_map").values:
-        yield _stops(target, "the target's config names no model_type", "model_type", "the target's",
-                     "copy config.json from where the target was published")  # fmt: skip
+        yield Finding(_FAULT, ERROR, f"the class of the head's model_type {kind} keeps layers and heads in {inner}, "
+                      "which the config does not have: SGLang sizes the head's KV cache by the class's defaults, or "
+                      "stops", draft.where, "model_type", str(kind), wanted,
+                      f'write "model_type": "{wanted}"')  # fmt: skip
+    if facts.target.architecture is None:
+        yield _stops(target, "the target's config names no architecture", "architectures", "the target's", copied)
 
 
-def _lacking_part(config: Settings, kind: object) -> str | None:
+def _unknown(config: Settings, whose: str, wanted: str, fix: str) -> Iterator[Finding]:
+    """At most one finding."""
+    kind, remote = config.values.get("model_type"), config.values.get("auto_map", {})
+    if remote is None:
+        yield _stops(config, f"the {whose}'s auto_map is null", "auto_map", "absent", "remove auto_map")
+    elif "text_config" in config.values and not config.values["text_config"] and not _keeps_part(kind):
+        yield _stops(config, f"the {whose}'s text_config is there and empty", "text_config", "absent",
+                     "remove text_config, or copy it whole")  # fmt: skip
+    elif isinstance(remote, dict) and "AutoConfig" in remote:
+        return  # the checkpoint brings a class of its own
+    elif kind is None:
+        yield _stops(config, f"the {whose}'s config names no model_type", "model_type", wanted, fix)
+    elif not isinstance(kind, str) or not is_known(kind):
+        yield _stops(config, f"neither it nor Transformers knows the {whose}'s model_type {_json(kind)}", "model_type",
+                     wanted, fix)  # fmt: skip
+
+
+def _keeps_part(kind: object) -> bool:
+    """Whether the class of a model type has a language part, and so defaults for it."""
+    cls = class_of(kind) if isinstance(kind, str) else None
+    return cls is not None and cls.inner is not None
+
+
+def _lacking_part(config: Settings) -> str | None:
     """The field that a model's language part stands in, where the class has one and the config has not."""
+    kind = config.values.get("model_type")
     cls = class_of(kind) if isinstance(kind, str) else None
     inner = cls.inner if cls is not None else None
     return inner if inner is not None and not isinstance(config.values.get(inner), dict) else None

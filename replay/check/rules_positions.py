@@ -7,6 +7,7 @@ from replay.check.engine_config import DEFAULT_THETA, Rope, context_of
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
 from replay.check.override import rewrites_rope
+from replay.traces.fields import show
 
 _PARAMS, _GEOMETRY, _WINDOW, _LENGTH = (
     "position.rope-params", "position.rope-geometry", "attn.window", "position.max-len"
@@ -23,6 +24,9 @@ _NEEDS = {
 _SCALED = (*_NEEDS, "deepseek_yarn")
 # SGLang 0.5.23 layers/rotary_embedding/factory.py ``get_rope``; the class of MLA heads makes deepseek_yarn of any.
 _BUILT = ("default", "proportional", *_SCALED)
+_ORIGINAL = "original_max_position_embeddings"
+_NUMBERS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor",
+            _ORIGINAL)  # fmt: skip
 _COMPARED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 OVERRIDE = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
@@ -40,31 +44,79 @@ def rope(facts: Facts) -> Iterator[Finding]:
     """Theta and scaling: what the engine takes from the config, against the target's."""
     if rewrites_rope(facts.draft.original, facts.draft.stated.values):
         return  # rules_server.override says so
-    broken = list(_unbuilt(facts))
-    yield from broken or (*_theta(facts), *_scaling(facts))
+    broken = [*_unbuilt(facts), *_target_unbuilt(facts)]
+    yield from broken or list(_class_own(facts)) or (*_theta(facts), *_scaling(facts))
 
 
 def _unbuilt(facts: Facts) -> Iterator[Finding]:
     """Parameters that the engine stops at. At most one finding."""
     draft, own = facts.draft, facts.draft.rope
-    scaling = own.values
-    field = scaling.where.rpartition(": ")[2]
-    lacks = [key for key in _NEEDS.get(own.kind, ()) if scaling.values.get(key) is None]
-    sections = "mrope_section" in scaling.values  # models/llama_eagle3.py takes these for unscaled whatever they say
+    field = own.values.where.rpartition(": ")[2]
+    again = "copy the whole rope scaling from the config the head was trained with"
+    kind = draft.stated.values.get("model_type")
     if own.by_layer and facts.server.engine == "sglang":
-        kind = draft.stated.values.get("model_type")
         yield _found(facts, ERROR, "SGLang stops: the config has rope parameters for each kind of layer, as the class "
                      f"of {kind} makes them, and a head has one kind", "model_type", kind, "llama",
                      'write "model_type": "llama"')  # fmt: skip
-    elif own.theta is None:
-        yield _found(facts, ERROR, "rope_theta is null, and no rotation can be made of it", "rope_theta", "null",
-                     "a number", 'write the "rope_theta" that the head was trained with')  # fmt: skip
-    elif lacks and not sections:
+    elif own.theta is None or own.theta <= 0:
+        seen = "null" if own.theta is None else f"{own.theta:g}"
+        yield _found(facts, ERROR, f"rope_theta is {seen}, and no rotation can be made of it", "rope_theta", seen,
+                     "a positive number", 'write the "rope_theta" that the head was trained with')  # fmt: skip
+    elif "mrope_section" in own.values.values:
+        return  # models/llama_eagle3.py takes these for unscaled whatever they say
+    elif lacks := [key for key in _NEEDS.get(own.kind, ()) if own.values.values.get(key) is None]:
         yield _found(facts, ERROR, f"rope scaling of type {own.kind} lacks {', '.join(lacks)}", field, "absent",
-                     lacks[0], "copy the whole rope scaling from the config the head was trained with")  # fmt: skip
-    elif own.kind not in _BUILT and not sections and not draft.mla and facts.server.engine == "sglang":
-        yield _found(facts, ERROR, f"SGLang stops: it knows no rope scaling of type {own.kind}", f"{field}.rope_type",
-                     own.kind, ", ".join(_BUILT), "copy the rope scaling from the config the head was trained "
+                     lacks[0], again)  # fmt: skip
+    elif facts.server.engine == "sglang" and (odd := _unfit(facts)) is not None:
+        what, key, expected = odd
+        yield _found(facts, ERROR, f"SGLang stops: {what}", f"{field}.{key}",
+                     show(own.values.values.get(key)), expected, again)  # fmt: skip
+
+
+def _unfit(facts: Facts) -> tuple[str, str, str] | None:
+    """What of the parameters SGLang cannot build, the field, and what it takes. Seen in SGLang with each of them."""
+    draft, own = facts.draft, facts.draft.rope
+    values = own.values.values
+    for key in _NUMBERS:
+        own.values.number(key)  # refuses words
+    if "rope_type" in values and values["rope_type"] is None:
+        return "rope_type is null", "rope_type", "default, or a type of scaling"
+    if _ORIGINAL in values and values[_ORIGINAL] is None and own.kind in ("llama3", "yarn", "longrope"):
+        return f"{_ORIGINAL} is null", _ORIGINAL, "a length, or no such field"
+    if draft.mla:
+        return None  # its class makes deepseek_yarn of any type
+    if own.kind not in _BUILT:
+        return f"it knows no rope scaling of type {own.kind}", "rope_type", ", ".join(_BUILT)
+    if own.kind == "linear" and type(values["factor"]) is int:  # LinearScalingRotaryEmbedding takes it for a list
+        return "a linear factor must have a decimal point", "factor", f"{values['factor']}.0"
+    config = draft.config
+    width = config.count("head_dim") or (config.count("hidden_size") or 0) // (config.count("num_attention_heads") or 1)
+    for key in _NEEDS["longrope"] if own.kind == "longrope" else ():
+        if not isinstance(values[key], list) or len(values[key]) != width // 2:
+            return f"{key} is no list of {width // 2} numbers, half of head_dim", key, f"{width // 2} numbers"
+    return None
+
+
+def _target_unbuilt(facts: Facts) -> Iterator[Finding]:
+    """Parameters of the target that its class stops at. At most one finding."""
+    target, own = facts.target, facts.target.rope
+    lacks = [key for key in _NEEDS.get(own.kind, ()) if own.values.values.get(key) is None]
+    if target.cls is not None and target.cls.types and lacks and facts.server.engine == "sglang":
+        yield Finding(_PARAMS, ERROR, f"SGLang stops: the target's rope scaling of type {own.kind} lacks "
+                      f"{', '.join(lacks)}", target.stated.where, own.values.where.rpartition(": ")[2], "absent",
+                      lacks[0], "copy config.json from where the target was published")  # fmt: skip
+
+
+def _class_own(facts: Facts) -> Iterator[Finding]:
+    """What the class of the head's model type rotates by, whatever else the config says. At most one finding."""
+    stated, own = facts.draft.stated, facts.draft.rope
+    theta = stated.number("rope_theta")
+    scaled = _scaling_of(own) != "default"
+    if own.implicit and (scaled or (theta is not None and theta != own.theta)):
+        by, kind = f"{own.kind} scaling and " if scaled else "", stated.values.get("model_type")
+        yield _found(facts, WARNING, f"the class of {kind} rotates by {by}theta {own.theta:g} where the config has no "
+                     "rope_parameters", "rope_parameters", "absent", "those of the training "
+                     "run", 'write "model_type": "llama", or the rope_parameters that the head was trained '
                      "with")  # fmt: skip
 
 
@@ -101,11 +153,6 @@ def _scaling(facts: Facts) -> Iterator[Finding]:
         yield _found(facts, WARNING, f"the rope scaling states the factor {factor:g} and no type that scales, so "
                      "nothing is scaled", "rope_scaling", own.kind, wanted if wanted != "default" else "linear",
                      "write the rope_type that the head was trained with, or remove the scaling")  # fmt: skip
-    elif kind != "default" and own.implicit:
-        called = facts.draft.stated.values.get("model_type")
-        yield _found(facts, WARNING, f"the class of {called} scales the rotation by {kind} where the config says "
-                     "nothing of it", "rope_scaling", "absent", "default", 'write "model_type": "llama", or the '
-                     "rope_parameters that the head was trained with")  # fmt: skip
     elif (
         kind != wanted
         and not other.by_layer
@@ -134,13 +181,13 @@ def rope_geometry(facts: Facts) -> Iterator[Finding]:
     """Which features of an attention head are rotated, and in which pairs.
 
     SGLang 0.5.23 models/llama.py reads partial_rotary_factor at the top level alone, and Transformers 5.19, which it
-    asks for, leaves it there; vLLM 0.32 reads rope_parameters.
+    asks for, leaves it there. Of other engines that is not claimed: either place counts.
     """
     draft, config = facts.draft, facts.draft.config
     heads, hidden = config.count("num_attention_heads") or 1, config.count("hidden_size") or 0
     head_dim = config.count("head_dim") or hidden // heads
     partial = draft.stated.number("partial_rotary_factor")
-    if partial is None and facts.server.engine == "vllm":
+    if partial is None and facts.server.engine != "sglang":
         partial = draft.rope.values.number("partial_rotary_factor")
 
     def found(severity: str, what: str, field: str, seen: object, expected: object, fix: str) -> Finding:

@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping
 
 from replay.check.facts import Facts
 from replay.check.finding import ERROR, WARNING, Finding
-from replay.check.quantization import METHODS, Quantisation, built_quantised, modules, quantised_parts
+from replay.check.quantization import (
+    METHODS,
+    Quantisation,
+    built_quantised,
+    modules,
+    quantisation_of,
+    quantised_parts,
+)
 from replay.checkpoint.headers import TensorFact
 from replay.traces.fields import show, some
 
@@ -29,15 +36,13 @@ def quantisation(facts: Facts) -> Iterator[Finding]:
 
 def target_quantisation(facts: Facts) -> Iterator[Finding]:
     """A method in the target's config that SGLang stops at."""
-    target = facts.target
-    for config in (target.outer, target.stated):
-        document = config.values.get("quantization_config")
-        method = document.get("quant_method") if isinstance(document, dict) else None
-        if facts.server.engine == "sglang" and isinstance(method, str) and method.lower() not in METHODS:
+    for config in {one.where: one for one in (facts.target.outer, facts.target.stated)}.values():
+        found = quantisation_of(config, None, config.where)
+        if facts.server.engine == "sglang" and found is not None and found.method not in METHODS:
             yield Finding("config.field-drop", ERROR, "SGLang stops: it knows no quantisation called "
-                          f"{show(method)}, which the target's config names", config.where, "quantization_config",
-                          show(method), "a quant_method of SGLang's", "serve a target that is quantised otherwise, or "
-                          "not at all")  # fmt: skip
+                          f"{show(found.method or '')}, which the target's config names", config.where, found.field,
+                          show(found.config.get("quant_method")), "a quant_method of SGLang's",
+                          "serve a target that is quantised otherwise, or not at all")  # fmt: skip
             return
 
 

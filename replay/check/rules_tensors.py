@@ -51,7 +51,7 @@ def sizes(facts: Facts) -> Iterator[Finding]:
                       f'write "{names[0]}": {absent[0].found}' if known else
                       "copy the fields from the config that the head was trained with")  # fmt: skip
     heads, groups = config.count("num_attention_heads") or 0, config.count("num_key_value_heads") or 1
-    if heads % groups:
+    if heads % groups and not draft.mla:  # latent attention has no key-value heads
         yield Finding(_LAYOUT, ERROR, f"{heads} attention heads do not divide into {groups} key-value heads",
                       config.where, "num_key_value_heads", str(groups), f"a divisor of {heads}",
                       "write the number that the head was trained with")  # fmt: skip

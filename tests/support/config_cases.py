@@ -63,8 +63,10 @@ KIMI = {
     "text_config": KIMI_TEXT,
 }  # fmt: skip
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZED, "head_dim": 8}
+_ORIGINAL = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 128}  # fmt: skip
 
@@ -185,6 +187,11 @@ BROKEN: Pairs = {
     "speculators' model type": (_FIELD, "error", Case({"model_type": "speculator_model"})),
     "model type of a model that also sees": (_FIELD, "error", Case({"model_type": "kimi_k25"})),
     "Mistral 3's model type in the head": (_FIELD, "error", Case({"model_type": "mistral3"})),
+    "null auto_map": (_FIELD, "error", Case(null=("auto_map",))),
+    "empty text part": (_FIELD, "error", Case({"text_config": {}})),
+    "activation of another class": (_FIELD, "error", Case({"model_type": "arcee"})),
+    "target without an architecture": (_FIELD, "error", Case(target={"architectures": None})),
+    "target that nobody knows": (_FIELD, "error", Case(target={"model_type": "llama9"})),
     "target without a model type": (_FIELD, "error", Case(target={"model_type": None})),
     "epsilon is a word": (_FIELD, "error", Case({"rms_norm_eps": "x"})),
     "epsilon is a number in quotes": (_FIELD, "error", Case({"rms_norm_eps": "1e-5"})),
@@ -225,6 +232,17 @@ BROKEN: Pairs = {
     "longrope without its factors": (_ROPE, "error", Case({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}})),
     "yarn without its factor": (_ROPE, "error", Case({"rope_scaling": {"rope_type": "yarn"}})),
     "dynamic without its factor": (_ROPE, "error", Case({"rope_scaling": {"rope_type": "dynamic"}})),
+    "theta of zero": (_ROPE, "error", Case({"rope_theta": 0})),
+    "null type": (_ROPE, "error", Case({"rope_scaling": {"rope_type": None, "factor": 2.0}})),
+    "linear factor without a decimal point": (
+        _ROPE, "error", Case({"rope_scaling": {"rope_type": "linear", "factor": 2}})),
+    "yarn with a null length": (_ROPE, "error", Case({"rope_scaling": {**YARN, _ORIGINAL: None}})),
+    "longrope of another head": (_ROPE, "error", Case({"rope_scaling": {
+        "rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}})),
+    "scaling of the target without its factor": (
+        _ROPE, "error", Case(target={**SIZED, "rope_scaling": {"rope_type": "linear"}})),
+    "theta of Ministral 3's class": (
+        _ROPE, "warning", Case({"model_type": "ministral3"}, target={"max_position_embeddings": 64})),
     "factor without a type": (_ROPE, "warning", Case({"rope_scaling": {"factor": 2.0}})),
     "theta lost beside a scaling": (
         _ROPE, "error", Case({"rope_theta": None, "rope_scaling": LINEAR,
@@ -266,6 +284,7 @@ BROKEN: Pairs = {
     "null method": (_WEIGHTS, "error", Case({"quantization_config": {"quant_method": None}})),
     "fc quantised": (
         _WEIGHTS, "error", Case({"quantization_config": MODELOPT_FP8}, eights("_proj.weight", "fc.weight"))),
+    "empty quantisation of the target": (_FIELD, "error", Case(target={**SIZED, "quantization_config": {}})),
     "quantisation of the target that SGLang lacks": (
         _FIELD, "error", Case(target={**SIZED, "quantization_config": {"quant_method": "fbgemm_fp8"}})),
     # ---- MLA heads ----
@@ -337,6 +356,9 @@ SOUND: dict[str, Case] = {
         null=("num_aux_hidden_states", "rope_scaling", "rope_parameters", "layer_types", "quantization_config", "bias",
               "pad_token_id", "eagle_aux_hidden_state_layer_ids")),
     "one layer type for one layer": Case({"layer_types": ["full_attention"]}),
+    "longrope": Case({"rope_theta": 5e5, "rope_scaling": LONGROPE}, target={"rope_scaling": LONGROPE}),
+    "fp8 in capitals": Case({"quantization_config": {**FP8, "quant_method": "FP8"}}),
+    "MLA with as many key-value heads as its class": mla({"num_key_value_heads": None}),
     "token outside of the vocabulary": Case({"pad_token_id": -1}),
     "head of Qwen 3's class": Case({"model_type": "qwen3"}),
     "dtype in transformers 5's spelling": Case({"torch_dtype": None, "dtype": "bfloat16"}),
