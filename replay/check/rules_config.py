@@ -43,8 +43,6 @@ def model_type(facts: Facts) -> Iterator[Finding]:
                       "which the config does not have: SGLang sizes the head's KV cache by the class's defaults, or "
                       "stops", draft.where, "model_type", str(kind), wanted,
                       f'write "model_type": "{wanted}"')  # fmt: skip
-    if facts.target.architecture is None:
-        yield _stops(target, "the target's config names no architecture", "architectures", "the target's", copied)
 
 
 def _unknown(config: Settings, whose: str, wanted: str, fix: str) -> Iterator[Finding]:

@@ -190,7 +190,6 @@ BROKEN: Pairs = {
     "null auto_map": (_FIELD, "error", Case(null=("auto_map",))),
     "empty text part": (_FIELD, "error", Case({"text_config": {}})),
     "activation of another class": (_FIELD, "error", Case({"model_type": "arcee"})),
-    "target without an architecture": (_FIELD, "error", Case(target={"architectures": None})),
     "target that nobody knows": (_FIELD, "error", Case(target={"model_type": "llama9"})),
     "target without a model type": (_FIELD, "error", Case(target={"model_type": None})),
     "epsilon is a word": (_FIELD, "error", Case({"rms_norm_eps": "x"})),
