@@ -114,6 +114,8 @@ def open_regular(path: Path, *, follow: bool = False) -> Iterator[int]:
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
         if not follow and os.path.islink(path):
             raise TraceCorruptError(f"{path} is a symbolic link; a trace holds plain files only") from error
+        if isinstance(error, FileNotFoundError) and os.path.islink(path):
+            raise TraceCorruptError(f"{path} is a link to nothing") from error
         raise TraceCorruptError(f"cannot open {path}: {_reason(error)}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

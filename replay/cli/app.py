@@ -27,11 +27,10 @@ from replay.cli.serve import serve
 from replay.cli.simulate import simulate
 from replay.cli.terminal import say
 from replay.errors import ReplayError
-from replay.printable import lines, one_line, shorten
+from replay.printable import one_line
 
 # What a write to a full or failing disk ends in.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_MOST_USAGE = 4000  # characters of what click says, a help page among it
 
 
 class _Refusal(click.ClickException):
@@ -70,10 +69,9 @@ def _plain_usage_errors() -> Iterator[None]:
         yield
     except click.UsageError as error:
         said = error.format_message()
-        plain = lines(shorten(said, _MOST_USAGE))
-        if plain == said:
+        if isinstance(error, click.exceptions.NoArgsIsHelpError) or one_line(said) == said:
             raise
-        raise click.UsageError(plain, error.ctx) from error
+        raise click.UsageError(one_line(said), error.ctx) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
