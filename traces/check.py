@@ -13,6 +13,7 @@ from replay.traces import files
 from replay.traces.check_lm_head import lm_head_findings
 from replay.traces.reader import Trace
 from replay.traces.records import RequestRecord
+from replay.traces.self_check import tap_doubts
 from replay.traces.shared_rows import SharedRows, shared_sentences
 from replay.traces.taps import EMBED, FINAL
 
@@ -59,6 +60,7 @@ def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -
         yield TraceFinding(ERROR, None, f"feeds of one server have features of {wide} columns; capture it again")
     for request_id, what in shared_sentences(shared, [record.request_id for record in trace.records]):
         yield TraceFinding(ERROR, request_id, what)
+    yield from (TraceFinding(ERROR, None, what) for what in tap_doubts(trace))
     for severity, owner, what in lm_head_findings(trace, whole, device, rows):
         yield TraceFinding(severity, owner, what)
 

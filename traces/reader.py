@@ -104,6 +104,13 @@ class Trace:
         """The taps that ``read`` can give, in the order of the stream; ``embed`` where stored or to be looked up."""
         return sort_taps([*self.header.taps, *([EMBED] if self._can_look_up() else [])])
 
+    @cached_property
+    def doubts(self) -> tuple[str, ...]:
+        """Sentences on what is odd in a few rows, looked at once (self_check.py); none where nothing is."""
+        from replay.traces.self_check import self_check
+
+        return self_check(self)
+
     def _can_look_up(self) -> bool:
         if self.header.embed != "lookup":
             return False
@@ -151,6 +158,17 @@ class Trace:
         if self._is_looked_up(tap):
             return self._embed[self.read(index, ()).tokens[list(rows)]]
         raise self._lacks(tap)
+
+    def rows_of_many(self, tap: str, rows: Mapping[int, Sequence[int]]) -> "torch.Tensor":
+        """``rows`` of one stored tap of many requests, by index in rising order [R, width]: a copy, as ``tap_rows``."""
+        import torch
+
+        wanted: dict[str, list[int]] = {}
+        for index, chosen in rows.items():
+            record = self.records[index]
+            wanted.setdefault(record.shard, []).extend(record.row_start + row for row in chosen)
+        parts = [map_rows(self._layouts[shard], f"tap.{tap}")[places] for shard, places in wanted.items()]
+        return torch.cat(parts)
 
     def logits(self, index: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
         """The target's choices for the n output tokens of request ``index``.

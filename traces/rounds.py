@@ -98,7 +98,8 @@ class RequestInfo:
     """One request of the trace: sizes in tokens, what the server itself reported (None: nothing), where it came from.
 
     ``observed_histogram[a]`` counts the server's rounds with a accepted tokens. ``source`` is ``generated`` or
-    ``forced`` (teacher-forced text), ``temperature`` the one the output was sampled with (0: greedy).
+    ``forced`` (teacher-forced text), ``temperature`` the one the output was sampled with (0: greedy). ``loop_tokens``
+    of the output, in a row, are ``loop_period`` tokens again and again; both are 0 where it does not loop.
     """
 
     request_id: str
@@ -109,6 +110,8 @@ class RequestInfo:
     observed_histogram: tuple[int, ...] | None
     source: str = "generated"
     temperature: float = 0.0
+    loop_tokens: int = 0
+    loop_period: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +300,9 @@ def _request(values: Fields) -> RequestInfo:
         observed_histogram=values.optional_integers("observed_histogram", 0, _MOST, _MOST_STEPS + 1),
         source=values.text("source"),
         temperature=values.number("temperature", 0.0, 1e6),
+        # files from before there were these are of the same version
+        loop_tokens=values.integer("loop_tokens", 0, _MOST) if "loop_tokens" in values.values else 0,
+        loop_period=values.integer("loop_period", 0, _MOST) if "loop_period" in values.values else 0,
     )
 
 

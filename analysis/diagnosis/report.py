@@ -35,7 +35,8 @@ _MEASURES = {
 
 def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
     """The diagnosis as a renderable that survives 80 columns."""
-    parts = [*_answer(diagnosis), *_agreement(diagnosis), *_fed(diagnosis)]
+    parts = [*_answer(diagnosis), *_bullets("Doubts on the trace", diagnosis.doubts)]
+    parts += [*_agreement(diagnosis), *_fed(diagnosis)]
     if diagnosis.fix:
         parts += [*_heading("Fix"), Padding(Text(diagnosis.fix), (0, 0, 0, 2))]
     if diagnosis.gains and diagnosis.verdict in ("fault", "undetermined"):

@@ -54,7 +54,8 @@ class Diagnosis:
     interval. ``ranked`` best first, ``unknown`` what none of them says; ``undecided`` names what cannot be told from
     the best, ``separate`` how to tell it. ``agreement`` counts the rounds of the healthy replay; ``profile`` says where
     a server parts from it. ``feeding`` is what the draft was really fed, where that was recorded; ``values`` are the
-    lowest and the highest value of a named kind that explains the server as well.
+    lowest and the highest value of a named kind that explains the server as well. ``implausible`` says why what was
+    observed is nothing that a head does, ``doubts`` what is odd in the trace's rows.
     """
 
     verdict: str
@@ -77,6 +78,8 @@ class Diagnosis:
     unknown: Unknown | None = None
     agreement: Agreement | None = None
     values: tuple[str, str] | None = None
+    implausible: str | None = None
+    doubts: tuple[str, ...] = ()
 
     @property
     def replayed_at_served_anchors(self) -> float:
@@ -123,6 +126,21 @@ def judge(
     if fitting and unknown.probability < CERTAIN:
         return _undetermined(blank, fitting)
     return _unexplained(blank)
+
+
+def without_name(found: Diagnosis, implausible: str) -> Diagnosis:
+    """The same where what was observed is ``implausible``: nothing is named from it, whatever comes near it."""
+    fitting = tuple(item.name for item in found.ranked if item.fits and item.probability >= NOTHING)
+    return replace(
+        found,
+        verdict="undetermined",
+        why=implausible,
+        named=None,
+        certainty=math.nan,
+        undecided=fitting,
+        gains=(),
+        implausible=implausible,
+    )
 
 
 def certainty(ranked: Sequence[Scored], kind: str) -> float:
@@ -285,6 +303,8 @@ def to_json(diagnosis: Diagnosis) -> JsonObject:
         {
             "verdict": diagnosis.verdict,
             "why": diagnosis.why,
+            "implausible": diagnosis.implausible,
+            "doubts": diagnosis.doubts,
             "fault": diagnosis.named,
             "certainty": diagnosis.certainty,
             "values": None if diagnosis.values is None else list(diagnosis.values),

@@ -4,13 +4,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from replay.analysis.bootstrap import FEW_REQUESTS
+from replay.analysis.counts import ACCEPTED, ROUNDS, per_request, ratio
 from replay.analysis.gaps import Gap
 from replay.analysis.report.agreement import agreement_doubts
 from replay.analysis.report.expected import expectation_doubts
 from replay.analysis.summary import VariantSummary
 from replay.analysis.wording import count, counted, decimal, interval, listed, percent, varying
 from replay.printable import one_line
+from replay.traces.fields import some
 from replay.traces.rounds import Rounds
 
 # Half an interval, as a share of the accept length: the tolerance of vLLM's own acceptance test is 5 %.
@@ -19,7 +23,9 @@ MANY_CUT = 0.10
 MANY_TIES = 0.01
 # The all-anchors mean lies 6 to 33 % above the served walk on public data; below this it misleads nobody.
 WALK_GAP = 0.05
-_MOST_MISSING = (8, 300)  # sentences of a trace on what it lacks, and the characters of one
+LOOP_GAP = 0.01
+# Sentences of a trace on itself that are shown, the characters of one on what it lacks, and of one on its rows.
+_MOST_TOLD = (8, 300, 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,40 @@ class Results:
 def doubts(results: Results) -> tuple[str, ...]:
     """The sentences that apply, the gravest first."""
     return tuple(sentence for check in _CHECKS for sentence in check(results))
+
+
+def _rows_mixed_up(results: Results) -> Iterator[str]:
+    """What a look at a few rows found when the trace was replayed (traces/self_check.py)."""
+    told = results.rounds.trace.get("doubts")
+    for sentence in told[: _MOST_TOLD[0]] if isinstance(told, list) else ():
+        yield one_line(str(sentence), _MOST_TOLD[2])
+
+
+def _loops(results: Results) -> Iterator[str]:
+    """Outputs that repeat themselves, where leaving them out changes the best variant's accept length."""
+    best = results.best
+    looped = [request for request in results.rounds.requests if request.loop_tokens]
+    if best is None or not looped:
+        return
+    counts = per_request(results.rounds)[best.name]
+    loops = np.array([request.loop_tokens > 0 for request in results.rounds.requests])
+    if not counts[loops, ROUNDS].sum():
+        return
+    rounds, accepted = (int(counts[~loops, column].sum()) for column in (ROUNDS, ACCEPTED))
+    without = ratio(rounds + accepted, rounds)
+    if abs(without - best.accept_length) <= LOOP_GAP * best.accept_length:
+        return
+    longest = max(looped, key=lambda request: request.loop_tokens)
+    say, them = ("says", "it") if len(looped) == 1 else ("say", "them")
+    end = f"without {them} the accept length is {decimal(without)}, not {decimal(best.accept_length)}"
+    if not rounds:
+        end = "there is no other, so that the accept length says nothing of ordinary text"
+    yield (
+        f"{count(len(looped))} of {counted(len(results.rounds.requests), 'output')} "
+        f"({some([request.request_id for request in looped])}) {say} the same again and again "
+        f"({counted(longest.loop_period, 'token')} over {count(longest.loop_tokens)} at most), which a head soon "
+        f"drafts right: {end}."
+    )
 
 
 def _observed_disagrees(results: Results) -> Iterator[str]:
@@ -182,13 +222,15 @@ def _requests_without_rounds(results: Results) -> Iterator[str]:
 def _missing(results: Results) -> Iterator[str]:
     missing = results.rounds.trace.get("missing")
     if isinstance(missing, list) and missing:
-        told = [one_line(str(what).rstrip("."), _MOST_MISSING[1]) for what in missing[: _MOST_MISSING[0]]]
+        told = [one_line(str(what).rstrip("."), _MOST_TOLD[1]) for what in missing[: _MOST_TOLD[0]]]
         if len(missing) > len(told):
             told.append(f"{count(len(missing) - len(told))} more")
         yield f"The trace does not hold everything: {listed(told)}."
 
 
 _CHECKS: tuple[Callable[[Results], Iterator[str]], ...] = (
+    _rows_mixed_up,
+    _loops,
     _observed_disagrees,
     _unexplained,
     _few_requests,

@@ -21,7 +21,7 @@ def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None
 
     summaries = summarise(rounds)
     if as_json:
-        body = to_json(rounds, summaries)
+        body = {**to_json(rounds, summaries), "doubts": list(_doubts(rounds, summaries))}
         if peers:
             from replay.analysis.report.peers import peer_metrics
 
@@ -39,9 +39,16 @@ def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
     summaries = summarise(rounds)
     ranking = rank_tensors(rounds, summaries, tensors)
     if as_json:
-        print_json({**to_json(rounds, summaries), "ranking": [*ranking.rows, ranking.together]})
+        doubts = list(_doubts(rounds, summaries))
+        print_json({**to_json(rounds, summaries), "doubts": doubts, "ranking": [*ranking.rows, ranking.together]})
     else:
         print_rich(render_ranking(ranking))
+
+
+def _doubts(rounds: "Rounds", summaries: "Sequence[VariantSummary]") -> tuple[str, ...]:
+    from replay.analysis.report.report import assess
+
+    return assess(rounds, summaries).doubts
 
 
 def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", peers: bool) -> "RenderableType":

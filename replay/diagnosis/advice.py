@@ -18,12 +18,13 @@ from replay.analysis.diagnosis.evidence import (
 )
 from replay.analysis.diagnosis.limits import limits
 from replay.analysis.diagnosis.scored import AS_GOOD, Scored, rank
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge
+from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge, without_name
 from replay.analysis.followed import agreement
 from replay.analysis.summary import VariantSummary
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
 from replay.diagnosis.hypotheses import Hypothesis, nothing_wrong, rewired, singles
+from replay.diagnosis.plausible import implausible
 from replay.diagnosis.reference import Reference
 from replay.diagnosis.search import unknowable
 from replay.diagnosis.trials import (
@@ -78,6 +79,9 @@ def conclude(
     first_rate = next(iter(summary.position_conditional), math.nan)
     compared = 1 if case.trained is not None else compared
     found = judge(scores, gains=gains, compared=compared, first_rate=first_rate)
+    odd = implausible(case.observation, case.served.steps, summary.accept_length)
+    if odd is not None and found.verdict not in ("healthy", "head"):
+        found = without_name(found, odd)
     if found.verdict == "engine" and reference is not None:
         others, taken_by_any = _unknowable(case, reference, tried, final, tell)
         ranked, unknown = rank([*scores, *others], taken_by_any=taken_by_any)
@@ -89,6 +93,7 @@ def conclude(
     open_gains = bool({gain.label for gain in found.gains} & {*named})
     return replace(
         advised,
+        doubts=case.trace.doubts,
         separate=tuple(
             separate(
                 case.observation.kind, found.verdict, named if found.undecided else (),

@@ -88,8 +88,8 @@ def variant_info(name: str, variant: ResolvedVariant, tally: Tally, trace: Trace
     )
 
 
-def request_info(row: Mapping[str, Any]) -> RequestInfo:
-    """A row of the trace's request table as a rounds file keeps it."""
+def request_info(row: Mapping[str, Any], loop: tuple[int, int] = (0, 0)) -> RequestInfo:
+    """A row of the trace's request table as a rounds file keeps it; ``loop`` as ``find_loop`` gives it."""
     histogram = row["server_histogram"]
     return RequestInfo(
         request_id=row["request_id"],
@@ -100,6 +100,8 @@ def request_info(row: Mapping[str, Any]) -> RequestInfo:
         observed_histogram=None if histogram is None else tuple(histogram),
         source=row["source"],
         temperature=row["temperature"],
+        loop_tokens=loop[0],
+        loop_period=loop[1],
     )
 
 
@@ -117,6 +119,7 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "taps": list(trace.taps),
         "dtype": header.target.dtype,
         "missing": list(header.missing),
+        "doubts": list(trace.doubts),
         "requests": len(trace.requests),
     }
 

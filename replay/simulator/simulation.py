@@ -15,6 +15,7 @@ from replay.simulator.batches import batches_for
 from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
 from replay.simulator.inputs import FollowedRounds, followed_rounds, read_packs
+from replay.simulator.loops import find_loop
 from replay.simulator.play import replay_stem
 from replay.simulator.results import (
     RoundsTable,
@@ -83,19 +84,23 @@ def simulate(
     total = len(trace.requests)
     led = None if follow is None else followed_rounds(follow)
     spans, batches = _spans(trace, groups), batches_for(groups, trace)
+    loops: dict[str, tuple[int, int]] = {}
     with torch.inference_mode():
         done = 0
         for pack in read_packs(trace, taps_of(groups), _asked(led, only)):
             leads = [FollowedRounds() if led is None else led[rows.request_id] for rows in pack]
             for stem in stems:
                 replay_stem(stem, pack, leads, trace, spans, batches, tallies, table)
+            loops |= {rows.request_id: find_loop(rows.tokens[rows.prompt_tokens :].tolist()) for rows in pack}
             done += len(pack)
             on_event(ReplayProgress(done, total))
     played_variants = zip(names, resolved, tallies, strict=True)
     return Rounds(
         table=table.frame(),
         variants=tuple(variant_info(name, variant, tally, trace) for name, variant, tally in played_variants),
-        requests=tuple(request_info(row) for row in trace.requests.iter_rows(named=True)),
+        requests=tuple(
+            request_info(row, loops.get(row["request_id"], (0, 0))) for row in trace.requests.iter_rows(named=True)
+        ),
         trace={**describe_trace(trace), "wirings": describe_wirings(resolved, trace)},
         drafts={name: describe_head(name, checkpoint, resolved, groups) for name, checkpoint in checkpoints.items()},
     )
