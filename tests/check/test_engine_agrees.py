@@ -107,7 +107,7 @@ def test_the_rotation_is_the_one_that_sglang_builds(facts: dict[str, Facts], see
     assert checked == ROTATIONS.keys()
 
 
-# Layers, width, vocabulary, longest position and theta: by hand from the published configs and the classes' defaults.
+# Layers, width, vocabulary, longest position and theta: by hand from the configs and the defaults of their classes.
 READ = {
     "gemma-3-4b-it": (34, 2560, 262208, 131072, 1e6),
     "gpt-oss-20b": (24, 2880, 201088, 131072, 150000),

@@ -1,4 +1,7 @@
-"""Configs of targets as they are published, without what no rule reads: token ids, the part that sees, code to load."""
+"""Configs of targets in the form in which they are published: what each leaves implicit, nests, and spells its own way.
+
+Left out is what no rule reads: token ids, the part that sees, code to load.
+"""
 
 import json
 from pathlib import Path
