@@ -110,6 +110,7 @@ def _add(rows: dict[str, Row], cls: Any, fields: list[str]) -> None:
     row: Row = {"types": _types(cls, fields)}
     if part is not whole:
         row["inner"] = _inner(cls, whole, part)
+        row["flat"] = _folds(cls)
         _add(rows, type(part), fields)
     else:
         row |= {"defaults": _defaults(cls, part), "aliases": _aliases(cls), "rope": _rope(cls)}
@@ -121,6 +122,15 @@ def _add(rows: dict[str, Row], cls: Any, fields: list[str]) -> None:
 def _called(cls: Any) -> str:
     """Both packages have classes of one name."""
     return str(cls.__name__) + ("" if cls.__module__.startswith("transformers.") else " of SGLang")
+
+
+def _folds(cls: Any) -> bool:
+    """Whether a config without the language part's field has that part's fields beside the others."""
+    from sglang.srt.utils.hf_transformers.common import get_hf_text_config
+
+    with contextlib.suppress(Exception):
+        return bool(get_hf_text_config(cls(num_hidden_layers=3, hidden_size=96)).num_hidden_layers == 3)
+    return False
 
 
 def _inner(cls: Any, whole: Any, part: Any) -> list[str]:

@@ -206,6 +206,8 @@ def _beside(folder: Path) -> dict[str, Any] | None:
 def _class_of_head(stated: Settings) -> ConfigClass | None:
     kind = stated.values.get("model_type")
     cls = class_of(kind) if isinstance(kind, str) else None
+    if cls is not None and cls.flat and cls.inner_class is not None:
+        return class_called(cls.inner_class)
     return cls if cls is not None and cls.inner is None else class_called("LlamaConfig")
 
 

@@ -72,7 +72,7 @@ def _lacking_part(config: Settings) -> str | None:
     """The field that a model's language part stands in, where the class has one and the config has not."""
     kind = config.values.get("model_type")
     cls = class_of(kind) if isinstance(kind, str) else None
-    inner = cls.inner if cls is not None else None
+    inner = cls.inner if cls is not None and not cls.flat else None
     return inner if inner is not None and not isinstance(config.values.get(inner), dict) else None
 
 

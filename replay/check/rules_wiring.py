@@ -220,7 +220,9 @@ def taps(facts: Facts) -> Iterator[Finding]:
                     NESTED if ids else "eagle_config", _seen(ids), f"{inputs // width} layer ids",
                     f"write the {inputs // width} layer ids that the head was trained on as {NESTED}")  # fmt: skip
     elif stated_taps * width != inputs:
-        yield found(f"the config makes fc take {stated_taps} taps, it takes {inputs // width}", config,
+        # models/kimi_k25_eagle3.py counts the ids, speculative/eagle_utils.py lays out graphs by this field
+        makes = "lays out the buffers of SGLang's graphs for" if draft.mla and ids else "makes fc take"
+        yield found(f"the config {makes} {stated_taps} taps, it takes {inputs // width}", config,
                     "num_aux_hidden_states", draft.config.values.get("num_aux_hidden_states", "absent"),
                     inputs // width, f'write "num_aux_hidden_states": {inputs // width}')  # fmt: skip
     elif inputs == hidden and facts.server.engine != "vllm":

@@ -25,7 +25,7 @@ class ConfigClass:
 
     - ``types``: field → letters of the JSON types that it takes; a field without an entry takes anything.
     - ``inner``: the field that holds a model's language part; ``inner_class``: the class of that part, unless it
-      ``follows`` the part's own model_type.
+      ``follows`` the part's own model_type. ``flat``: without that field, its fields may stand beside the others.
     - ``rope_order``: which of rope_scaling and rope_parameters wins, that the latter is not read, or that rope_scaling
       goes to the layers of full attention alone. ``raw``: a scaling is left as it stands, without an original length.
     - ``divides``: hidden_size must be a multiple of num_attention_heads.
@@ -38,6 +38,7 @@ class ConfigClass:
     inner: str | None = None
     inner_class: str | None = None
     follows: bool = False
+    flat: bool = False
     rope_order: str = SCALING_FIRST
     rope_default: Mapping[str, Any] = field(default_factory=dict)
     theta: float | None = None
@@ -89,6 +90,7 @@ def class_called(name: str) -> ConfigClass | None:
         inner,
         inner_class,
         bool(follows),
+        row.get("flat", False),
         rope.get("order", SCALING_FIRST),
         rope.get("default", {}),
         rope.get("theta"),

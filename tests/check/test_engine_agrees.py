@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rig.server import RIG
 from support.check_cases import Case, write_case
-from support.config_cases import BROKEN, NEEDS_CUDA, SOUND
+from support.config_cases import BROKEN, NEEDS_CUDA, NO_FLAT, SOUND
+from support.public_targets import PUBLIC
 
 from replay.check.engine_config import context_of
 from replay.check.facts import Facts, read_facts
@@ -20,6 +21,7 @@ from replay.check.finding import ERROR
 from replay.check.run import check
 
 CASES: dict[str, Case] = {name: case for name, (_, _, case) in BROKEN.items()} | SOUND | {"plain": Case()}
+CASES |= {name: Case(target={**NO_FLAT, **config}) for name, config in PUBLIC.items()}
 NAMES = [name for name in CASES if name not in NEEDS_CUDA]
 # Parameters that no tensor is meant to reach: SGLang puts the target's in their place, begins them as zero, or does
 # without them.
@@ -92,6 +94,7 @@ def test_the_length_is_the_one_that_sglang_derives(
             wrong[name] = (context_of(side.config, side.rope), line[whose])
     assert wrong == {}
     assert {131072, 256} <= {line.get("served") for line in seen.values()}
+    assert whose == "context" or all("served" in seen[name] for name in PUBLIC)
 
 
 def test_the_rotation_is_the_one_that_sglang_builds(facts: dict[str, Facts], seen: dict[str, dict[str, Any]]) -> None:
@@ -102,3 +105,28 @@ def test_the_rotation_is_the_one_that_sglang_builds(facts: dict[str, Facts], see
             assert (line["rope"]["class"], line["rope"]["theta"]) == (ROTATIONS[own.kind], own.theta), name
             checked.add(own.kind)
     assert checked == ROTATIONS.keys()
+
+
+# Layers, width, vocabulary, longest position and theta: by hand from the configs and the defaults of their classes.
+READ = {
+    "gemma-3-4b-it": (34, 2560, 262208, 131072, 1e6),
+    "gpt-oss-20b": (24, 2880, 201088, 131072, 150000),
+    "Kimi-K2.5": (61, 7168, 163840, 262144, 50000),
+    "Llama-4-Scout": (48, 5120, 202048, 10485760, 500000),
+    "Qwen2.5-VL-7B": (28, 3584, 152064, 128000, 1e6),
+    "Qwen3-VL-8B": (36, 4096, 151936, 262144, 5e6),
+    "GLM-4.5-Air": (46, 4096, 151552, 131072, 1e6),
+    "Mistral-Small-3.1": (40, 5120, 131072, 131072, 1e9),
+    "DeepSeek-V3": (61, 7168, 129280, 163840, 10000),
+    "Llama-3.1-8B": (32, 4096, 128256, 131072, 500000),
+    "Qwen3-30B-A3B": (48, 2048, 151936, 40960, 1e6),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_published_target_is_read(name: str, facts: dict[str, Facts]) -> None:
+    target = facts[name].target
+    length = context_of(target.config, target.rope)
+    assert (target.layers, target.hidden_size, target.vocab_size, length, target.rope.theta) == READ[name]
+    assert [finding for finding in check(facts[name]).findings if finding.file.startswith("target")] == []
+    assert target.runs_in_bf16 == (name == "gpt-oss-20b")

@@ -14,7 +14,7 @@ Pairs = dict[str, tuple[str, str, Case]]
 # ---- targets as they are published, with what their classes leave implicit ----
 
 # A whole config: None takes the flat one's fields away.
-_NO_FLAT = dict.fromkeys(
+NO_FLAT = dict.fromkeys(
     ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings", "rope_theta", "torch_dtype")
 )
 # google/gemma-3-27b-it's text_config: no vocab_size, no length, no theta; Gemma3TextConfig has 262208, 131072 and 1e6.
@@ -24,7 +24,7 @@ GEMMA3_TEXT = {
     "sliding_window": 1024,
 }  # fmt: skip
 GEMMA3 = {
-    **_NO_FLAT, "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+    **NO_FLAT, "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
     "torch_dtype": "bfloat16", "text_config": GEMMA3_TEXT,
 }  # fmt: skip
 ON_GEMMA3 = {"vocab_size": 262208, "max_position_embeddings": 131072}
@@ -35,14 +35,14 @@ GPT_OSS = {
 }  # fmt: skip
 SIZED = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 MISTRAL3 = {
-    **_NO_FLAT, "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "dtype": "bfloat16",
+    **NO_FLAT, "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "dtype": "bfloat16",
     "text_config": {
         "model_type": "mistral", **SIZED, "head_dim": 8, "num_hidden_layers": 30, "hidden_size": 32, "vocab_size": 96,
         "max_position_embeddings": 256, "rope_theta": 500000.0, "sliding_window": None,
     },
 }  # fmt: skip
 LLAMA4 = {
-    **_NO_FLAT, "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4",
+    **NO_FLAT, "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4",
     "torch_dtype": "bfloat16",
     "text_config": {
         "model_type": "llama4_text", **SIZED, "head_dim": 8, "num_hidden_layers": 30, "hidden_size": 32,
@@ -59,11 +59,16 @@ KIMI_TEXT = {
     },
 }  # fmt: skip
 KIMI = {
-    **_NO_FLAT, "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+    **NO_FLAT, "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
     "text_config": KIMI_TEXT,
 }  # fmt: skip
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZED, "head_dim": 8}
 _ORIGINAL = "original_max_position_embeddings"
+SECTIONS = {"type": "mrope", "mrope_section": [2, 2, 2]}
+QWEN25_VL = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", **SIZED,
+    "rope_scaling": SECTIONS, "vision_config": {"hidden_size": 32, "num_heads": 4, "depth": 2},
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}
@@ -327,6 +332,7 @@ SOUND: dict[str, Case] = {
     "Llama 4": Case(target=LLAMA4),
     "Kimi as it is published": Case(ids(2, 30, 58), target=KIMI),
     "Qwen 3": Case(target=QWEN3),
+    "Qwen 2.5 VL, its fields beside each other": Case({"rope_scaling": SECTIONS}, target=QWEN25_VL),
     "linear scaling multiplies the length": Case(
         {"rope_theta": 5e5, "rope_scaling": LINEAR, "max_position_embeddings": 128}, target={"rope_scaling": LINEAR,
                                                                                    "max_position_embeddings": 128}),
