@@ -128,5 +128,7 @@ def test_a_published_target_is_read(name: str, facts: dict[str, Facts]) -> None:
     target = facts[name].target
     length = context_of(target.config, target.rope)
     assert (target.layers, target.hidden_size, target.vocab_size, length, target.rope.theta) == READ[name]
-    assert [finding for finding in check(facts[name]).findings if finding.file.startswith("target")] == []
+    said = [finding.fault for finding in check(facts[name]).findings if finding.file.startswith("target")]
+    # SGLang 0.5.23 models/mistral.py: the class of Mistral Small captures nothing for a head.
+    assert said == (["wiring.aux-missing"] if name == "Mistral-Small-3.1" else [])
     assert target.runs_in_bf16 == (name == "gpt-oss-20b")
