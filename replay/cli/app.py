@@ -23,6 +23,7 @@ from replay.cli.diagnose import diagnose
 from replay.cli.faults import faults
 from replay.cli.import_dumps import import_dumps
 from replay.cli.inspect import inspect
+from replay.cli.plan import plan
 from replay.cli.report import report
 from replay.cli.serve import serve
 from replay.cli.simulate import simulate
@@ -84,7 +85,7 @@ def cli() -> None:
     """
 
 
-for _command in (serve, capture, import_dumps, simulate, faults, report, compare, inspect, diagnose, check, demo):
+for _command in (serve, capture, import_dumps, simulate, faults, report, compare, plan, inspect, diagnose, check, demo):
     cli.add_command(_command)
 
 

@@ -122,6 +122,17 @@ def compare_documents(folder: Path) -> list[Document]:
     return [run("compare", mixed), run("compare", many), run("compare", empty, empty)]
 
 
+def plan_documents(folder: Path) -> list[Document]:
+    """Of timings that suffice, of some that leave the answer open, and of a tree whose accept length nobody said."""
+    length = ("--length", "steps=3,accept=2.5")
+    return [
+        run("plan", "--time", "ms=20,context=100", "--time", "steps=3,accept=2,ms=30,context=100"),
+        run("plan", "--time", "ms=20", "--time", "batch=8,ms=22", *length, "--batch", "4"),
+        run("plan", "--cost", "pass=20", *length, "--time", "steps=2,topk=2,draft_tokens=6,ms=30"),
+        run("plan", "--time", "ms=10", "--time", "steps=3,accept=2,ms=20.1", "--steps", "1,2"),
+    ]
+
+
 def diagnose_documents(folder: Path) -> list[Document]:
     """Of a server with a fault and its feed recorded, of a head made for other taps, and what is rare."""
     sizes = {"hidden_size": WIDTH, "vocab_size": V, "draft_vocab_size": 48, "intermediate_size": 24, "head_dim": 8}
@@ -224,6 +235,7 @@ _MAKERS: Mapping[str, Callable[[Path], list[Document]]] = {
     "simulate": simulate_documents,
     "report": report_documents,
     "compare": compare_documents,
+    "plan": plan_documents,
     "diagnose": diagnose_documents,
     "check": check_documents,
     "inspect": inspect_documents,

@@ -1,0 +1,135 @@
+"""What was typed → the plan: timings read, loads and depths listed, accept lengths found."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from replay.analysis import wording
+from replay.analysis.json_document import JsonObject, object_json
+from replay.analysis.plan.benchmarks import read_benchmark
+from replay.analysis.plan.costs import typed_costs
+from replay.analysis.plan.lengths import Length, lengths_of_rounds, lengths_of_timings, with_bounds
+from replay.analysis.plan.plan import Plan, make_plan
+from replay.analysis.plan.report import answer, doubts
+from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
+from replay.analysis.plan.settings import MOST_BATCH, MOST_STEPS, Load, Setting, make_setting
+from replay.analysis.plan.timings import Timing, join_timings, typed_length, typed_timing
+from replay.errors import UsageError
+from replay.traces.rounds import Rounds
+
+_MOST_LISTED = 256  # batches or depths of one plan
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The options of `replay plan` as they were typed (replay/cli/plan.py says what each is)."""
+
+    times: Sequence[str] = ()
+    benches: Sequence[str] = ()
+    costs: Sequence[str] = ()
+    lengths: Sequence[str] = ()
+    batch: str = ""
+    context: int | None = None
+    steps: str = ""
+    variant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and where its numbers come from, as pairs of words."""
+
+    plan: Plan
+    provenance: tuple[tuple[str, str], ...]
+
+    def to_json(self) -> JsonObject:
+        """The body of `replay plan --json`."""
+        plan, steps = self.plan, steps_by_batch(self.plan.choices)
+        return {
+            "answers": [answer(plan, choice) for choice in plan.choices],
+            "choices": [_choice_json(choice) for choice in object_json({"all": plan.choices})["all"]],
+            "rows": [object_json(row) for row in plan.rows],
+            "costs": [object_json(term) for term in plan.costs],
+            "timings": [object_json(timing) for timing in plan.timings],
+            "misfit": plan.misfit,
+            "schedules": None if steps is None else {"sglang": sglang_schedule(steps), "vllm": vllm_schedule(steps)},
+            "doubts": list(doubts(plan)),
+            "provenance": [{"what": what, "said": said} for what, said in self.provenance],
+        }
+
+
+def _choice_json(choice: JsonObject) -> JsonObject:
+    return choice | {"best": choice["best"]["setting"]}
+
+
+def answer_question(asked: Question, rounds: Rounds | None, called: str) -> Planned:
+    """The plan for what was asked; ``called`` is what the rounds file is called.
+
+    Raises UsageError for timings, costs, batches and depths that mean nothing, where no accept length is known, and
+    where rounds hold variants that differ in more than depth.
+    """
+    costs = typed_costs(asked.costs)
+    timings = join_timings(
+        [*map(typed_timing, asked.times), *(t for bench in asked.benches for t in read_benchmark(bench))]
+    )
+    if asked.context is not None:
+        timings = [_at(timing, asked.context) for timing in timings]
+    loads = _loads(asked, timings)
+    lengths = lengths_of_timings([*timings, *map(typed_length, asked.lengths)])
+    if rounds is not None:
+        lengths = lengths_of_rounds(rounds, asked.variant)
+    if len(lengths) < 2:
+        raise UsageError(
+            "no accept length is known; type a rounds file of replay simulate --steps 1,2,3 -o ROUNDS, or --length "
+            "steps=3,accept=2.1, or accept=L in --time"
+        )
+    depths = [make_setting(count) for count in _numbers(asked.steps, "--steps", MOST_STEPS)]
+    timed = [timing.setting for timing in timings if timing.setting.speculates]
+    lengths = with_bounds(lengths, [*depths, *timed])
+    return Planned(
+        make_plan(timings, costs, lengths, loads), tuple(_provenance(rounds, called, lengths, timings, costs))
+    )
+
+
+def _at(timing: Timing, context: int) -> Timing:
+    """A timing that does not say its context is taken to be at the one that is planned."""
+    return timing if timing.load.context else replace(timing, load=Load(timing.load.batch, context))
+
+
+def _loads(asked: Question, timings: Sequence[Timing]) -> list[Load]:
+    """Those that were typed, else those that were timed; the context too."""
+    contexts = {timing.load.context for timing in timings}
+    context = asked.context or (next(iter(contexts)) if len(contexts) == 1 else None)
+    batches = _numbers(asked.batch, "--batch", MOST_BATCH)
+    if batches:
+        return [Load(batch, context) for batch in batches]
+    timed = sorted({timing.load for timing in timings}, key=lambda load: (load.batch, load.context or 0))
+    return timed or [Load(1, context)]
+
+
+def _numbers(text: str, option: str, most: int) -> list[int]:
+    """``1,8,32`` as numbers, each once. Raises UsageError."""
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 and 1 <= int(word) <= most for word in words):
+        raise UsageError(f"{option} is {text!r}; type whole numbers from 1 to {most}, such as 1,8,32")
+    if len(words) > _MOST_LISTED:
+        raise UsageError(f"{option} lists {len(words)} numbers; type at most {_MOST_LISTED}")
+    return list(dict.fromkeys(int(word) for word in words))
+
+
+def _provenance(
+    rounds: Rounds | None,
+    called: str,
+    lengths: Mapping[Setting, Length],
+    timings: Sequence[Timing],
+    costs: Mapping[str, float],
+) -> list[tuple[str, str]]:
+    known = [setting.spelled for setting, length in lengths.items() if setting.speculates and length.source != "bounds"]
+    told = [("accept length", f"{called}, {wording.counted(len(rounds.requests), 'request')}")] if rounds else []
+    told = told or [("accept length", "as typed or read with the timings")]
+    told.append(("depths", wording.listed(known)))
+    for timing in timings:
+        seen = f"{timing.setting.spelled} at {timing.load.spelled}: {1000 * timing.seconds:.3f} ms a round"
+        many = "" if timing.count == 1 else f", median of {wording.count(timing.count)}"
+        told.append(("timing", f"{seen}, within {wording.percent(timing.error)} ({timing.source}{many})"))
+    if costs:
+        told.append(("typed costs", ", ".join(f"{name} {1000 * seconds:g} ms" for name, seconds in costs.items())))
+    return told

@@ -1,0 +1,189 @@
+"""Timings out of the files that engines' own benchmarks and servers write.
+
+Told apart by what is in them:
+
+- SGLang's scripts/playground/bench_speculative.py (0.5.23): JSON lines with ``batch_size``, ``steps``, ``topk``,
+  ``num_draft_tokens``, ``acc_length`` and ``step_time``, the seconds of a round.
+- SGLang's bench_serving (0.5.23, benchmark/serving.py, --output-file) and vLLM's ``vllm bench serve --save-result``
+  (0.32): ``mean_tpot_ms``, ``max_concurrency`` or ``concurrency``, and ``accept_length`` or
+  ``spec_decode_acceptance_length``. A round lasts TPOT x accept length. Which steps were drafted is not in vLLM's file;
+  it is typed behind the file's name.
+- an SGLang log (0.5.23, managers/scheduler_components/metrics_reporter.py): decode lines with ``#running-req``,
+  ``accept len`` and ``gen throughput (token/s)``. A line counts where the line before it is a decode line of as many
+  requests: then nothing was prefilled in its interval. The steps are read from the server's arguments in the same log.
+"""
+
+import codecs
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from replay.analysis.plan.settings import (
+    MOST_BATCH,
+    MOST_NODES,
+    MOST_STEPS,
+    PLAIN,
+    Load,
+    Setting,
+    make_setting,
+    read_pairs,
+    whole,
+)
+from replay.analysis.plan.timings import Timing, check_accept, round_seconds
+from replay.errors import TraceCorruptError, UsageError
+from replay.traces.fields import is_integer, is_number, parse_json
+from replay.traces.files import as_path, read_small
+
+_MOST = 1 << 26  # bytes of a file that is read
+_TYPED = {name: name for name in ("batch", "steps", "topk", "draft_tokens")}
+_FORMS = "JSON of bench_speculative, bench_serving or vllm bench serve, or an SGLang log with decode lines"
+_RUNNING = re.compile(r"#running-req: (\d{1,9})", re.ASCII)
+_LENGTH = re.compile(r"accept len: (\d{1,9}(?:\.\d{1,9})?)", re.ASCII)
+_SPEED = re.compile(r"gen throughput \(token/s\): (\d{1,12}(?:\.\d{1,9})?)", re.ASCII)
+_ARGUMENT = re.compile(r"speculative_(num_steps|eagle_topk|num_draft_tokens)=(\d{1,6})", re.ASCII)
+
+
+def read_benchmark(typed: str) -> list[Timing]:
+    """Timings of ``FILE`` or ``FILE:steps=5,batch=8``; what is typed behind the colon goes before what the file says.
+
+    Raises UsageError for a file that cannot be read or says no time of a round, and for what lacks its steps.
+    """
+    name, said = _split(typed)
+    path = as_path(name)
+    try:
+        text = _text(read_small(path, _MOST, follow=True))
+    except TraceCorruptError as error:
+        raise UsageError(str(error)) from error
+    documents = _documents(text)
+    if documents is None:
+        timings = list(_from_log(text, path, said))
+    else:
+        timings = [found for document in documents if (found := _from_document(document, path, said))]
+    if not timings:
+        raise UsageError(f"{path} says no time of a round; possible are {_FORMS}")
+    return timings
+
+
+def _split(typed: str) -> tuple[str, Mapping[str, float]]:
+    name, colon, words = typed.rpartition(":")
+    if not colon or "=" not in words or "/" in words:
+        return typed, {}
+    return name, read_pairs(words, "--bench", _TYPED)
+
+
+def _text(data: bytes) -> str:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise TraceCorruptError("it is UTF-16; save it as UTF-8")
+    return data.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+
+
+def _documents(text: str) -> list[Mapping[str, Any]] | None:
+    """The JSON objects of a document, a list or JSON lines; None where the text is none of these."""
+    if not text.lstrip().startswith(("{", "[")):
+        return None
+    try:
+        whole_text = parse_json(text, "it", ValueError, constants=True)
+        found = whole_text if isinstance(whole_text, list) else [whole_text]
+    except ValueError:
+        try:
+            found = [parse_json(line, "it", ValueError, constants=True) for line in text.splitlines() if line.strip()]
+        except ValueError:
+            return None  # a log may begin with a bracket
+    return [item for item in found if isinstance(item, dict)]
+
+
+def _from_document(document: Mapping[str, Any], path: Path, said: Mapping[str, float]) -> Timing | None:
+    if "step_time" in document:
+        return _from_bench_speculative(document, path)
+    if "mean_tpot_ms" in document:
+        return _from_bench_serving(document, path, said)
+    return None
+
+
+def _from_bench_speculative(document: Mapping[str, Any], path: Path) -> Timing | None:
+    batch, steps = _count(document, "batch_size", MOST_BATCH), _count(document, "steps", MOST_STEPS)
+    seconds = _number(document, "step_time", 1e-9, 1e6)
+    if not batch or steps is None or seconds is None:
+        return None
+    topk, size = _count(document, "topk", MOST_NODES) or 1, _count(document, "num_draft_tokens", MOST_NODES)
+    setting = make_setting(steps, topk, size)
+    accept = _number(document, "acc_length", 1, setting.most) if setting.speculates else 1.0
+    return Timing(setting, Load(batch), seconds, accept, f"bench_speculative, {path.name}")
+
+
+def _count(document: Mapping[str, Any], key: str, most: int) -> int | None:
+    value = document.get(key)
+    return int(value) if is_integer(value, 0, most) and isinstance(value, int) else None
+
+
+def _number(document: Mapping[str, Any], key: str, low: float, high: float) -> float | None:
+    value = document.get(key)
+    return float(value) if is_number(value, low, high) and isinstance(value, int | float) else None
+
+
+def _from_bench_serving(document: Mapping[str, Any], path: Path, said: Mapping[str, float]) -> Timing | None:
+    tpot = _number(document, "mean_tpot_ms", 1e-6, 1e9)
+    told = [_number(document, key, 1, MOST_STEPS + 1) for key in ("accept_length", "spec_decode_acceptance_length")]
+    accept = next((length for length in told if length is not None), None)
+    if tpot is None:
+        return None
+    setting = PLAIN if accept is None else _setting(_server_arguments(document), said, path)
+    length = check_accept(setting, accept) or 1.0
+    return Timing(setting, Load(_batch(document, said, path)), tpot * length / 1000, length, path.name)
+
+
+def _batch(document: Mapping[str, Any], said: Mapping[str, float], path: Path) -> int:
+    """Requests that ran at a time: what was typed, else the mean that ran, else the limit."""
+    if "batch" in said:
+        return whole(said, "batch", 1, 1, MOST_BATCH)
+    for key in ("concurrency", "max_concurrency"):
+        if (running := _number(document, key, 0.5, MOST_BATCH)) is not None:
+            return max(1, round(running))
+    raise UsageError(f"{path} does not say how many requests ran at a time; type {path}:batch=N")
+
+
+def _server_arguments(document: Mapping[str, Any]) -> dict[str, int]:
+    info = document.get("server_info")
+    told = info if isinstance(info, dict) else {}
+    return {
+        key: count
+        for key in ("num_steps", "eagle_topk", "num_draft_tokens")
+        if (count := _count(told, f"speculative_{key}", MOST_NODES))
+    }
+
+
+def _setting(arguments: Mapping[str, int], said: Mapping[str, float], path: Path) -> Setting:
+    """What the server drafted: as typed, else as its own arguments say. Raises UsageError where neither does."""
+    steps = whole(said, "steps", arguments.get("num_steps", 0), 0, MOST_STEPS)
+    if not steps:
+        raise UsageError(f"{path} does not say how many steps were drafted; type {path}:steps=N")
+    topk = whole(said, "topk", arguments.get("eagle_topk", 1), 1, MOST_NODES)
+    nodes = whole(said, "draft_tokens", arguments.get("num_draft_tokens", steps + 1), 2, MOST_NODES)
+    return make_setting(steps, topk, nodes)
+
+
+def _from_log(text: str, path: Path, said: Mapping[str, float]) -> Iterator[Timing]:
+    arguments = {key: int(value) for key, value in _ARGUMENT.findall(text)}
+    before = None
+    for line in text.splitlines():
+        if "Prefill batch" in line:
+            before = None
+        if "Decode batch" not in line:
+            continue
+        running, speed = _RUNNING.search(line), _SPEED.search(line)
+        if not running or not speed:
+            continue
+        batch, previous = int(running[1]), before
+        before = batch
+        if batch and batch == previous and 0 < batch <= MOST_BATCH and float(speed[1]) > 0:
+            yield _from_line(line, Load(batch), float(speed[1]), arguments, path, said)
+
+
+def _from_line(
+    line: str, load: Load, speed: float, arguments: Mapping[str, int], path: Path, said: Mapping[str, float]
+) -> Timing:
+    told = _LENGTH.search(line)
+    setting = _setting(arguments, said, path) if told else PLAIN
+    accept = min(max(float(told[1]), 1.0), setting.most) if told else 1.0
+    return Timing(setting, load, round_seconds(load, accept, speed), accept, f"log {path.name}")

@@ -1,0 +1,167 @@
+"""A plan → what a person reads: what to do at each load, tables, schedules, doubts, provenance. Nothing is computed."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from replay.analysis import wording
+from replay.analysis.plan.plan import MISFIT, Choice, Plan, Range, Row, untimed_plain
+from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
+from replay.analysis.plan.settings import PLAIN, Setting
+from replay.analysis.tables import Fitted, bullet, column, heading, pairs
+
+_TERMS = {
+    "pass": "the target's pass, however many rows",
+    "row": "each row in the target's pass",
+    "kv": "each token of context, by request",
+    "rest": "what speculation adds to each round",
+    "draft": "each draft step",
+    "draft-row": "each row in a draft step",
+}
+_SOURCES = {"rounds": "", "timing": "measured", "bounds": "bounded"}
+
+
+def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]]) -> RenderableType:
+    """The report of a plan, which adapts to the console's width."""
+    parts: list[RenderableType] = [Text(answer(plan, choice), style="bold") for choice in plan.choices]
+    for choice in plan.choices:
+        rows = [row for row in plan.rows if row.load == choice.load]
+        parts += [Text(), heading(choice.load.spelled[0].upper() + choice.load.spelled[1:]), _table(rows)]
+        parts += [Text(), Text(shares(plan, choice))] if shares(plan, choice) else []
+    parts += [Text(), heading("Costs"), _costs(plan)]
+    parts += list(_schedules(plan))
+    parts += [Text(), heading("Doubts")]
+    parts += [bullet(doubt) for doubt in doubts(plan)] or [Text("  none of the checks raised one")]
+    return Group(*parts, Text(), heading("Provenance"), pairs(list(provenance)))
+
+
+def answer(plan: Plan, choice: Choice) -> str:
+    """What to do at one load, in one sentence or two."""
+    place = choice.load.spelled[0].upper() + choice.load.spelled[1:]
+    best, plain = choice.best, _row(plan, choice, PLAIN)
+    if choice.advice == "cannot tell":
+        others = wording.listed([setting.spelled for setting in (best.setting, *choice.alike)][:4])
+        more = "" if choice.measure is None else f" Time {choice.measure.spelled} there: it would tell most."
+        return f"{place}: cannot tell. {others} cannot be told apart.{more}"
+    if choice.advice == "do not speculate":
+        drafting = _best_drafting(plan, choice)
+        against = "" if drafting is None else f", the best depth ({drafting.setting.spelled}) {_speed(drafting)}"
+        return f"{place}: do not speculate. Without it {_speed(plain)}{against}."
+    gain = "" if best.speedup is None else f", {_times(best.speedup)} without speculation"
+    tied = wording.listed([setting.spelled for setting in choice.alike][:4])
+    same = f"; {tied} cannot be told from it" if choice.alike else ""
+    return f"{place}: speculate with {best.setting.spelled}. {_speed(best).capitalize()}{gain}{same}."
+
+
+def shares(plan: Plan, choice: Choice) -> str:
+    """How much of the loss is the head and how much the machine; empty where the time without is not known."""
+    row = _best_drafting(plan, choice)
+    if row is None or row.break_even is None:
+        return ""
+    even = row.break_even.value
+    return (
+        f"At {row.setting.spelled} a round takes as long as {_about(row.break_even, 2)} plain steps, so speculation "
+        f"breaks even at that accept length; the head gives {_about(row.accept_length, 2)}. With every draft accepted "
+        f"it would be {row.setting.most / even:.2f} times as fast as without, with drafting and verifying for free "
+        f"{row.accept_length.value:.2f} times."
+    )
+
+
+def doubts(plan: Plan) -> tuple[str, ...]:
+    """The sentences that apply."""
+    return tuple(_doubts(plan))
+
+
+def _doubts(plan: Plan) -> Iterator[str]:
+    if plan.misfit > MISFIT:
+        yield (
+            f"No cost model of this kind meets the timings within {wording.percent(plan.misfit, 0)}: some were "
+            "measured on another machine, version or load, or the server's time does not grow in straight lines."
+        )
+    loose = [row for row in plan.rows if not row.round_ms.known]
+    if loose:
+        where = f"{loose[0].setting.spelled} at {loose[0].load.spelled}"
+        yield (
+            f"{len(loose)} of {len(plan.rows)} times are not determined by the timings, the first {where} "
+            f"({_between(loose[0].round_ms, 1)} ms); their tok/s are ranges, not predictions."
+        )
+    if any(row.length_source == "bounds" for row in plan.rows):
+        yield (
+            "Accept lengths that are marked bounded come from other depths: replay simulate --steps with each of them "
+            "gives them exactly."
+        )
+    if any(row.length_source == "timing" for row in plan.rows):
+        yield "Accept lengths that came with a timing have no interval."
+    if plan.timings and (loads := untimed_plain(plan)):
+        yield f"Nobody timed {loads[0].spelled} without speculation; add it, since every answer is held against it."
+
+
+def _table(rows: Sequence[Row]) -> Fitted:
+    labels = [row.setting.spelled for row in rows]
+    names = column("setting", labels, left=True)
+    first = (
+        column("accept\nlength", [_about(row.accept_length, 3) for row in rows]),
+        column("", [_SOURCES.get(row.length_source, "") if row.setting.speculates else "" for row in rows], left=True),
+        column("tok/s", [_about(row.tokens_per_second, 1) for row in rows]),
+        column("range", [_between(row.tokens_per_second, 1) for row in rows]),
+        column("times\nplain", ["" if row.speedup is None else _about(row.speedup, 2) for row in rows]),
+    )
+    second = (
+        column("ms a\nround", [_about(row.round_ms, 2) for row in rows]),
+        column("range", [_between(row.round_ms, 2) for row in rows]),
+        column("", ["timed" if row.timed else "" for row in rows], left=True),
+        column("breaks\neven at", ["" if row.break_even is None else _about(row.break_even, 2) for row in rows]),
+        column("ms a\ntoken", [_about(row.token_ms, 2) for row in rows]),
+    )
+    return Fitted((names,), (first, second), tuple(labels))
+
+
+def _costs(plan: Plan) -> Fitted:
+    names = column("term", [term.name for term in plan.costs], left=True)
+    columns = (
+        column("ms", [_between(term.ms, 3) for term in plan.costs]),
+        column("what", [_TERMS[term.name] + (" (typed)" if term.typed else "") for term in plan.costs], left=True),
+    )
+    return Fitted((names,), (columns,), tuple(term.name for term in plan.costs))
+
+
+def _schedules(plan: Plan) -> Iterator[RenderableType]:
+    steps = steps_by_batch(plan.choices)
+    if steps is None or len(plan.choices) < 2:
+        return
+    yield from (Text(), heading("By batch, for the engines"))
+    yield pairs(
+        [
+            ("SGLang", f"--speculative-adaptive --speculative-adaptive-config FILE, with {sglang_schedule(steps)}"),
+            ("vLLM", f'in --speculative-config: "num_speculative_tokens_per_batch_size": {vllm_schedule(steps)}'),
+        ]
+    )
+
+
+def _row(plan: Plan, choice: Choice, setting: Setting) -> Row:
+    return next(row for row in plan.rows if (row.load, row.setting) == (choice.load, setting))
+
+
+def _best_drafting(plan: Plan, choice: Choice) -> Row | None:
+    rows = [row for row in plan.rows if row.load == choice.load and row.setting.speculates]
+    told = [row for row in rows if not math.isnan(row.tokens_per_second.value)]
+    return max(told, key=lambda row: row.tokens_per_second.value, default=None)
+
+
+def _speed(row: Row) -> str:
+    found = row.tokens_per_second
+    return f"{_about(found, 1)} tok/s" + ("" if found.known else f" ({_between(found, 1)})")
+
+
+def _times(found: Range) -> str:
+    return f"{found.value:.2f} times ({_between(found, 2)}) the speed"
+
+
+def _about(found: Range, digits: int) -> str:
+    return wording.decimal(found.value, digits)
+
+
+def _between(found: Range, digits: int) -> str:
+    return wording.interval((found.low, found.high), digits)
