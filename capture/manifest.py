@@ -11,7 +11,7 @@ from replay.errors import CaptureError
 from replay.traces.fields import Fields, parse_json
 from replay.traces.files import read_small
 
-STATES = ("loading", "recording", "refused", "failed")
+STATES = ("loading", "recording", "refused", "stopped", "failed")
 _MAX_BYTES = 1 << 24
 
 
@@ -21,8 +21,9 @@ class Manifest:
 
     ``ranks``: name -> number (tp, pp, attn_tp, attn_dp, attn_cp), of ``world`` that share a model. ``wiring`` is what
     the draft is fed, in its order; ``taps`` what is recorded; both canonical names, empty where not known (yet).
-    ``target`` holds the fields of traces.header.TargetInfo. ``reason`` says why a state is refused or failed,
-    ``no_feed`` why the target's rows are recorded and what the draft is fed is not.
+    ``target`` holds the fields of traces.header.TargetInfo. ``reason`` says why a state is refused (the
+    server goes on, unless a wiring was asked for), stopped (it ends before it serves) or failed, ``no_feed`` why the
+    target's rows are recorded and what the draft is fed is not.
     """
 
     launch: str

@@ -8,8 +8,9 @@ has it (``set_eagle3_layers_to_capture`` differs by file).
 from collections.abc import Sequence
 from typing import Any
 
-from replay.errors import CaptureError
-from replay.targets.rules import recorded_to
+from replay.errors import CaptureError, WiringError
+from replay.targets.rules import NoRule, capture_rule, recorded_to
+from replay.traces.taps import tap_name
 
 _ABSENT = object()
 
@@ -23,6 +24,33 @@ def capturing_parts(model: Any) -> tuple[Any, Any]:
     raise CaptureError(
         f"{type(model).__name__} holds no layers_to_capture, so SGLang cannot record its residual stream"
     )
+
+
+class NeverFed(WiringError):
+    """The head's own layer ids ask for places that the target never captures, so no request would get an answer."""
+
+
+def check_fed(kind: str, given: Sequence[int], layers: int) -> None:
+    """Refuse ``given`` R indices of which a target of class ``kind`` captures too few. Raises NeverFed, CaptureError.
+
+    SGLang 0.5.23 starts with them and stops at the first request: the target's class counts what it captured
+    (layers/aux_hidden_states.py), or the head's fc gets fewer features than it takes.
+    """
+    rule = capture_rule(kind)
+    if isinstance(rule, NoRule):
+        return
+    never = [index for index in given if not 0 <= index <= rule.highest(layers)]
+    if never and rule.wraps:
+        raise CaptureError(f"the head's layer ids count from {kind}'s last layer, which is no tap")
+    if never:
+        meant = [index + 1 for index in given]
+        fits = all(0 <= index <= rule.highest(layers) for index in meant)
+        wiring = ",".join(map(tap_name, meant)) if fits else "and as many taps as the head takes"
+        raise NeverFed(
+            f"the head's layer ids are R{list(given)} to SGLang's {kind}, which captures R[0] to "
+            f"R[{rule.highest(layers)}], so that the server would stop at its first request; type --wiring {wiring}"
+            + (" if each id is the output of a layer" if fits else "")
+        )
 
 
 def capture_boundaries(model: Any, core: Any, boundaries: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
 """The plugin in one scheduler process: what its hooks do, and what it says of itself.
 
-What it cannot do it says in the log and in its manifest (manifest.py), and the server goes on; only a ``--wiring``
-that cannot be had stops it, because serving another one would be worse than not serving.
+What it cannot do it says in the log and in its manifest (manifest.py), and the server goes on. Two things stop it: a
+``--wiring`` that cannot be had, because serving another one would be worse than not serving, and layer ids at which
+SGLang itself would stop at the first request.
 """
 
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 from replay.capture.plugin.columns import Columns
 from replay.capture.plugin.facts import server_details, server_url, target_info
 from replay.capture.plugin.live import UNFORESEEN, LiveRecording, in_words
-from replay.capture.plugin.model import capture_boundaries, capturing_parts
+from replay.capture.plugin.model import NeverFed, capture_boundaries, capturing_parts, check_fed
 from replay.capture.plugin.recorder import RowRecorder
 from replay.capture.plugin.recording import Recording
 from replay.capture.plugin.reporter import Reporter
@@ -52,6 +53,11 @@ class Plugin:
         if self.recording.wiring is not None:
             raise WiringError(f"--wiring {self.recording.wiring} cannot be had: {problem}")
 
+    def stop(self, problem: WiringError) -> None:
+        """End a server that would start and then end at its first request."""
+        self.reporter.tell(state="stopped", reason=str(problem))
+        raise problem
+
     def failed(self, reason: str) -> None:
         """Recording has ended; serving goes on."""
         logger.error("replay: recording has ended, the server goes on: %s", reason)
@@ -74,6 +80,8 @@ class Plugin:
             return
         try:
             self._set_taps(runner)
+        except NeverFed as error:
+            self.stop(error)
         except ReplayError as error:
             self.refuse(str(error))
         except UNFORESEEN as error:
@@ -134,7 +142,7 @@ class Plugin:
         core, processor = capturing_parts(runner.model)
         config = runner.model_config.hf_text_config
         given = given_wiring(runner, core)
-        fed = self._wanted_wiring(given, int(config.num_hidden_layers))
+        fed = self._wanted_wiring(type(runner.model).__name__, given, int(config.num_hidden_layers))
         boundaries = self._boundaries(fed, int(config.num_hidden_layers))
         places = tuple(boundaries.index(one) for one in fed)
         columns = Columns(boundaries, places, int(config.hidden_size), int(runner.model_config.vocab_size))
@@ -143,9 +151,13 @@ class Plugin:
         processor.keep_last_hidden_states = True
         self._begin(runner, columns, given)
 
-    def _wanted_wiring(self, given: tuple[int, ...], layers: int) -> tuple[int, ...]:
-        """What the draft is fed, in its order: what --wiring says, else what it is given. Raises WiringError."""
+    def _wanted_wiring(self, kind: str, given: tuple[int, ...], layers: int) -> tuple[int, ...]:
+        """What the draft is fed, in its order: what --wiring says, else what it is given by a target of class ``kind``.
+
+        Raises WiringError, NeverFed.
+        """
         if self.recording.wiring is None:
+            check_fed(kind, given, layers)
             return given
         names = parse_taps(self.recording.wiring, layers=layers)
         wanted = tuple(index for name in names if (index := tap_index(name)) is not None)

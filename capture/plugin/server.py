@@ -58,7 +58,8 @@ def run_server(
 
     ``on_ready`` is called once it answers; what the server itself prints goes to stderr then. It ends with this
     process, after kill -9 too. Raises as ``prepare`` and ``open_folder``; CaptureError where the plugin never ran in
-    it, which ends it; WiringError where it ended because a wiring could not be had.
+    it, which ends it; WiringError where it ended because a wiring could not be had, or because of layer ids at which
+    it would have stopped later.
     """
     launch = prepare(options, os.environ)
     lock = open_folder(launch)
@@ -85,8 +86,8 @@ def run_server(
             server.kill()  # SGLang kills its own children when it ends, the keeper of the tether among them
             server.wait()
             os.close(lock)
-    if code and options.wiring is not None:
-        _check_refusal(launch)
+    if code:
+        _check_refusal(launch, options.wiring)
     return 128 - code if code < 0 else code
 
 
@@ -223,10 +224,12 @@ def _manifests(launch: Launch) -> list[Manifest]:
         return []  # replaced while it was read, or not to be read at all
 
 
-def _check_refusal(launch: Launch) -> None:
+def _check_refusal(launch: Launch, wiring: str | None) -> None:
     """Why the server ended, where that was a wiring. Raises WiringError."""
     for one in _manifests(launch):
-        if one.state == "refused":
+        if one.state == "stopped":
+            raise WiringError(f"the server has ended before it served: {one.reason}")
+        if one.state == "refused" and wiring is not None:
             raise WiringError(f"the server has ended, since its --wiring cannot be had: {one.reason}")
 
 

@@ -8,7 +8,7 @@ Suffixes as in head/model.py and head/attention.py: R rows of all packed request
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,22 +45,80 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
     sizes_R = served_sizes(inputs, head.execution)
     sizes = None if sizes_R is None else group_by_size(sizes_R.to(head.device))
     # With sizes all rows go to the end: an anchor's row that ran in a prefill keeps the company that it had there.
-    attention = PackedAttention(head, inputs, parts, anchors_last=sizes is None)
+    attention = PackedAttention(head, inputs, [part.blank_R for part in parts], anchors_last=sizes is None)
     keep_A = _anchor_rows(inputs, head.device)
-    output = head.forward(
-        head.embed(torch.cat([part.ids_R for part in parts])),
+    ids_R, positions_R = torch.cat([part.ids_R for part in parts]), torch.cat([part.positions_R for part in parts])
+    made = MadeRows(
+        head.embed(ids_R),
         head.fuse(torch.cat([part.features_RKD for part in parts]), sizes),
-        torch.cat([part.positions_R for part in parts]).to(head.device),
-        attention.committed,
-        keep_A if sizes is None else None,
+        positions_R.to(head.device),
         sizes,
     )
+    keep = keep_A if sizes is None else None
+    output = head.forward(*made.fields, attention.committed, keep, sizes)
     index_A = torch.cat([item.anchors_A for item in inputs]).to(head.device) - 1
     batch_rows = _batch_rows(inputs)
-    if sizes is None:
-        return FirstPass(attention, output, index_A, batch_rows=batch_rows)
-    kept = HeadOutput(output.normed_RE[keep_A], output.feedback_RE[keep_A])
-    return FirstPass(attention, kept, index_A, _logit_sizes(head, inputs, sizes.sizes_R[keep_A]), batch_rows)
+    kept = output if sizes is None else HeadOutput(output.normed_RE[keep_A], output.feedback_RE[keep_A])
+    kept = _with_whole_prompts(head, inputs, parts, made, kept)
+    logit_sizes = None if sizes is None else _logit_sizes(head, inputs, sizes.sizes_R[keep_A])
+    return FirstPass(attention, kept, index_A, logit_sizes, batch_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeRows:
+    """What goes into a pass over committed rows: embeddings and states [R, E], positions [R], sizes of products."""
+
+    embeds_RE: Tensor
+    state_RE: Tensor
+    positions_R: Tensor
+    sizes: ProductSizes | None
+
+    @property
+    def fields(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors, as ``Head.forward`` takes them."""
+        return self.embeds_RE, self.state_RE, self.positions_R
+
+    def keep(self, index_Q: Tensor) -> "MadeRows":
+        """Some of them."""
+        sizes = None if self.sizes is None else self.sizes.keep(index_Q)
+        return MadeRows(self.embeds_RE[index_Q], self.state_RE[index_Q], self.positions_R[index_Q], sizes)
+
+
+def _with_whole_prompts(
+    head: Head, inputs: Sequence[DraftInput], parts: Sequence[Rows], made: MadeRows, kept: HeadOutput
+) -> HeadOutput:
+    """``kept`` [A, E] with the last rows of prompts that were prefilled whole in the order of these."""
+    rows, places, chosen, row, place = [], [], [], 0, 0
+    for item, part in zip(inputs, parts, strict=True):
+        first_A = (item.anchors_A == item.prompt_tokens).nonzero()[:, 0]
+        if len(first_A) and item.prefilled_whole(head.execution.prefill_rows):
+            rows.append(torch.arange(row, row + item.prompt_tokens))
+            places.append(place + first_A)
+            chosen.append((item, part))
+        row, place = row + item.rows, place + item.anchors
+    if not chosen or head.of_whole_prompts() is None:
+        return kept
+    last = whole_prompts(head, chosen, made.keep(torch.cat(rows).to(head.device)))
+    index_N = torch.cat(places).to(head.device)
+    return HeadOutput(
+        kept.normed_RE.index_copy(0, index_N, last.normed_RE), kept.feedback_RE.index_copy(0, index_N, last.feedback_RE)
+    )
+
+
+def whole_prompts(head: Head, requests: Sequence[tuple[DraftInput, Rows]], made: MadeRows) -> HeadOutput:
+    """The last prompt row of each request [N, E], of a prompt prefilled whole; ``made`` holds all their prompt rows."""
+    other = head.of_whole_prompts() or head
+    ends = [item.prompt_tokens for item, _ in requests]
+    inputs = [
+        replace(item, tokens_T=item.tokens_T[: end + 2], only=torch.tensor([end]))
+        for (item, _), end in zip(requests, ends, strict=True)
+    ]
+    blanks = [
+        None if part.blank_R is None else part.blank_R[:end] for (_, part), end in zip(requests, ends, strict=True)
+    ]
+    attention = PackedAttention(other, inputs, blanks, anchors_last=True)
+    last_N = torch.tensor(ends, device=head.device).cumsum(0) - 1
+    return other.forward(*made.fields, attention.committed, last_N, made.sizes)
 
 
 def _batch_rows(inputs: Sequence[DraftInput]) -> BatchRows | None:
@@ -87,14 +145,19 @@ def _anchor_rows(inputs: Sequence[DraftInput], device: torch.device) -> Tensor:
 class PackedAttention:
     """Attention for rows packed request after request; holds the committed keys and values."""
 
-    def __init__(self, head: Head, inputs: Sequence[DraftInput], rows: Sequence[Rows], *, anchors_last: bool) -> None:
-        """``anchors_last``: in the head's last layer the first pass asks for the anchors' rows only."""
+    def __init__(
+        self, head: Head, inputs: Sequence[DraftInput], blanks: Sequence[Tensor | None], *, anchors_last: bool
+    ) -> None:
+        """``blanks``: of each request, which rows leave no KV.
+
+        ``anchors_last``: in the head's last layer the first pass asks for the anchors' rows only.
+        """
         self._head, self._anchors_last = head, anchors_last
         self._rows = [item.rows for item in inputs]
         self._reach_all = [torch.arange(1, rows + 1, device=head.device) for rows in self._rows]
         # Anchor S drafts from row S-1 and sees rows 0..S-1.
         self._reach_anchors = [item.anchors_A.to(head.device) for item in inputs]
-        self._blanks = [None if part.blank_R is None else part.blank_R.to(head.device) for part in rows]
+        self._blanks = [None if blank_R is None else blank_R.to(head.device) for blank_R in blanks]
         self._base: list[KeyValues] = []
 
     def committed_kv(self, layer: int) -> list[KeyValues]:

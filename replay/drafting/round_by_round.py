@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replay.drafting.first_pass import MadeRows, whole_prompts
 from replay.drafting.margins import Margins, join_margins, read_margins, served_index, stack_margins
 from replay.drafting.next_tokens import next_tokens
 from replay.drafting.product_sizes import served_sizes
@@ -150,9 +151,20 @@ class _Walk:
             prompt = request.item.prompt_tokens
             sizes = None if request.sizes is None else request.sizes.keep(slice(prompt))
             self._commit([lane], [range(prompt)], [None], sizes)
+            if self._head.of_whole_prompts() and request.item.prefilled_whole(self._head.execution.prefill_rows):
+                self._end_whole_prompt(lane, sizes)
         running = list(range(len(self._requests)))
         while running:
             running = self._round(running)
+
+    def _end_whole_prompt(self, lane: int, sizes: ProductSizes | None) -> None:
+        """The row that the first round drafts from, in the order in which a server prefills a whole prompt."""
+        request = self._requests[lane]
+        prompt = slice(request.item.prompt_tokens)
+        positions_R = request.rows.positions_R[prompt].to(self._head.device)
+        made = MadeRows(request.embed_RE[prompt], request.state_RE[prompt], positions_R, sizes)
+        last = whole_prompts(self._head, [(request.item, request.rows)], made)
+        self._out_NE[lane], self._feedback_NE[lane] = last.normed_RE[0], last.feedback_RE[0]
 
     def _round(self, running: list[int]) -> list[int]:
         """One round of each running lane; the lanes that go on."""

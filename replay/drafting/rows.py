@@ -56,6 +56,14 @@ class DraftInput:
         """How many these are."""
         return len(self.anchors_A)
 
+    def prefilled_whole(self, prefill_rows: int | None) -> bool:
+        """Whether one forward prefilled the whole prompt, nothing of it being cached.
+
+        Where ``pieces`` do not tell: whether a server that prefills ``prefill_rows`` at once (None: any) would.
+        """
+        first = self.pieces[0][0] if self.pieces else prefill_rows or self.prompt_tokens
+        return first >= self.prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:

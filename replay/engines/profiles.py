@@ -14,7 +14,8 @@ class Numerics:
     - ``hf``: Transformers and SpecForge: the sum is rounded first, the norm rounded before its weight multiplies;
       attention scores and probabilities are rounded to the compute dtype.
 
-    ``latent_absorbed``: how a latent head's attention is ordered (head/latent.py).
+    ``latent_absorbed``: how a latent head's attention is ordered (head/latent.py); prompts that were prefilled whole
+    are unabsorbed in any order (head/model.py ``of_whole_prompts``).
 
     ``score_factor`` multiplies attention scores beside width**-0.5, the width being that of a key. No order has another
     than 1: the head sets it from its behaviour, its RoPE and its own width (head/model.py), so that whatever attends

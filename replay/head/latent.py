@@ -3,7 +3,8 @@
 Two orders of the same products. Unabsorbed, as Transformers runs it (models/deepseek_v3/modeling_deepseek_v3.py): keys
 and values of every head are made from the latent, and rows hold these. Absorbed, as SGLang 0.5.23 runs decode, verify
 and draft extend (models/deepseek_common/attention_forward_methods/forward_mla.py): the key half of ``kv_b_proj`` goes
-into the query and its value half behind the mixing, and one key-value head of latents serves all heads.
+into the query and its value half behind the mixing, and one key-value head of latents serves all heads. A server runs
+a prompt that it prefills whole unabsorbed all the same (head/model.py ``of_whole_prompts``).
 
 Suffixes: R rows, I inputs, N attention heads, P not rotated and Q rotated features of one, L features of the latent, V
 of a value, C = L + Q what a row stores. Source: SGLang 0.5.23 models/kimi_k25_eagle3.py, models/deepseek_v2.py.

@@ -114,6 +114,20 @@ class Head:
         other._set_run()
         return other
 
+    def of_whole_prompts(self) -> "Head | None":
+        """This head in the order in which a server prefills a whole prompt; None where it is the same order.
+
+        SGLang 0.5.23 runs the rows of a forward in which no request has earlier rows unabsorbed, where all others are
+        absorbed (models/deepseek_common/attention_backend_handler.py ``handle_attention_triton``, which the CPU's
+        backend takes; those of GPUs prefill such rows unabsorbed too).
+        """
+        if not isinstance(self._attention, LatentAttention) or not self._attention.absorbed:
+            return None
+        other = copy(self)
+        other._attention = replace(self._attention, absorbed=False)
+        other._set_run()
+        return other
+
     def _set_run(self) -> None:
         """What follows from config and behaviour without new weights."""
         config, behaviour = self.config, self.behaviour

@@ -78,6 +78,11 @@ class CaptureRule:
         """Whether the first id decides how all are read (sgl-project/sglang#25454)."""
         return self.ids == "plus one if the first is 1"
 
+    @property
+    def wraps(self) -> bool:
+        """Whether an index below 0 marks a layer counted from the end."""
+        return self.captures == "flag" and self.flags == "unchecked"
+
     def highest(self, layers: int) -> int:
         """The last R index that can be captured."""
         return layers if self.last else layers - 1
@@ -89,7 +94,7 @@ class CaptureRule:
         else:
             asked = self._read(self.ids, ids, layers)
         fed = sorted(set(self._fired(asked, layers)))
-        wrapped = self.captures == "flag" and self.flags == "unchecked" and min(asked, default=0) < 0
+        wrapped = self.wraps and min(asked, default=0) < 0
         return Captured(asked, tuple(fed), self._stops(asked, fed, layers), wrapped)
 
     def trouble(self, ids: Sequence[int] | None, layers: int) -> str:
@@ -114,7 +119,7 @@ class CaptureRule:
 
     def _fired(self, asked: Sequence[int], layers: int) -> Iterator[int]:
         for index in asked:
-            if self.captures == "flag" and self.flags == "unchecked" and -layers <= index < 0:
+            if self.wraps and -layers <= index < 0:
                 yield index + layers
             elif 0 <= index < layers or (index == layers and self.last):
                 yield index

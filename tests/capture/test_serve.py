@@ -312,7 +312,7 @@ said = dict(state="recording", writer=True, world=1, sglang="0.5.23", wiring=("e
 said |= SAID
 folder = launch_folder(Path(recording.folder), recording.launch)
 write_manifest(folder, Manifest(recording.launch, os.getpid(), "here", **said))
-if said["state"] == "refused" and recording.wiring:
+if said["state"] == "stopped" or said["state"] == "refused" and recording.wiring:
     sys.exit(1)
 while True:
     server.handle_request()
@@ -353,6 +353,17 @@ def test_server_that_ends_since_its_wiring_cannot_be_had_says_why(tmp_path: Path
         assert process.stderr.read() == (
             f"replay: the server records into {tmp_path / 'rec'}; capture --server joins it into a trace\n"
             "replay: the server has ended, since its --wiring cannot be had: R[30] cannot be recorded\n"
+        )
+
+
+def test_server_that_ends_since_its_layer_ids_never_fire_says_why(tmp_path: Path) -> None:
+    said = {"state": "stopped", "reason": "R[-1] is never captured; type --wiring embed,2,4"}
+    with run_fake(tmp_path, ANSWERING.replace("SAID", repr(said))) as process:
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        assert process.stderr.read() == (
+            f"replay: the server records into {tmp_path / 'rec'}; capture --server joins it into a trace\n"
+            "replay: the server has ended before it served: R[-1] is never captured; type --wiring embed,2,4\n"
         )
 
 

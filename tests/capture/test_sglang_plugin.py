@@ -1,6 +1,7 @@
 """Recording a real SGLang server on the CPU rig: drafting a chain, drafting trees, and alone with sampling."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -423,10 +424,10 @@ def told(folder: Path) -> tuple[str, str]:
     return manifest.state, manifest.reason
 
 
-def runner_of(core: Any, setter: Callable[[list[int]], None]) -> Any:
+def runner_of(core: Any, setter: Callable[[list[int]], None], kind: str = "LlamaForCausalLM") -> Any:
     from types import SimpleNamespace
 
-    model = SimpleNamespace(
+    model = type(kind, (SimpleNamespace,), {})(
         model=core, logits_processor=SimpleNamespace(keep_last_hidden_states=False), set_dflash_layers_to_capture=setter
     )
     config = SimpleNamespace(num_hidden_layers=30, hidden_size=2)
@@ -494,6 +495,42 @@ def test_a_wiring_that_cannot_be_had_is_a_wiring_error(
             None, runner_of(core, lambda _: setattr(core, "layers_to_capture", setter))
         )
     assert told(tmp_path)[0] == "refused" and core.layers_to_capture == [2, 15, 27]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "reason"),
+    [
+        ("DeepseekV3ForCausalLM", [-1, 1, 3], "type --wiring embed,2,4 if each id is the output of a layer"),
+        ("KimiK25ForConditionalGeneration", [-1, 1, 3], "R[-1, 1, 3] to SGLang's KimiK25"),
+        ("DeepseekV3ForCausalLM", [2, 29, 30], "captures R[0] to R[29]"),
+        ("LlamaForCausalLM", [3, 16, 31], "type --wiring and as many taps as the head takes"),
+    ],
+)
+def test_ids_at_which_sglang_stops_at_the_first_request_stop_the_server_before(
+    tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch, kind: str, given: list[int], reason: str
+) -> None:
+    """Recorded with --wiring they can be: the same ids, and what is asked for is fed."""
+    monkeypatch.setattr("replay.capture.plugin.server_state.resolved_arguments", dict)
+    core.layers_to_capture = given
+    runner = runner_of(core, lambda ids: setattr(core, "layers_to_capture", [one + 1 for one in ids]), kind)
+    with pytest.raises(WiringError, match=re.escape(reason)):
+        plugin_of(tmp_path).after_attention(None, runner)
+    assert told(tmp_path)[0] == "stopped" and reason in told(tmp_path)[1] and core.layers_to_capture == given
+    plugin = plugin_of(tmp_path / "fed", "embed,2,4")
+    monkeypatch.setattr(plugin, "_begin", lambda *_: None)
+    plugin.after_attention(None, runner)
+    assert {0, 2, 4} <= set(core.layers_to_capture) <= set(range(30))
+
+
+def test_ids_that_count_from_the_end_are_served_unrecorded(
+    tmp_path: Path, core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index below 0 marks a layer there, as in Python, so the server serves."""
+    monkeypatch.setattr("replay.capture.plugin.server_state.resolved_arguments", dict)
+    core.layers_to_capture = [-1, 1, 3]
+    plugin_of(tmp_path).after_attention(None, runner_of(core, lambda _: None, "Qwen3MoeForCausalLM"))
+    reason = "the head's layer ids count from Qwen3MoeForCausalLM's last layer, which is no tap"
+    assert told(tmp_path) == ("refused", reason)
 
 
 def test_a_manifest_that_cannot_be_written_is_told_to_those_who_ask(tmp_path: Path) -> None:

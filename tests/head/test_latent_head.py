@@ -13,6 +13,8 @@ from torch import Tensor
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.drafting import next_tokens
 from replay.drafting.every_anchor import draft_every_anchor
+from replay.drafting.first_pass import first_pass
+from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
 from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import PLAIN, Precision, parse_precision
@@ -156,3 +158,44 @@ def test_products_as_small_as_a_servers_change_no_logit(monkeypatch: pytest.Monk
         for rows in (None, 4)
     )
     assert max(differences(whole, small)) < 1e-12
+
+
+PROMPT = 9
+WHOLE, IN_TWO = ((PROMPT, PROMPT),), ((5, 5), (4, 4))
+
+
+def first_states(head: Head, pieces: tuple[tuple[int, int], ...] = (), prompt: int = PROMPT) -> Tensor:
+    """The states [A, E] from which each anchor drafts its first token."""
+    item = replace(random_request(head), prompt_tokens=prompt, pieces=pieces)
+    return first_pass(head, [item, item]).output.normed_RE
+
+
+@pytest.mark.parametrize("prefill_rows", [None, 4])
+@pytest.mark.parametrize("product_rows", [None, 4])
+def test_a_prompt_prefilled_whole_is_unabsorbed_and_nothing_else_is(
+    product_rows: int | None, prefill_rows: int | None
+) -> None:
+    """As SGLang 0.5.23 models/deepseek_common/attention_backend_handler.py has it, to the last bit."""
+    execution = Execution(torch.bfloat16, product_rows=product_rows, prefill_rows=prefill_rows)
+    head = build(latent_checkpoint(rope_parameters=DEEPSEEK_YARN), "sglang", execution)
+    other = head.of_whole_prompts()
+    assert other is not None and other.of_whole_prompts() is None
+    unabsorbed, by_row, absorbed = first_states(other, WHOLE), first_states(head, WHOLE), first_states(head, IN_TWO)
+    anchors = len(by_row) // 2
+    first = torch.arange(len(by_row)) % anchors == 0
+    assert torch.equal(by_row[first], unabsorbed[first]) and not torch.equal(by_row[first], absorbed[first])
+    assert torch.equal(by_row[~first], absorbed[~first]) and not torch.equal(by_row[~first], unabsorbed[~first])
+    # what the trace does not tell is taken from the rows that a server prefills at once
+    assert torch.equal(first_states(head)[first], (absorbed if prefill_rows else by_row)[first])
+
+
+def test_a_walk_begins_from_a_whole_prompt_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = build(latent_checkpoint(rope_parameters=DEEPSEEK_YARN), "sglang", Execution(torch.bfloat16))
+    seen: list[Tensor] = []
+    choose = next_tokens.choose
+    monkeypatch.setattr(next_tokens, "choose", lambda one, logits: (seen.append(logits), choose(one, logits))[1])
+    for pieces in (WHOLE, IN_TWO):
+        seen.clear()
+        walk(head, [replace(random_request(head), prompt_tokens=PROMPT, pieces=pieces)], STEPS)
+        expected = {kind: head.logits(first_states(head, kind)[:1]) for kind in (WHOLE, IN_TWO)}
+        assert [kind for kind, logits in expected.items() if torch.equal(seen[0], logits)] == [pieces]
