@@ -196,7 +196,10 @@ def draft_facts(path: Path) -> DraftFacts:
 
     checkpoint = read_checkpoint(path)
     config, tensors = checkpoint.config, checkpoint.tensors
-    flags = ("norm_before_fc", "fc_norm", "norm_output", "fc_bias", "attention_bias", "mlp_bias")
+    flags = (
+        "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "norm_output", "fc_bias", "attention_bias",
+        "mlp_bias",
+    )  # fmt: skip
     rope = f"{config.rope.type}, theta {config.rope.theta:g}"
     if config.rope.type != "default":
         rope += f", factor {config.rope.factor:g}"

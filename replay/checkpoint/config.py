@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from replay.checkpoint import modelopt, speculators
 from replay.checkpoint.config_file import Settings
 from replay.checkpoint.latent import Latent, read_latent, read_latent_taps
 from replay.checkpoint.rope import Rope, read_latent_rope, read_rope
@@ -11,7 +12,10 @@ from replay.errors import CheckpointError
 from replay.traces.fields import show
 
 LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE)
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE,
+    *speculators.ARCHITECTURES,
+)  # fmt: skip
 # More layers or taps than any head has: a config that asks for millions must not make us count to it.
 _MOST = 256
 
@@ -43,6 +47,13 @@ class HeadConfig:
     layer_ids: tuple[int, ...] | None  # eagle_config.eagle_aux_hidden_state_layer_ids, as stated
     dtype: str | None
     use_aux_hidden_state: bool = True  # false: the target's final state is fed instead of taps on the way
+    family: str = "eagle3"  # how features, embedding and layers are joined (head/families.py)
+    norm_before_residual: bool = False  # the stream starts from the normed state
+    qk_norm: bool = False  # queries and keys are normed, head by head
+    later_norm: str = "hidden_norm"  # at the entry of layers after the first, whose other norm nobody reads
+    last_norm: bool = True  # in front of lm_head
+    window: int | None = None  # rows that a row sees, itself included
+    vllms: bool = False  # vLLM alone loads it: its ids are R indices, its embedding and biases are read
     latent: Latent | None = None  # sizes of a head whose draft KV is a latent and a rope key, which has no q, k, v
 
     @property
@@ -83,11 +94,20 @@ class HeadConfig:
 def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadConfig:
     """Read a draft config as SGLang 0.5.23 does, defaults of its class included.
 
-    models/llama_eagle3.py and LlamaConfig, or models/kimi_k25_eagle3.py for a latent head.
+    models/llama_eagle3.py and LlamaConfig, or models/kimi_k25_eagle3.py for a latent head. A config of another dialect
+    is read as its own program does (speculators.py).
 
     Raises CheckpointError for another architecture, a wrong type, or what replay does not compute.
     """
-    config = Settings(document, name)
+    if speculators.is_speculators(document):
+        plain = _parse_plain(Settings(speculators.flattened(document, name), name))
+        return replace(plain, lm_head="own", **speculators.switches(document, name))
+    return _parse_plain(Settings(document, name))
+
+
+def _parse_plain(config: Settings) -> HeadConfig:
+    """A config whose fields are at the top level."""
+    name = config.where
     latent = _check_kind(config) == LATENT_ARCHITECTURE
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     vocab_size = config.size("vocab_size")
@@ -121,6 +141,7 @@ def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadCo
         layer_ids=layer_ids,
         dtype=config.text("dtype") or config.text("torch_dtype"),
     )
+    found = replace(found, **modelopt.read_switches(eagle))
     if latent:
         found = _as_latent(config, found)
     _check_attention(name, found)

@@ -36,7 +36,9 @@ def spell(name: str, *, latent: bool = False) -> str:
 def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor that a head of this config must have."""
     E, F = config.hidden_size, config.intermediate_size
-    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, config.fc_inputs), "norm.weight": (E,)}
+    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, config.fc_inputs)}
+    if config.last_norm:
+        table["norm.weight"] = (E,)
     if config.fc_bias:
         table["fc.bias"] = (E,)
     if config.norm_before_fc:
@@ -46,8 +48,10 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         inputs = 2 * E if layer == 0 else E
         prefix = f"layers.{layer}."
-        for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        for norm in _layer_norms(config, layer):
             table[f"{prefix}{norm}.weight"] = (E,)
+        if config.qk_norm:
+            table |= {f"{prefix}self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
         projections = _grouped_projections(config, inputs) if config.latent is None else _latent_projections(config)
         projections |= {"mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F)}
         if config.latent is not None:
@@ -64,6 +68,13 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     if config.hidden_size != config.target_hidden_size:
         table["embed_tokens.weight"] = (config.vocab_size, E)
     return table
+
+
+def _layer_norms(config: HeadConfig, layer: int) -> tuple[str, ...]:
+    """Those of one layer. SGLang's later layers have a norm that nobody reads, those of other programs do not."""
+    if layer and config.later_norm == "input_layernorm":
+        return "input_layernorm", "post_attention_layernorm"
+    return "input_layernorm", "hidden_norm", "post_attention_layernorm"
 
 
 def _grouped_projections(config: HeadConfig, inputs: int) -> dict[str, tuple[int, ...]]:

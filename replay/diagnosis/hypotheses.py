@@ -179,7 +179,7 @@ def _shown(kind: str, case: Case) -> Iterator[tuple[str, ResolvedVariant]]:
 def _signature(subject: Subject, served: ResolvedVariant) -> tuple[object, ...]:
     """What tells subjects of one head apart."""
     own = subject.own_embedding
-    if own == served.engine.own_embedding:
+    if own == (served.engine.own_embedding or subject.config.vllms):
         own = None
     tensors = id(subject.checkpoint.tensors)
     return subject.wiring, subject.behaviour, subject.config, own, subject.tree_kv, subject.precision, tensors

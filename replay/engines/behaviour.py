@@ -45,12 +45,14 @@ class Behaviour:
     """What may differ while a head runs. Numbers are rows (tokens) unless said otherwise.
 
     Head: ``feedback`` ``pre`` or ``post`` the final norm (None: as the config says), ``skip_norms`` norm names that
-    multiply nothing and normalise nothing, ``residual_normed`` the stream starts from the normed features,
-    ``features_first`` order of the halves that enter layer 0, ``later_norm`` norm at the entry of layers >= 1,
-    ``later_residual`` whether these add to the stream before them, ``other_pairs`` RoPE pairs (2i, 2i+1) instead of (i,
-    i + half), or the other way round where the head's are (2i, 2i+1), ``target_lm_head`` the target's output rows stand
-    in for the head's, ``score_factor`` what attention scores are multiplied by beside head_dim**-0.5, ``dropped``
-    blocks whose outcome is not added to the stream, each ``attention`` or ``mlp`` with its layer (None: every layer).
+    multiply nothing and normalise nothing, ``residual_normed`` whether the stream starts from the normed features,
+    ``state_normed_twice`` the state passes the embedding's norm before its own, ``features_first`` order of the halves
+    that enter layer 0, ``later_norm`` norm at the entry of layers >= 1 (None, as of ``residual_normed``: as the config
+    says), ``later_residual`` whether these add to the stream before them, ``other_pairs`` RoPE pairs (2i, 2i+1) instead
+    of (i, i + half), or the other way round where the head's are (2i, 2i+1), ``target_lm_head`` the target's output
+    rows stand in for the head's, ``score_factor`` what attention scores are multiplied by beside head_dim**-0.5,
+    ``dropped`` blocks whose outcome is not added to the stream, each ``attention`` or ``mlp`` with its layer (None:
+    every layer).
 
     Rows: ``pairing``, ``zero_slots`` slots of the wiring that are fed zeros, ``unit_taps`` every tap divided by its
     root mean square, ``chunk`` the prompt came in chunks (of so many tokens, or RECORDED) whose last rows embed what
@@ -74,9 +76,10 @@ class Behaviour:
 
     feedback: str | None = None
     skip_norms: tuple[str, ...] = ()
-    residual_normed: bool = False
+    residual_normed: bool | None = None
+    state_normed_twice: bool = False
     features_first: bool = False
-    later_norm: str = "hidden_norm"
+    later_norm: str | None = None
     later_residual: bool = True
     other_pairs: bool = False
     target_lm_head: bool = False

@@ -46,6 +46,21 @@ def default_wiring(layers: int) -> Wiring:
     return Wiring(tuple(tap_name(index) for index in sorted(fed)))
 
 
+def indices_wiring(ids: Sequence[int] | None, *, layers: int) -> Wiring:
+    """The wiring that vLLM 0.32 feeds for layer ids: R indices, in layer order and each once.
+
+    Raises WiringError for an id that no layer of the target has. Source: model_executor/models/interfaces.py.
+    """
+    if not ids:
+        return default_wiring(layers)
+    if not 0 <= min(ids) <= max(ids) <= layers:
+        raise WiringError(
+            f"the draft config states layer ids {list(ids)}, which are R indices, and the target has R[0] to "
+            f"R[{layers}]; say the wiring with --wiring"
+        )
+    return Wiring(tuple(tap_name(index) for index in sorted(set(ids))))
+
+
 def sglang_wiring(ids: Sequence[int] | None, *, architecture: str, layers: int, release: str = NEWEST) -> Wiring:
     """The wiring that SGLang feeds for a draft config's ``eagle_config`` layer ids, from a target of this class.
 

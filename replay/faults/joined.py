@@ -16,6 +16,7 @@ _CALLED: Mapping[str, str] = {
     "feedback": "the state that is fed back",
     "skip_norms": "the norms that are left out",
     "residual_normed": "where the residual stream starts",
+    "state_normed_twice": "how often the state is normed",
     "features_first": "the order of the qkv input",
     "later_norm": "the norm at the entry of later layers",
     "later_residual": "the residual stream of later layers",

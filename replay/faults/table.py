@@ -37,7 +37,8 @@ _TABLE: Sequence[FaultKind] = (
         remedy="qkv reads embedding first, then features; fc reads taps in the wiring's order: export the head again, "
         "or serve with `replay serve --wiring {wiring}`"),
     FaultKind(
-        "wiring.norm", "a norm is left out, or the residual starts normed", "residual|skip:NORM", "residual",
+        "wiring.norm", "a norm is left out or doubled, or the residual starts elsewhere", "residual|twice|skip:NORM",
+        "residual",
         wiring.norm, reports=7,
         remedy="state norm_before_fc, fc_norm and norm_before_residual in the draft config as trained; SGLang reads "
         "norm_before_fc inside eagle_config or at the top level, and knows no norm_before_residual"),

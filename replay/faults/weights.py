@@ -47,6 +47,9 @@ def overwritten(value: str) -> Change:
         return replace(subject, own_embedding=True)
 
     def target_embed(subject: Subject) -> Subject:
+        kept = {name: tensor for name, tensor in subject.checkpoint.tensors.items() if name != "embed_tokens.weight"}
+        if subject.config.vllms:  # read whatever the engine, as long as it is there
+            subject = replace(subject, checkpoint=replace(subject.checkpoint, tensors=kept))
         return replace(subject, own_embedding=False)
 
     changes = {"lm_head": lm_head, "embed:own": embed, "embed:target": target_embed}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from replay.checkpoint.tensor_table import expected_tensors
 from replay.engines.wiring import Wiring, default_wiring
 from replay.errors import CheckpointError, UsageError, WiringError
 from replay.faults.change import Change, Subject, behave, choice, number_of, positive_number
@@ -9,6 +10,7 @@ from replay.traces.taps import tap_index, tap_name
 
 _NORMS = ("input_norm", "fc_norm", "hidden_norm", "input_layernorm", "post_attention_layernorm", "norm")
 _LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+_QK_NORMS = ("q_norm", "k_norm")
 
 
 # ---- wiring ----
@@ -70,16 +72,20 @@ def concat_order(value: str) -> Change:
 def norm(value: str) -> Change:
     def skip(name: str) -> Change:
         def change(subject: Subject) -> Subject:
-            has = {"input_norm": subject.config.norm_before_fc, "fc_norm": subject.config.fc_norm}
-            has |= dict.fromkeys(_LATENT_NORMS, subject.config.latent is not None)
-            if not has.get(name, True):
+            if not any(name in tensor.split(".") for tensor in expected_tensors(subject.config)):
                 raise CheckpointError(f"draft head {subject.checkpoint.name} has no {name} to leave out; type another")
             return subject.with_behaviour(skip_norms=(*subject.behaviour.skip_norms, name))
 
         return change
 
-    changes: dict[str, Change] = {f"skip:{name}": skip(name) for name in (*_NORMS, *_LATENT_NORMS)}
-    return choice("wiring.norm", value, {"residual": behave(residual_normed=True), **changes})
+    changes: dict[str, Change] = {f"skip:{name}": skip(name) for name in (*_NORMS, *_LATENT_NORMS, *_QK_NORMS)}
+    other = {"residual": _other_residual, "twice": behave(state_normed_twice=True)}
+    return choice("wiring.norm", value, {**other, **changes})
+
+
+def _other_residual(subject: Subject) -> Subject:
+    """The stream starts from the state before ``hidden_norm`` where training took the one behind, and the reverse."""
+    return subject.with_behaviour(residual_normed=not subject.config.norm_before_residual)
 
 
 def norm_eps(value: str) -> Change:
@@ -105,6 +111,11 @@ def multi_layer(value: str) -> Change:
     def change(subject: Subject) -> Subject:
         if subject.config.num_layers < 2:
             raise CheckpointError(f"draft head {subject.checkpoint.name} has one layer; wiring.multi-layer needs more")
+        if value == subject.config.later_norm:
+            raise CheckpointError(
+                f"draft head {subject.checkpoint.name} has {value} in later layers already; type "
+                "wiring.multi-layer=no-residual"
+            )
         return chosen(subject)
 
     return change

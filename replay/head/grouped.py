@@ -1,6 +1,7 @@
 """Attention of Llama heads: queries, keys and values from one product, key-value heads shared by groups of queries.
 
-Suffixes as in model.py. Source: SGLang 0.5.23 models/llama_eagle3.py.
+Suffixes as in model.py. Sources: SGLang 0.5.23 models/llama_eagle3.py; for norms of queries and keys Transformers
+models/qwen3/modeling_qwen3.py.
 """
 
 from collections.abc import Callable
@@ -52,6 +53,8 @@ class GroupedAttention:
         name = f"layers.{layer}.self_attn.qkv_proj"
         product = self.product(name, inputs_RI, self.weights[layer], self.biases[layer], sizes)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in product.split(widths, dim=-1))
+        if config.qk_norm:
+            q, k = norm(q, f"layers.{layer}.self_attn.q_norm"), norm(k, f"layers.{layer}.self_attn.k_norm")
         turn = rotate_interleaved if self.other_pairs else rotate
         return turn(q, *rotation), self.stored(turn(k, *rotation)), self.stored(v)
 

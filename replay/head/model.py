@@ -1,11 +1,10 @@
-"""The EAGLE-3 draft head: one readable forward, in a server's rounding order.
+"""A draft head: one readable forward, in a server's rounding order.
 
 Shape suffixes: R rows (token positions, of one or many requests), E head width, D target width, K taps,
 N attention heads, M key-value heads, H features per attention head, F MLP width, W draft vocabulary, V target
 vocabulary. A row pairs the embedding of the next token with the features of this position.
 
-Sources: arXiv 2503.01840; SafeAILab/EAGLE ``eagle/model/cnets.py``; sglang 0.5.23 ``models/llama_eagle3.py`` and
-``models/kimi_k25_eagle3.py``. What differs by family lies in grouped.py and latent.py.
+What differs by family lies in files of its own (families.py), and so does attention (grouped.py, latent.py).
 Everything is differentiable, so training can use the same forward.
 """
 
@@ -24,8 +23,10 @@ from replay.engines.precision import PLAIN, Precision
 from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile
 from replay.errors import CheckpointError
 from replay.head.emulation import Emulation, RoundedProducts
+from replay.head.families import FAMILIES
 from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
 from replay.head.latent import LatentAttention, LatentWeights
+from replay.head.parts import Parts, stack, stack_gate_up
 from replay.head.products import FP32_ON_CPU, Execution, ProductSizes
 from replay.head.rope import inverse_frequencies
 
@@ -90,10 +91,20 @@ class Head:
         self._embed_VE = self._choose_embedding(checkpoint, target.embed_VE, profile)
         self.target_ids_W = self._target_ids(checkpoint)
         self._lm_head_WE = self._choose_lm_head(target.embed_VE if target.lm_head_VE is None else target.lm_head_VE)
-        self._use_attention_bias = self.config.attention_bias and profile.attention_bias
-        if self.config.attention_bias and not profile.attention_bias:
+        self._biased = self.config.attention_bias and (profile.attention_bias or self.config.vllms)
+        if self.config.attention_bias and not self._biased:
             self.notes.append(f"{profile.name} builds q, k and v without the bias that this head has")
-        self._gate_up = [self._stacked(f"layers.{layer}.mlp.", "gate_up") for layer in range(self.config.num_layers)]
+        self._family = FAMILIES[self.config.family]
+        self._parts = Parts(
+            self.config,
+            behaviour,
+            self.numerics,
+            self.dtype,
+            self._weights,
+            self._product,
+            stack_gate_up(self._weights),
+            self._biased,
+        )
         self._attention: GroupedAttention | LatentAttention = self._build_attention()
         self._set_run()
 
@@ -137,6 +148,7 @@ class Head:
         width = (self.cached.key / config.head_dim) ** 0.5
         factor = behaviour.score_factor * config.rope.score_factor * width
         self.numerics = replace(self.numerics, score_factor=factor)
+        self._parts = replace(self._parts, config=config, behaviour=behaviour, numerics=self.numerics)
 
     @property
     def cached(self) -> CachedWidths:
@@ -146,7 +158,7 @@ class Head:
     def _choose_embedding(self, checkpoint: Checkpoint, target_VE: Tensor | None, profile: EngineProfile) -> Tensor:
         own_VE = checkpoint.tensors.get("embed_tokens.weight")
         same_width = self.config.hidden_size == self.config.target_hidden_size
-        if own_VE is not None and (profile.own_embedding or not same_width):
+        if own_VE is not None and (profile.own_embedding or self.config.vllms or not same_width):
             return own_VE.to(self.device)
         if own_VE is not None:
             self.notes.append(f"{profile.name} replaces the head's own embed_tokens by the target's")
@@ -194,13 +206,9 @@ class Head:
                 config, config.latent, False, absorbed, weights, self.execution, self._product, emulation.stored
             )
         prefixes = [f"layers.{layer}.self_attn." for layer in range(config.num_layers)]
-        biases = [self._stacked(prefix, "q_k_v", "bias") if self._use_attention_bias else None for prefix in prefixes]
-        stacked = [self._stacked(prefix, "q_k_v") for prefix in prefixes]
+        biases = [stack(self._weights, prefix, "q_k_v", "bias") if self._biased else None for prefix in prefixes]
+        stacked = [stack(self._weights, prefix, "q_k_v") for prefix in prefixes]
         return GroupedAttention(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
-
-    def _stacked(self, prefix: str, parts: str, kind: str = "weight") -> Tensor:
-        """Projections of one block, joined as servers run them."""
-        return torch.cat([self._weights[f"{prefix}{part}_proj.{kind}"] for part in parts.split("_")])
 
     # ---- the forward, in the order of the paper ----
 
@@ -211,14 +219,7 @@ class Head:
         """
         x = self.emulation.features(features_RKD.to(self.device))
         assert x.shape[-1] == self.config.features_width  # what does not fit was refused before (simulator/fit.py)
-        if self.config.skips_fc:
-            return x
-        if self.config.norm_before_fc:
-            x = self._norm(x, "input_norm")
-        if self.config.fc_norm:
-            chunks = x.chunk(self.config.num_taps, dim=-1)
-            x = torch.cat([self._norm(chunk, f"fc_norm.{tap}") for tap, chunk in enumerate(chunks)], dim=-1)
-        return self._linear(x, "fc", sizes)
+        return self._family.fuse(self._parts, x, sizes)
 
     def embed(self, ids_R: Tensor) -> Tensor:
         """Embeddings [R, E] of target token ids."""
@@ -242,17 +243,17 @@ class Head:
         rotation = self._rotation(positions_R)
         hidden, residual = state_RE, state_RE
         for layer in range(self.config.num_layers):
-            inputs, residual = self._enter_layer(layer, embeds_RE, hidden, residual)
-            q_RNH, k_RMH, v_RMH = self._attention.project(layer, inputs, rotation, sizes, self._norm)
+            inputs, residual = self._family.enter(self._parts, layer, embeds_RE, hidden, residual, sizes)
+            q_RNH, k_RMH, v_RMH = self._attention.project(layer, inputs, rotation, sizes, self._parts.norm)
             if keep_Q is not None and layer == self.config.num_layers - 1:
                 q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
                 sizes = None if sizes is None else sizes.keep(keep_Q)
             mixed = self._attention.leave(attend(layer, q_RNH, k_RMH, v_RMH), sizes)
-            mixed = self._linear(mixed, f"layers.{layer}.self_attn.o_proj", sizes)
+            mixed = self._parts.linear(mixed, f"layers.{layer}.self_attn.o_proj", sizes)
             mixed = self._kept(mixed, "attention", layer)
-            hidden, residual = self._add_norm(mixed, residual, f"layers.{layer}.post_attention_layernorm")
-            hidden = self._kept(self._mlp(layer, hidden, sizes), "mlp", layer)
-        normed_RE, stream_RE = self._add_norm(hidden, residual, "norm")
+            hidden, residual = self._parts.add_norm(mixed, residual, f"layers.{layer}.post_attention_layernorm")
+            hidden = self._kept(self._family.mlp(self._parts, layer, hidden, sizes), "mlp", layer)
+        normed_RE, stream_RE = self._family.leave(self._parts, hidden, residual)
         stated = "post" if self.config.norm_output else "pre"
         return HeadOutput(normed_RE, normed_RE if (self.behaviour.feedback or stated) == "post" else stream_RE)
 
@@ -262,67 +263,10 @@ class Head:
 
     # ---- parts ----
 
-    def _enter_layer(self, layer: int, embeds: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What a layer's attention takes in, and the stream that its outcome is added to."""
-        behaviour, prefix = self.behaviour, f"layers.{layer}."
-        if layer == 0:
-            normed = self._norm(hidden, f"{prefix}hidden_norm")
-            halves = [self._norm(embeds, f"{prefix}input_layernorm"), normed]
-            inputs = torch.cat(halves[::-1] if behaviour.features_first else halves, dim=-1)
-            return inputs, normed if behaviour.residual_normed else hidden
-        if behaviour.later_residual:
-            return self._add_norm(hidden, residual, f"{prefix}{behaviour.later_norm}")
-        return self._norm(hidden, f"{prefix}{behaviour.later_norm}"), hidden
-
     def _kept(self, outcome_RE: Tensor, block: str, layer: int) -> Tensor:
         """What a block adds to the stream: zeros where it is dropped."""
         dropped = {(block, layer), (block, None)} & set(self.behaviour.dropped)
         return torch.zeros_like(outcome_RE) if dropped else outcome_RE
-
-    def _mlp(self, layer: int, x_RE: Tensor, sizes: ProductSizes | None) -> Tensor:
-        prefix = f"layers.{layer}.mlp."
-        bias = None
-        if self.config.mlp_bias:
-            bias = self._stacked(prefix, "gate_up", "bias")
-        product = self._product(f"{prefix}gate_up_proj", x_RE, self._gate_up[layer], bias, sizes)
-        gate, up = product.chunk(2, dim=-1)
-        return self._linear(functional.silu(gate) * up, f"{prefix}down_proj", sizes)
-
-    def _linear(self, x: Tensor, name: str, sizes: ProductSizes | None) -> Tensor:
-        bias = self._weights.get(f"{name}.bias")
-        if name.endswith("o_proj") and not self._use_attention_bias:
-            bias = None
-        return self._product(name, x, self._weights[f"{name}.weight"], bias, sizes)
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        if self._skips(name):
-            return x
-        weight = self._weights[f"{name}.weight"]
-        return self._scale(x.float(), weight)
-
-    def _skips(self, name: str) -> bool:
-        """Whether a norm such as ``layers.0.hidden_norm`` or ``fc_norm.1`` is left out."""
-        kind = next(part for part in reversed(name.split(".")) if not part.isdigit())
-        return kind in self.behaviour.skip_norms
-
-    def _add_norm(self, x: Tensor, residual: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """norm(x + residual) and the rounded sum."""
-        if self._skips(name):
-            total = (x.float() + residual.float()).to(self.dtype)
-            return total, total
-        weight = self._weights[f"{name}.weight"]
-        if self.numerics.norm_sums_unrounded:
-            total = x.float() + residual.float()
-            return self._scale(total, weight), total.to(self.dtype)
-        rounded = x + residual
-        return self._scale(rounded.float(), weight), rounded
-
-    def _scale(self, x_fp32: Tensor, weight: Tensor) -> Tensor:
-        variance = x_fp32.pow(2).mean(dim=-1, keepdim=True)
-        x_fp32 = x_fp32 * torch.rsqrt(variance + self.config.rms_norm_eps)
-        if self.numerics.norm_sums_unrounded:
-            return (x_fp32 * weight).to(self.dtype)
-        return weight * x_fp32.to(self.dtype)
 
     def _rotation(self, positions_R: Tensor) -> Rotation:
         angles = positions_R.to(self.device).float()[:, None] * self._inv_freq

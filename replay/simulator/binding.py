@@ -9,7 +9,7 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.behaviour import HEALTHY, RECORDED
 from replay.engines.precision import PLAIN, parse_precision
 from replay.engines.profiles import NUMERICS, PRECISIONS, EngineProfile, engine_profile, precision_of_dtype
-from replay.engines.wiring import Wiring, default_wiring, sglang_wiring
+from replay.engines.wiring import Wiring, default_wiring, indices_wiring, sglang_wiring
 from replay.errors import UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
@@ -58,6 +58,8 @@ def _wiring(wanted: Wiring | None, checkpoint: Checkpoint, engine: EngineProfile
         return wanted
     if not config.use_aux_hidden_state:
         return Wiring((FINAL,))
+    if config.vllms:
+        return indices_wiring(config.layer_ids, layers=target.layers)
     if engine.reads_layer_ids:
         return sglang_wiring(config.layer_ids, architecture=target.architecture, layers=target.layers)
     return default_wiring(target.layers)
@@ -74,7 +76,13 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
     Raises UsageError, WiringError or CheckpointError where these do not fit each other or the trace.
     """
     layers = trace.header.target.layers
-    healthy = Subject(variant.wiring, checkpoint, HEALTHY, layers, variant.precision)
+    window = checkpoint.config.window
+    if window is not None and variant.topk > 1:
+        raise UsageError(
+            f"draft head {checkpoint.name} sees {window} rows at most, which is played on chains, topk {variant.topk} "
+            "drafts trees; type --topk 1"
+        )
+    healthy = Subject(variant.wiring, checkpoint, replace(HEALTHY, window=window), layers, variant.precision)
     subject = apply_faults(healthy, variant.all_faults)
     check_fit(subject.checkpoint, subject.wiring, trace)
     check_topk(subject.checkpoint, variant.topk)

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from support.heads import DEEPSEEK_YARN, LATENT, tiny_checkpoint
+from support.heads import DEEPSEEK_YARN, LATENT, SPECULATORS, tiny_checkpoint
 
 from replay.engines.behaviour import HEALTHY
 from replay.engines.precision import Precision
@@ -30,6 +30,9 @@ CASES: dict[str, dict[str, Any]] = {
     "wiring.concat-order=qkv": {},
     "wiring.concat-order=fc": {},
     "wiring.norm=residual": {},
+    "wiring.norm=twice": {},
+    "wiring.norm=skip:q_norm": SPECULATORS,
+    "wiring.norm=skip:k_norm": SPECULATORS,
     "wiring.norm=skip:input_norm": EVERY_NORM,
     "wiring.norm=skip:fc_norm": EVERY_NORM,
     "wiring.norm=skip:hidden_norm": {},

@@ -40,6 +40,13 @@ LATENT: dict[str, Any] = {
     "architectures": ["Eagle3DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "head_dim": None,
     "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6,
 }  # fmt: skip
+# What makes it a head in the dialect of speculators, with norms of queries and keys.
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "norm_before_residual": True,
+    "transformer_layer_config": {
+        "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 12, "num_hidden_layers": 1, "vocab_size": 96, "rms_norm_eps": 1e-5},
+}  # fmt: skip
 # As Kimi-K2 writes it, but for an mscale of its own, so that both factors of it are other than 1, and for a base and a
 # length at which each number tells.
 DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 64,
