@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from replay.check.facts import Target
     from replay.checkpoint.checkpoint import Checkpoint
     from replay.engines.wiring import Wiring
+    from replay.traces.header import TargetInfo
 
 PATH = click.Path(path_type=Path)
 
@@ -15,7 +17,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 trace_argument = click.argument("trace", type=PATH, metavar="TRACE")
 draft_option = click.option("--draft", required=True, type=PATH, metavar="DIR", help="Draft head's folder.")
 trained_wiring_option = click.option(
-    "--wiring", metavar="W", help="What the head was trained on, e.g. embed,3,31, if you know it."
+    "--wiring",
+    metavar="W",
+    help="What the head was trained on, if you know it: taps, e.g. embed,3,31, or an engine's layer ids, e.g. "
+    "specforge:1,14,26; config is what the head states.",
 )
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
@@ -31,8 +36,10 @@ def read_draft(path: Path) -> "Checkpoint":
     return read_checkpoint(path)
 
 
-def parse_wiring_option(text: str | None, layers: int) -> "Wiring | None":
-    """The wiring that was typed; None where none was. Raises WiringError."""
-    from replay.engines.wiring import parse_wiring
+def parse_wiring_option(text: str | None, target: "TargetInfo | Target") -> "Wiring | None":
+    """The wiring that was typed for this target; None where none was, or the head's own. Raises WiringError."""
+    from replay.engines.wiring import CONFIG, parse_wiring
 
-    return None if text is None else parse_wiring(text, layers=layers)
+    if text is None or text.strip() == CONFIG:
+        return None
+    return parse_wiring(text, layers=target.layers, architecture=target.architecture)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, read_draft, trace_argument
+from replay.cli.options import PATH, json_option, parse_wiring_option, read_draft, trace_argument
 from replay.cli.show import show_ranking, show_rounds
 from replay.cli.terminal import refuse_existing, say, show_progress
 from replay.errors import UsageError
@@ -29,8 +29,9 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     "--wiring",
     "wirings",
     metavar="W",
-    help="Taps fed to the head, e.g. embed,3,31; repeat to compare.  "
-    "[default: what the head states, as the engine reads it]",
+    help="Taps fed to the head, e.g. embed,3,31; or layer ids as an engine counts them, e.g. sglang:-1,2,30, "
+    "sglang@0.5.12:..., vllm:..., specforge:..., hf:...; or config, what the head states; repeat to compare.  "
+    "[default: config, as the engine reads it]",
 )
 @_repeated("--steps", type=int, metavar="K", help="Drafted tokens per round; repeat to compare.  [default: 5]")
 @_repeated("--topk", type=int, metavar="N", help="Branches per step: 1, a chain; more, a tree.  [default: 1]")
@@ -109,8 +110,8 @@ def simulate(
     Repeated options make a sweep: every combination is replayed on the same trace.
     """
     from replay.engines.precision import with_kv
-    from replay.engines.wiring import parse_wiring
     from replay.faults.table import parse_faults
+    from replay.simulator.binding import distinct
     from replay.simulator.variant import sweep
     from replay.traces.reader import Trace
     from replay.traces.rounds import write_rounds
@@ -121,11 +122,10 @@ def simulate(
         refuse_existing(output, force)
     opened = Trace.open(trace)
     _check_temperature(temperature, opened.header.capture.temperature)
-    layers = opened.header.target.layers
     checkpoints = {name: read_draft(path) for name, path in _name_drafts(drafts).items()}
     variants = sweep(
         draft=list(checkpoints),
-        wiring=[parse_wiring(text, layers=layers) for text in wirings] or [None],
+        wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
         steps=list(steps or (5,)),
         topk=list(topk or (1,)),
         num_draft_tokens=list(num_draft_tokens) or [None],
@@ -136,6 +136,8 @@ def simulate(
         engine=[engine],
         faults=[parse_faults(text) for text in faults] or [()],
     )
+    if len(wirings) > 1:
+        variants = distinct(variants, checkpoints, opened)
     _note_chains(num_draft_tokens, {variant.steps for variant in variants if variant.topk == 1})
     ranked = None
     if rank_precision is not None:

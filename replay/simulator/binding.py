@@ -1,6 +1,6 @@
 """What a variant asks for becomes what can run: wiring filled in, faults applied, a head bound to its target."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,7 +38,7 @@ def resolve(variant: Variant | ResolvedVariant, checkpoint: Checkpoint, trace: T
     precision = PLAIN if variant.precision is None else parse_precision(variant.precision)
     return ResolvedVariant(
         draft=variant.draft,
-        wiring=_wiring(variant.wiring, checkpoint, engine, trace),
+        wiring=variant.wiring or stated_wiring(checkpoint, engine, trace),
         steps=variant.steps,
         topk=variant.topk,
         num_draft_tokens=draft_tokens(variant.topk, variant.steps, variant.num_draft_tokens),
@@ -51,11 +51,17 @@ def resolve(variant: Variant | ResolvedVariant, checkpoint: Checkpoint, trace: T
     )
 
 
-def _wiring(wanted: Wiring | None, checkpoint: Checkpoint, engine: EngineProfile, trace: Trace) -> Wiring:
-    """``wanted``, else what the engine feeds a head that states what this one does. Raises WiringError."""
+def distinct(variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint], trace: Trace) -> list[Variant]:
+    """Each once of those that come to the same, as what a head states and the taps that this is. Raises as resolve."""
+    kept: dict[ResolvedVariant, Variant] = {}
+    for variant in variants:
+        kept.setdefault(resolve(variant, checkpoints[variant.draft], trace), variant)
+    return list(kept.values())
+
+
+def stated_wiring(checkpoint: Checkpoint, engine: EngineProfile, trace: Trace) -> Wiring:
+    """What the engine feeds a head that states what this one does, from the trace's target. Raises WiringError."""
     target, config = trace.header.target, checkpoint.config
-    if wanted is not None:
-        return wanted
     if not config.use_aux_hidden_state:
         return Wiring((FINAL,))
     if engine.reads_layer_ids:

@@ -8,6 +8,8 @@ import numpy as np
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.wiring import engine_ids
+from replay.errors import WiringError
+from replay.simulator.binding import stated_wiring
 from replay.simulator.groups import Group
 from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import Trace
@@ -138,7 +140,7 @@ def describe_wirings(variants: Sequence[ResolvedVariant], trace: Trace) -> dict[
 
 
 def describe_head(
-    name: str, checkpoint: Checkpoint, variants: Sequence[ResolvedVariant], groups: Sequence[Group]
+    name: str, checkpoint: Checkpoint, variants: Sequence[ResolvedVariant], groups: Sequence[Group], trace: Trace
 ) -> dict[str, Any]:
     """What a report says of a head, and the notes of all its variants."""
     config = checkpoint.config
@@ -154,6 +156,19 @@ def describe_head(
         "draft_vocab_size": config.draft_vocab_size,
         "vocab_size": config.vocab_size,
         "layer_ids": None if config.layer_ids is None else list(config.layer_ids),
+        "stated_wiring": _stated(name, checkpoint, variants, trace),
         "dtype": config.dtype,
         "notes": list(dict.fromkeys([*checkpoint.notes, *notes])),
     }
+
+
+def _stated(name: str, checkpoint: Checkpoint, variants: Sequence[ResolvedVariant], trace: Trace) -> list[str] | None:
+    """The taps that the engine of the head's variants feeds for what it states; None where it states no layer ids, or
+    ids that feed nothing."""
+    engine = next((variant.engine for variant in variants if variant.draft == name), None)
+    if engine is None or (checkpoint.config.layer_ids is None and checkpoint.config.use_aux_hidden_state):
+        return None
+    try:
+        return list(stated_wiring(checkpoint, engine, trace).taps)
+    except WiringError:
+        return None
