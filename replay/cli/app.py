@@ -27,6 +27,7 @@ from replay.cli.report import report
 from replay.cli.serve import serve
 from replay.cli.simulate import simulate
 from replay.cli.terminal import say
+from replay.cli.trace import trace
 from replay.errors import ReplayError
 from replay.printable import one_line
 
@@ -84,7 +85,20 @@ def cli() -> None:
     """
 
 
-for _command in (serve, capture, import_dumps, simulate, faults, report, compare, inspect, diagnose, check, demo):
+for _command in (
+    serve,
+    capture,
+    import_dumps,
+    simulate,
+    faults,
+    report,
+    compare,
+    inspect,
+    diagnose,
+    check,
+    demo,
+    trace,
+):
     cli.add_command(_command)
 
 

@@ -9,8 +9,11 @@ import click
 from replay.cli.options import (
     draft_option,
     json_option,
+    open_trace,
     parse_wiring_option,
+    part_options,
     read_draft,
+    read_part,
     trace_argument,
     trained_wiring_option,
 )
@@ -43,11 +46,12 @@ if TYPE_CHECKING:
 @click.option("--precision", metavar="P", help="Of the served head.  [default: the target's]")
 @click.option("--engine", metavar="PROFILE", help="sglang or eagle.  [default: sglang]")
 @click.option("--ladder/--no-ladder", default=True, help="Show the way from the training metric down to the server.")
+@part_options
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
-    as_json: bool,
+    category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -60,9 +64,8 @@ def diagnose(
     from replay.diagnosis.diagnose import diagnose_server, served_variant
     from replay.engines.profiles import engine_profile
     from replay.simulator.binding import stated_wiring
-    from replay.traces.reader import Trace
 
-    opened = Trace.open(trace)
+    opened = open_trace(trace, read_part(category, request, first_turn, limit))
     checkpoint = read_draft(draft)
     profile = engine_profile(engine or "sglang")
 

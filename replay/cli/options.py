@@ -1,5 +1,6 @@
 """Options and arguments that several commands take, each said once."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,10 @@ if TYPE_CHECKING:
     from replay.checkpoint.checkpoint import Checkpoint
     from replay.engines.wiring import Wiring
     from replay.traces.header import TargetInfo
+    from replay.traces.parts import Part
+    from replay.traces.reader import Trace
 
+Command = Callable[..., None]
 PATH = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
@@ -25,6 +29,40 @@ trained_wiring_option = click.option(
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )
+
+
+def part_options(command: Command) -> Command:
+    """Options that ask for a part of a trace; the command takes them as ``read_part`` does."""
+    for option in (
+        click.option("--limit", type=int, metavar="N", help="Of what is left, the first N requests."),
+        click.option(
+            "--first-turn", is_flag=True, help="Of requests NAME#1, NAME#2, ... of one text, the first alone."
+        ),
+        click.option("--request", multiple=True, metavar="ID", help="Only this request; repeat for several."),
+        click.option(
+            "--category", multiple=True, metavar="NAME", help="Only requests of this category; repeat for several."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def read_part(category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None) -> "Part":
+    """What the part options asked for."""
+    from replay.traces.parts import Part
+
+    return Part(category, request, first_turn, limit)
+
+
+def open_trace(path: Path, part: "Part") -> "Trace":
+    """The part of a trace that is asked for; of an unfinished one what is whole. Raises as ``Trace.open``."""
+    from replay.errors import TraceIncompleteError
+    from replay.traces.reader import Trace
+
+    opened = Trace.open(path, allow_incomplete=True)
+    if not opened.records and opened.header.state != "complete":
+        raise TraceIncompleteError(f"{path} holds no whole request yet; wait for one, or capture with --resume")
+    return opened.take(part)
 
 
 def read_draft(path: Path) -> "Checkpoint":

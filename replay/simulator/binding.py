@@ -10,7 +10,7 @@ from replay.engines.behaviour import HEALTHY, RECORDED
 from replay.engines.precision import PLAIN, parse_precision
 from replay.engines.profiles import NUMERICS, PRECISIONS, EngineProfile, engine_profile, precision_of_dtype
 from replay.engines.wiring import Wiring, default_wiring, sglang_wiring
-from replay.errors import UsageError
+from replay.errors import TraceError, UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
 from replay.head.model import Head, TargetTables
@@ -49,6 +49,19 @@ def resolve(variant: Variant | ResolvedVariant, checkpoint: Checkpoint, trace: T
         engine=engine,
         faults=variant.faults,
     )
+
+
+def check_one_target(traces: Mapping[str, Trace]) -> None:
+    """Refuse traces of several targets before any is replayed. Raises TraceError."""
+    (first_name, first), *others = traces.items()
+    for name, trace in others:
+        for fact in ("fingerprint", "layers", "hidden_size", "vocab_size", "dtype"):
+            one, other = getattr(first.header.target, fact), getattr(trace.header.target, fact)
+            if one != other:
+                raise TraceError(
+                    f"the traces are of two targets: {fact} is {one!r} in {first_name} and {other!r} in {name}; replay "
+                    "each by itself"
+                )
 
 
 def distinct(variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint], trace: Trace) -> list[Variant]:

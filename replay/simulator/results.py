@@ -1,7 +1,7 @@
 """What a simulation gathers: sums of each variant, its rounds as a table, and the rounds of a run that is followed."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,10 +26,14 @@ class Tally:
     """Running sums of one variant."""
 
     seconds: float = 0.0
-    anchors: int = 0
-    anchors_accepted: int = 0
-    ties: int = 0
+    by_request: dict[str, list[int]] = field(default_factory=dict)  # anchors, anchors_accepted, ties
     estimator: Estimator | None = None
+
+    def count(self, request_id: str, *, anchors: int = 0, accepted: int = 0, ties: int = 0) -> None:
+        """Add what was counted in a request."""
+        sums = self.by_request.setdefault(request_id, [0, 0, 0])
+        for column, number in enumerate((anchors, accepted, ties)):
+            sums[column] += number
 
 
 class RoundsTable:
@@ -68,6 +72,9 @@ class RoundsTable:
 
 def variant_info(name: str, variant: ResolvedVariant, tally: Tally, trace: Trace) -> VariantInfo:
     """A resolved variant with what was gathered under it."""
+    none = [0, 0, 0]
+    sums = [tally.by_request.get(record.request_id, none) for record in trace.records]
+    anchors, accepted, ties = (sum(row[column] for row in sums) for column in range(3))
     return VariantInfo(
         name=name,
         draft=variant.draft,
@@ -83,10 +90,11 @@ def variant_info(name: str, variant: ResolvedVariant, tally: Tally, trace: Trace
         engine=variant.engine.name,
         faults=tuple(map(str, variant.faults)),
         seconds=round(tally.seconds, 3),
-        anchors=tally.anchors,
-        anchors_accepted=tally.anchors_accepted,
-        ties=tally.ties,
+        anchors=anchors,
+        anchors_accepted=accepted,
+        ties=ties,
         expected=None if tally.estimator is None else tally.estimator.expected(),
+        by_request=tuple((row[0], row[1], row[2]) for row in sums),
     )
 
 
@@ -121,9 +129,18 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "taps": list(trace.taps),
         "dtype": header.target.dtype,
         "missing": list(header.missing),
-        "doubts": list(trace.doubts),
+        "doubts": [*_unfinished(trace), *trace.doubts],
         "requests": len(trace.requests),
+        **({"part": trace.part} if trace.part else {}),
     }
+
+
+def _unfinished(trace: Trace) -> Iterator[str]:
+    if trace.header.state != "complete":
+        yield (
+            f"The recording of the trace has not ended: {len(trace.requests)} requests are whole and are replayed, "
+            "what comes later may differ."
+        )
 
 
 def describe_wirings(variants: Sequence[ResolvedVariant], trace: Trace) -> dict[str, list[dict[str, Any]]]:
