@@ -1,7 +1,6 @@
 """Reading a trace: everything distrusted at opening, rows mapped one request at a time. See SPEC.md, 8."""
 
 import hashlib
-import itertools
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
 from replay.traces.header import TraceHeader, read_header
+from replay.traces.parts import Part, choose
 from replay.traces.records import Piece, RequestRecord, check_same, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.taps import EMBED, sort_taps
@@ -62,6 +62,8 @@ class Trace:
         self.header = header
         self.records = tuple(records)
         self._layouts = {layout.path.name: layout for layout in layouts}
+        self._every = self.records  # of the folder, also where this is a part of it
+        self.part = ""
 
     @classmethod
     def open(cls, path: str | Path, *, allow_incomplete: bool = False) -> Self:
@@ -85,6 +87,19 @@ class Trace:
                 "again with --resume"
             )
         return cls(folder, header, records, layouts)
+
+    def take(self, part: Part) -> Self:
+        """The part of this trace that is asked for: a trace of its requests alone, which reads the same files.
+
+        ``part`` of it says in words what was asked for. Raises UsageError as ``choose``.
+        """
+        if part.whole:
+            return self
+        ids = choose(part, self.records)
+        taken = type(self)(self.path, self.header, self._every, self.layouts)
+        taken.records = tuple(record for record in self.records if record.request_id in ids)
+        taken.part = f"{part} ({len(taken.records)} of {len(self.records)})"
+        return taken
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -190,12 +205,12 @@ class Trace:
         Raises TraceCorruptError for rows that cannot be.
         """
         record = self.records[index]
-        first, requests = self._in_shard[record.shard]
-        return read_feed(self._layouts[record.shard], index - first, requests, record.tokens)
+        number, requests = self._in_shard[record.request_id]
+        return read_feed(self._layouts[record.shard], number, requests, record.tokens)
 
     @property
     def fed_rows(self) -> int:
-        """How many rows ``feed`` gives, of all requests."""
+        """How many rows ``feed`` gives, of all requests of the folder."""
         return sum(count_rows(layout) for layout in self.layouts)
 
     def embed_weight(self) -> "torch.Tensor":
@@ -236,10 +251,14 @@ class Trace:
 
     @cached_property
     def _in_shard(self) -> dict[str, tuple[int, int]]:
-        """Of each shard the index of its first request, and how many it holds."""
-        counts = Counter(record.shard for record in self.records)
-        firsts = itertools.accumulate(counts.values(), initial=0)
-        return dict(zip(counts, zip(firsts, counts.values(), strict=False), strict=True))
+        """Of each request its number in its shard, and how many that holds."""
+        counts = Counter(record.shard for record in self._every)
+        seen: Counter[str] = Counter()
+        found = {}
+        for record in self._every:
+            found[record.request_id] = (seen[record.shard], counts[record.shard])
+            seen[record.shard] += 1
+        return found
 
     @cached_property
     def _embed(self) -> "torch.Tensor":

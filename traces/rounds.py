@@ -82,7 +82,8 @@ class VariantInfo(VariantSettings):
     ``anchors`` positions were tried in the all-anchors pass and had ``anchors_accepted`` drafted tokens accepted in
     sum; ``ties`` drafted tokens were chosen between exactly equal logits; ``seconds`` is wall-clock time.
     ``expected`` is None under the greedy rule, whose rounds leave nothing to chance, ``agreement`` where the variant
-    was not held against a server's own rounds.
+    was not held against a server's own rounds. ``by_request`` has anchors, anchors_accepted and ties of each request in
+    the order of ``Rounds.requests``; None in files from before there was it.
     """
 
     seconds: float
@@ -91,6 +92,7 @@ class VariantInfo(VariantSettings):
     ties: int
     expected: Expected | None = None
     agreement: Agreement | None = None
+    by_request: tuple[tuple[int, int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class RequestInfo:
 
     ``observed_histogram[a]`` counts the server's rounds with a accepted tokens. ``source`` is ``generated`` or
     ``forced`` (teacher-forced text), ``temperature`` the one the output was sampled with (0: greedy). ``loop_tokens``
-    of the output, in a row, are ``loop_period`` tokens again and again; both are 0 where it does not loop.
+    of the output, in a row, are ``loop_period`` tokens again and again; both are 0 where it does not loop. ``trace``
+    names the trace it is of, where there are several.
     """
 
     request_id: str
@@ -112,6 +115,7 @@ class RequestInfo:
     temperature: float = 0.0
     loop_tokens: int = 0
     loop_period: int = 0
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +272,18 @@ def _variant(values: Fields) -> VariantInfo:
         # files from before there were these are of the same version
         expected=_expected(values.object("expected")) if values.values.get("expected") is not None else None,
         agreement=read_agreement(values.object("agreement")) if values.values.get("agreement") is not None else None,
+        by_request=_by_request(values) if values.values.get("by_request") is not None else None,
     )
+
+
+def _by_request(values: Fields) -> tuple[tuple[int, int, int], ...]:
+    rows = values.get("by_request")
+    if not isinstance(rows, list) or not all(
+        isinstance(row, list) and len(row) == 3 and all(type(item) is int and 0 <= item <= _MOST for item in row)
+        for row in rows
+    ):
+        raise values.refuse("by_request", "a list of three counts for each request")
+    return tuple((row[0], row[1], row[2]) for row in rows)
 
 
 def _tap(values: Fields, name: str) -> str:
@@ -303,6 +318,7 @@ def _request(values: Fields) -> RequestInfo:
         # files from before there were these are of the same version
         loop_tokens=values.integer("loop_tokens", 0, _MOST) if "loop_tokens" in values.values else 0,
         loop_period=values.integer("loop_period", 0, _MOST) if "loop_period" in values.values else 0,
+        trace=values.optional_text("trace") if "trace" in values.values else None,
     )
 
 
@@ -325,6 +341,8 @@ def _check(rounds: Rounds, path: Path) -> None:
     for variant in rounds.variants:
         if variant.expected is not None:
             _check_expected(variant.name, variant.expected, len(rounds.requests), path)
+        if variant.by_request is not None and len(variant.by_request) != len(rounds.requests):
+            raise _corrupt(path, f"variant {variant.name!r} has sums of {len(variant.by_request)} requests")
         if variant.agreement is not None and (wrong := problem(variant.agreement)):
             raise _corrupt(path, f"variant {variant.name!r} has {wrong}")
     _known(table["request_id"], {request.request_id for request in rounds.requests}, "request", path)

@@ -203,6 +203,22 @@ def _longer_drafts(results: Results) -> Iterator[str]:
         )
 
 
+def _wired_otherwise(results: Results) -> Iterator[str]:
+    """A head of which no variant is fed what it states; what it states was read when the trace was replayed."""
+    for name, head in list(results.rounds.drafts.items())[: _MOST_TOLD[0]]:
+        stated = head.get("stated_wiring") if isinstance(head, dict) else None
+        fed = [row.wiring for row in results.summaries if row.draft == name]
+        if not isinstance(stated, list) or not fed or tuple(stated) in fed:
+            continue
+        said, ids = one_line(",".join(map(str, stated)), _MOST_TOLD[1]), head.get("layer_ids")
+        by = f" (layer ids {one_line(str(ids), _MOST_TOLD[1])})" if isinstance(ids, list) else ""
+        engine = next(row.engine for row in results.summaries if row.draft == name)
+        yield (
+            f"No variant feeds {one_line(name, _MOST_TOLD[1])} what its config states{by}, which is {said} as {engine} "
+            "reads it: a server that goes by the config feeds that; --wiring config replays it."
+        )
+
+
 def _requests_without_rounds(results: Results) -> Iterator[str]:
     if results.best is None:
         yield "Nothing was measured: capture with a larger --max-new-tokens, or other prompts."
@@ -236,6 +252,7 @@ _CHECKS: tuple[Callable[[Results], Iterator[str]], ...] = (
     _few_requests,
     _wide_interval,
     _longer_drafts,
+    _wired_otherwise,
     _not_generated,
     _expectations,
     _cut_rounds,

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from replay.check.facts import Draft, Target
 from replay.check.server import Server
+from replay.engines.conventions import SPECFORGE, Fed, by_rule, specforge, vllm
 from replay.engines.wiring import Wiring, default_wiring
 from replay.targets.rules import BEFORE_25454, NEWEST, CaptureRule, NoRule, capture_rule, release_of
 from replay.traces.taps import tap_index, tap_name
 
 SGLANG, SGLANG_OLD = f"SGLang {NEWEST}", "SGLang before #25454"
 VLLM_1, VLLM_2 = "vLLM 0.32 (V1 runner)", "vLLM 0.32 (V2 runner)"
-EAGLE, SPECFORGE = "EAGLE", "SpecForge 0.2"
+EAGLE = "EAGLE"
 NESTED = "eagle_config.eagle_aux_hidden_state_layer_ids"
 TOP = "eagle_aux_hidden_state_layer_ids"
 INNER = "eagle_config.layer_ids"
@@ -84,8 +85,7 @@ def readings(draft: Draft, target: Target, server: Server | None = None) -> dict
         verbatim,
         _verbatim(VLLM_2, layers, (ids.top, TOP), (ids.inner, INNER), default=default),
         Reading(EAGLE, default, None),
-        Reading(SPECFORGE, tuple(index + 1 for index in ids.nested) if ids.nested else default,
-                NESTED if ids.nested else None),
+        _specforge(ids.nested, layers, default),
     ]  # fmt: skip
     return {reading.engine: reading for reading in listed}
 
@@ -107,20 +107,24 @@ def wiring_of(indices: Sequence[int]) -> Wiring:
 
 def _sglang(engine: str, ids: tuple[int, ...] | None, rule: CaptureRule | NoRule | None, layers: int) -> Reading:
     field = None if ids is None else NESTED
-    if not isinstance(rule, CaptureRule):
-        return Reading(engine, None, field, "the target's config names no architecture" if rule is None else str(rule))
-    if trouble := rule.trouble(ids, layers):
-        return Reading(engine, None, field, trouble)
-    return Reading(engine, rule.capture(ids, layers).fed, field)
+    if rule is None:
+        return Reading(engine, None, field, "the target's config names no architecture")
+    return _reading(engine, by_rule(ids, rule, layers), field)
 
 
 def _verbatim(
     engine: str, layers: int, *fields: tuple[tuple[int, ...] | None, str], default: tuple[int, ...]
 ) -> Reading:
-    """vLLM: R indices as they stand, in layer order, each once."""
+    """vLLM: the first field that states ids."""
     for ids, field in fields:
         if ids:
-            if not 0 <= min(ids) <= max(ids) <= layers:
-                return Reading(engine, None, field, f"{engine} has taps 0 to {layers}, the ids are {list(ids)}")
-            return Reading(engine, tuple(sorted(set(ids))), field)
+            return _reading(engine, vllm(ids, "", layers), field)
     return Reading(engine, default, None)
+
+
+def _specforge(ids: tuple[int, ...] | None, layers: int, default: tuple[int, ...]) -> Reading:
+    return _reading(SPECFORGE, specforge(ids, "", layers), NESTED) if ids else Reading(SPECFORGE, default, None)
+
+
+def _reading(engine: str, fed: Fed, field: str | None) -> Reading:
+    return Reading(engine, None if fed.trouble else indices_of(Wiring(fed.taps)), field, fed.trouble)

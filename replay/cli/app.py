@@ -28,6 +28,7 @@ from replay.cli.report import report
 from replay.cli.serve import serve
 from replay.cli.simulate import simulate
 from replay.cli.terminal import say
+from replay.cli.trace import trace
 from replay.errors import ReplayError
 from replay.printable import one_line
 
@@ -85,7 +86,10 @@ def cli() -> None:
     """
 
 
-for _command in (serve, capture, import_dumps, simulate, faults, report, compare, plan, inspect, diagnose, check, demo):
+_COMMANDS = (
+    serve, capture, import_dumps, simulate, faults, report, compare, plan, inspect, diagnose, check, demo, trace,
+)  # fmt: skip
+for _command in _COMMANDS:
     cli.add_command(_command)
 
 

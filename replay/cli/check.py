@@ -59,7 +59,7 @@ def check(
     stated = None if server_args is None else parse_server_arguments(server_args, engine)
     if server is not None:
         stated = live_server(_server_info(server, api_key), server)
-    known = parse_wiring_option(wiring, read_target_config(target).layers)
+    known = parse_wiring_option(wiring, read_target_config(target))
     emitted = None
     if trace is not None:
         from replay.traces.reader import Trace

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option
+from replay.cli.options import PATH, json_option, part_options, read_part
 from replay.cli.terminal import print_json, print_rich
 
 
@@ -13,8 +13,12 @@ from replay.cli.terminal import print_json, print_rich
 @click.argument("rounds_b", type=PATH, metavar="[ROUNDS_B]", required=False)
 @click.option("--variant-a", metavar="NAME", help="Variant A.  [default: of one file its first, of two the only one]")
 @click.option("--variant-b", metavar="NAME", help="Variant B.  [default: each that is not A]")
+@part_options
 @json_option
-def compare(rounds_a: Path, rounds_b: Path | None, variant_a: str | None, variant_b: str | None, as_json: bool) -> None:
+def compare(
+    rounds_a: Path, rounds_b: Path | None, variant_a: str | None, variant_b: str | None, category: tuple[str, ...],
+    request: tuple[str, ...], first_turn: bool, limit: int | None, as_json: bool,
+) -> None:  # fmt: skip
     """Compare two variants on the same requests and the same anchors: better, worse, equal or cannot tell.
 
     Of one rounds file every variant is held against the first, of two those of the second against that of the first.
@@ -23,10 +27,13 @@ def compare(rounds_a: Path, rounds_b: Path | None, variant_a: str | None, varian
     from replay.analysis.compare.pairing import pair_rounds
     from replay.analysis.compare.report import render_comparison
     from replay.traces.rounds import read_rounds
+    from replay.traces.rounds_sets import take_part
 
-    second = None if rounds_b is None else read_rounds(rounds_b)
+    part = read_part(category, request, first_turn, limit)
+    first = take_part(read_rounds(rounds_a), part)
+    second = None if rounds_b is None else take_part(read_rounds(rounds_b), part)
     called = (str(rounds_a), str(rounds_b))
-    joined = pair_rounds(read_rounds(rounds_a), second, variant_a=variant_a, variant_b=variant_b, called=called)
+    joined = pair_rounds(first, second, variant_a=variant_a, variant_b=variant_b, called=called)
     comparison = compare_variants(joined)
     if as_json:
         print_json(comparison.to_json())

@@ -9,8 +9,11 @@ import click
 from replay.cli.options import (
     draft_option,
     json_option,
+    open_trace,
     parse_wiring_option,
+    part_options,
     read_draft,
+    read_part,
     trace_argument,
     trained_wiring_option,
 )
@@ -19,6 +22,7 @@ from replay.cli.terminal import print_json, print_rich, show_progress
 if TYPE_CHECKING:
     from replay.analysis.diagnosis.verdict import Diagnosis
     from replay.diagnosis.trials import Trying
+    from replay.engines.wiring import Wiring
 
 
 @click.command()
@@ -31,18 +35,23 @@ if TYPE_CHECKING:
     "[default: what the trace's own server did, round by round]",
 )
 @trained_wiring_option
-@click.option("--served-wiring", metavar="W", help="What the server feeds.  [default: as the trace or the config says]")
+@click.option(
+    "--served-wiring",
+    metavar="W",
+    help="What the server feeds, spelled as --wiring.  [default: as the trace or the config says]",
+)
 @click.option("--steps", type=int, metavar="K", help="Of the server.  [default: as the trace says, else 5]")
 @click.option("--topk", type=int, metavar="N", help="Of the server.  [default: as the trace says, else 1]")
 @click.option("--num-draft-tokens", type=int, metavar="N", help="Of the server.  [default: as the trace says]")
 @click.option("--precision", metavar="P", help="Of the served head.  [default: the target's]")
 @click.option("--engine", metavar="PROFILE", help="sglang or eagle.  [default: sglang]")
 @click.option("--ladder/--no-ladder", default=True, help="Show the way from the training metric down to the server.")
+@part_options
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
-    as_json: bool,
+    category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -53,22 +62,28 @@ def diagnose(
     from replay.analysis.diagnosis.verdict import to_json
     from replay.capture.observed import read_observed
     from replay.diagnosis.diagnose import diagnose_server, served_variant
-    from replay.traces.reader import Trace
+    from replay.engines.profiles import engine_profile
+    from replay.simulator.binding import stated_wiring
 
-    opened = Trace.open(trace)
-    layers = opened.header.target.layers
+    opened = open_trace(trace, read_part(category, request, first_turn, limit))
     checkpoint = read_draft(draft)
+    profile = engine_profile(engine or "sglang")
+
+    def typed(text: str | None) -> "Wiring | None":
+        found = parse_wiring_option(text, opened.header.target)
+        return stated_wiring(checkpoint, profile, opened) if text is not None and found is None else found
+
     served = served_variant(
         opened, checkpoint.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
         precision=precision, engine=engine,
-        wiring=parse_wiring_option(served_wiring, layers),
+        wiring=typed(served_wiring),
     )  # fmt: skip
     found = _diagnose(
         lambda on_event: diagnose_server(
             opened,
             checkpoint,
             served,
-            trained=parse_wiring_option(wiring, layers),
+            trained=typed(wiring),
             observed=None if observed is None else read_observed(observed),
             ladder=ladder,
             on_event=on_event,

@@ -1,25 +1,68 @@
 """Options and arguments that several commands take, each said once."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    from replay.check.facts import Target
     from replay.checkpoint.checkpoint import Checkpoint
     from replay.engines.wiring import Wiring
+    from replay.traces.header import TargetInfo
+    from replay.traces.parts import Part
+    from replay.traces.reader import Trace
 
+Command = Callable[..., None]
 PATH = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
 trace_argument = click.argument("trace", type=PATH, metavar="TRACE")
 draft_option = click.option("--draft", required=True, type=PATH, metavar="DIR", help="Draft head's folder.")
 trained_wiring_option = click.option(
-    "--wiring", metavar="W", help="What the head was trained on, e.g. embed,3,31, if you know it."
+    "--wiring",
+    metavar="W",
+    help="What the head was trained on, if you know it: taps, e.g. embed,3,31, or an engine's layer ids, e.g. "
+    "specforge:1,14,26; config is what the head states.",
 )
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )
+
+
+def part_options(command: Command) -> Command:
+    """Options that ask for a part of a trace; the command takes them as ``read_part`` does."""
+    for option in (
+        click.option("--limit", type=int, metavar="N", help="Of what is left, the first N requests."),
+        click.option(
+            "--first-turn", is_flag=True, help="Of requests NAME#1, NAME#2, ... of one text, the first alone."
+        ),
+        click.option("--request", multiple=True, metavar="ID", help="Only this request; repeat for several."),
+        click.option(
+            "--category", multiple=True, metavar="NAME", help="Only requests of this category; repeat for several."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def read_part(category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None) -> "Part":
+    """What the part options asked for."""
+    from replay.traces.parts import Part
+
+    return Part(category, request, first_turn, limit)
+
+
+def open_trace(path: Path, part: "Part") -> "Trace":
+    """The part of a trace that is asked for; of an unfinished one what is whole. Raises as ``Trace.open``."""
+    from replay.errors import TraceIncompleteError
+    from replay.traces.reader import Trace
+
+    opened = Trace.open(path, allow_incomplete=True)
+    if not opened.records and opened.header.state != "complete":
+        raise TraceIncompleteError(f"{path} holds no whole request yet; wait for one, or capture with --resume")
+    return opened.take(part)
 
 
 def read_draft(path: Path) -> "Checkpoint":
@@ -31,8 +74,10 @@ def read_draft(path: Path) -> "Checkpoint":
     return read_checkpoint(path)
 
 
-def parse_wiring_option(text: str | None, layers: int) -> "Wiring | None":
-    """The wiring that was typed; None where none was. Raises WiringError."""
-    from replay.engines.wiring import parse_wiring
+def parse_wiring_option(text: str | None, target: "TargetInfo | Target") -> "Wiring | None":
+    """The wiring that was typed for this target; None where none was, or the head's own. Raises WiringError."""
+    from replay.engines.wiring import CONFIG, parse_wiring
 
-    return None if text is None else parse_wiring(text, layers=layers)
+    if text is None or text.strip() == CONFIG:
+        return None
+    return parse_wiring(text, layers=target.layers, architecture=target.architecture)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option
-from replay.cli.show import show_rounds, write_html
+from replay.cli.options import PATH, json_option, part_options, read_part
+from replay.cli.show import by_option, show_rounds, write_html
 from replay.cli.terminal import refuse_existing
 
 
@@ -13,15 +13,21 @@ from replay.cli.terminal import refuse_existing
 @click.argument("rounds", type=PATH, metavar="ROUNDS")
 @click.option("--html", type=PATH, metavar="FILE", help="Write the report as a web page as well.")
 @click.option("--peers", is_flag=True, help="Add the metrics of other projects, made from the same rounds.")
+@by_option
+@part_options
 @click.option("--force", is_flag=True, help="Replace an existing web page.")
 @json_option
-def report(rounds: Path, html: Path | None, peers: bool, force: bool, as_json: bool) -> None:
+def report(
+    rounds: Path, html: Path | None, peers: bool, by: tuple[str, ...], category: tuple[str, ...],
+    request: tuple[str, ...], first_turn: bool, limit: int | None, force: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Show the report of a rounds file that simulate -o wrote."""
     from replay.traces.rounds import read_rounds
+    from replay.traces.rounds_sets import take_part
 
     if html is not None:
         refuse_existing(html, force)
-    table = read_rounds(rounds)
-    show_rounds(table, as_json, peers=peers)
+    table = take_part(read_rounds(rounds), read_part(category, request, first_turn, limit))
+    show_rounds(table, as_json, peers=peers, by=by)
     if html is not None:
-        write_html(table, html, peers)
+        write_html(table, html, peers, by)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option
+from replay.cli.options import PATH, json_option, parse_wiring_option
 from replay.cli.terminal import print_json, say
+from replay.errors import UsageError
 
 
 @click.command()
@@ -18,7 +19,11 @@ from replay.cli.terminal import print_json, say
     help="Folder that the server records into; `capture --server` reads it, and may write its trace there.",
 )
 @click.option("--taps", metavar="T", help="Taps to record beside those the draft is fed.  [default: as of capture]")
-@click.option("--wiring", metavar="W", help="Feed the draft exactly these taps, in this order, e.g. embed,3,16.")
+@click.option(
+    "--wiring",
+    metavar="W",
+    help="Feed the draft exactly these taps, in this order, e.g. embed,3,16; or layer ids, e.g. vllm:0,3,16.",
+)
 @click.option("--topk", type=click.IntRange(1, 4096), default=32, show_default=True, help="Logits kept of each row.")
 @json_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="-- SGLANG_ARGUMENTS...")
@@ -38,5 +43,20 @@ def serve(
         print_json(object_json(ready))
         sys.stdout.flush()
 
-    options = ServeOptions(trace, arguments, taps, wiring, topk)
+    options = ServeOptions(trace, arguments, taps, _as_taps(wiring, arguments), topk)
     sys.exit(run_server(options, lambda note: say(f"replay: {note}"), on_ready if as_json else None))
+
+
+def _as_taps(wiring: str | None, arguments: tuple[str, ...]) -> str | None:
+    """Layer ids of an engine as taps of the target that SGLang is given; taps as they were typed."""
+    from replay.check.facts import read_target_config
+    from replay.engines.wiring import counts_layers
+
+    if wiring is None or not counts_layers(wiring):
+        return wiring
+    from replay.capture.plugin.arguments import typed_value
+
+    target = typed_value(arguments, "--model-path", "--model")
+    if target is None:
+        raise UsageError(f"--wiring {wiring} is read by the target's class; add --model-path, or type taps")
+    return str(parse_wiring_option(wiring, read_target_config(Path(target))) or "") or None

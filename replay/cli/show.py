@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from replay.cli.terminal import Visible, print_json, print_rich
 from replay.errors import OutputError
 
@@ -15,8 +17,16 @@ if TYPE_CHECKING:
     from replay.traces.rounds import Rounds
 
 
-def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None:
-    """The report of ``rounds``, or its JSON; ``peers`` adds the metrics of other projects."""
+by_option = click.option(
+    "--by",
+    multiple=True,
+    type=click.Choice(["category", "trace"]),
+    help="Add a table by category or by trace.  [default: by trace where there are several]",
+)
+
+
+def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False, by: Sequence[str] = ()) -> None:
+    """The report of ``rounds``, or its JSON; ``peers`` adds other projects' metrics, ``by`` groups of requests."""
     from replay.analysis.summary import summarise, to_json
 
     summaries = summarise(rounds)
@@ -26,9 +36,13 @@ def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None
             from replay.analysis.report.peers import peer_metrics
 
             body["peers"] = [peer_metrics(rounds, variant.name) for variant in rounds.variants]
+        if wanted := _groups(rounds, by):
+            from replay.analysis.report.by_group import groups_json, summarise_by
+
+            body["by"] = {what: groups_json(summarise_by(rounds, what)) for what in wanted}
         print_json(body)
     else:
-        print_rich(_render(rounds, summaries, peers))
+        print_rich(_render(rounds, summaries, peers, by))
 
 
 def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
@@ -51,7 +65,15 @@ def _doubts(rounds: "Rounds", summaries: "Sequence[VariantSummary]") -> tuple[st
     return assess(rounds, summaries).doubts
 
 
-def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", peers: bool) -> "RenderableType":
+def _groups(rounds: "Rounds", by: Sequence[str]) -> list[str]:
+    """What was asked for, and by trace where there are several."""
+    several = len({request.trace for request in rounds.requests}) > 1
+    return list(dict.fromkeys([*by, *["trace"] * several]))
+
+
+def _render(
+    rounds: "Rounds", summaries: "Sequence[VariantSummary]", peers: bool, by: Sequence[str] = ()
+) -> "RenderableType":
     from rich.console import Group
 
     from replay.analysis.report.report import render
@@ -61,10 +83,14 @@ def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", peers: bool
         from replay.analysis.report.peers import peer_metrics, render_peers
 
         parts += [render_peers(peer_metrics(rounds, variant.name)) for variant in rounds.variants]
+    if wanted := _groups(rounds, by):
+        from replay.analysis.report.by_group import render_groups, summarise_by
+
+        parts += [render_groups(summarise_by(rounds, what), what) for what in wanted]
     return Group(*parts)
 
 
-def write_html(rounds: "Rounds", path: Path, peers: bool) -> None:
+def write_html(rounds: "Rounds", path: Path, peers: bool, by: Sequence[str] = ()) -> None:
     """The report as a web page. Raises OutputError where it cannot be written."""
     from rich.console import Console
 
@@ -72,7 +98,7 @@ def write_html(rounds: "Rounds", path: Path, peers: bool) -> None:
     from replay.traces.files import write_whole
 
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, markup=False, emoji=False)
-    console.print(Visible(_render(rounds, summarise(rounds), peers)))
+    console.print(Visible(_render(rounds, summarise(rounds), peers, by)))
     try:
         write_whole(path, [console.export_html().encode()])
     except OSError as error:

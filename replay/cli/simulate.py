@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, read_draft, trace_argument
-from replay.cli.show import show_ranking, show_rounds
+from replay.cli.options import (
+    PATH,
+    json_option,
+    open_trace,
+    parse_wiring_option,
+    part_options,
+    read_draft,
+    read_part,
+)
+from replay.cli.show import by_option, show_ranking, show_rounds
 from replay.cli.terminal import refuse_existing, say, show_progress
 from replay.errors import UsageError
 
@@ -23,14 +31,15 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 
 
 @click.command()
-@trace_argument
+@click.argument("traces", type=PATH, metavar="TRACE...", nargs=-1, required=True)
 @_repeated("--draft", "drafts", type=PATH, metavar="DIR", help="Draft head's folder; repeat to score several.")
 @_repeated(
     "--wiring",
     "wirings",
     metavar="W",
-    help="Taps fed to the head, e.g. embed,3,31; repeat to compare.  "
-    "[default: what the head states, as the engine reads it]",
+    help="Taps fed to the head, e.g. embed,3,31; or layer ids as an engine counts them, e.g. sglang:-1,2,30, "
+    "sglang@0.5.12:..., vllm:..., specforge:..., hf:...; or config, what the head states; repeat to compare.  "
+    "[default: config, as the engine reads it]",
 )
 @_repeated("--steps", type=int, metavar="K", help="Drafted tokens per round; repeat to compare.  [default: 5]")
 @_repeated("--topk", type=int, metavar="N", help="Branches per step: 1, a chain; more, a tree.  [default: 1]")
@@ -94,38 +103,46 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     help="Leave out how many rounds of the trace's own server each variant explains, which takes two to three times "
     "as long as the simulation itself.",
 )
+@part_options
+@by_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @json_option
 def simulate(
-    trace: Path, drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...], topk: tuple[int, ...],
+    traces: tuple[Path, ...], drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...],
+    topk: tuple[int, ...],
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
+    category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
     output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
-    Repeated options make a sweep: every combination is replayed on the same trace.
+    Repeated options make a sweep: every combination is replayed on the same trace. Several traces of one target are
+    replayed one after the other and counted together and apart.
     """
     from replay.engines.precision import with_kv
-    from replay.engines.wiring import parse_wiring
     from replay.faults.table import parse_faults
+    from replay.simulator.binding import check_one_target, distinct
     from replay.simulator.variant import sweep
-    from replay.traces.reader import Trace
     from replay.traces.rounds import write_rounds
+    from replay.traces.rounds_sets import pool_rounds
 
     if not drafts:
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
     if output is not None:
         refuse_existing(output, force)
-    opened = Trace.open(trace)
-    _check_temperature(temperature, opened.header.capture.temperature)
-    layers = opened.header.target.layers
-    checkpoints = {name: read_draft(path) for name, path in _name_drafts(drafts).items()}
+    part = read_part(category, request, first_turn, limit)
+    every = {name: open_trace(path, part) for name, path in _name_folders(traces).items()}
+    opened = next(iter(every.values()))
+    check_one_target(every)
+    for one in every.values():
+        _check_temperature(temperature, one.header.capture.temperature)
+    checkpoints = {name: read_draft(path) for name, path in _name_folders(drafts).items()}
     variants = sweep(
         draft=list(checkpoints),
-        wiring=[parse_wiring(text, layers=layers) for text in wirings] or [None],
+        wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
         steps=list(steps or (5,)),
         topk=list(topk or (1,)),
         num_draft_tokens=list(num_draft_tokens) or [None],
@@ -136,6 +153,8 @@ def simulate(
         engine=[engine],
         faults=[parse_faults(text) for text in faults] or [()],
     )
+    if len(wirings) > 1:
+        variants = distinct(variants, checkpoints, opened)
     _note_chains(num_draft_tokens, {variant.steps for variant in variants if variant.topk == 1})
     ranked = None
     if rank_precision is not None:
@@ -143,8 +162,11 @@ def simulate(
 
         variants, ranked = one_by_one(variants, rank_precision, checkpoints)
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
-    rounds = run_simulation(opened, checkpoints, variants, device, agreement=agreement)
-    show_rounds(rounds, as_json) if ranked is None else show_ranking(rounds, ranked, as_json)
+    apart = {
+        name: run_simulation(one, checkpoints, variants, device, agreement=agreement) for name, one in every.items()
+    }
+    rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
+    show_rounds(rounds, as_json, by=by) if ranked is None else show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
 
@@ -165,7 +187,7 @@ def _check_temperature(wanted: float | None, recorded: float) -> None:
         )
 
 
-def _name_drafts(paths: tuple[Path, ...]) -> dict[str, Path]:
+def _name_folders(paths: tuple[Path, ...]) -> dict[str, Path]:
     """Folder names, or whole paths where two folders are called alike."""
     resolved = list(dict.fromkeys(path.resolve() for path in paths))
     names = [path.name for path in resolved]

@@ -4,11 +4,14 @@ A wiring is ordered: the head's ``fc`` multiplies the concatenation of the taps 
 layer ids instead, under a convention of its own; this module is the only place that translates.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from replay.errors import WiringError
+from replay.engines.conventions import CONVENTIONS, SPECFORGE, VLLM, Convention, Fed, by_rule
+from replay.errors import UsageError, WiringError
+from replay.printable import shorten
 from replay.targets.rules import NEWEST, CaptureRule, NoRule, capture_rule
 from replay.traces.taps import FINAL, parse_taps, tap_index, tap_name
 
@@ -32,9 +35,91 @@ class EngineIds:
     note: str
 
 
-def parse_wiring(text: str, *, layers: int | None = None) -> Wiring:
-    """Parse ``embed,3,31`` (also ``out:30``, ``in:31``, ``final``). Raises UsageError for a tap that cannot be."""
+CONFIG = "config"  # typed for what the head states
+_MARKED = re.compile(r"([A-Za-z]\w*)(?:@([^:]*))?:(.*)", re.ASCII | re.DOTALL)
+_NUMBERS = re.compile(r"\s*[+-]?\d{1,9}\s*(?:,\s*[+-]?\d{1,9}\s*)*", re.ASCII)
+_PLACES = ("in", "out")  # of single taps
+
+
+def parse_wiring(text: str, *, layers: int | None = None, architecture: str | None = None) -> Wiring:
+    """Parse taps, ``embed,3,31`` (also ``out:30``, ``in:31``, ``final``), or an engine's layer ids.
+
+    ``sglang:-1,2,15``, ``vllm:0,3,16``, ``specforge:1,14,26`` and ``hf:0,3,16`` are ids as that engine counts them
+    (conventions.py), ``sglang@0.5.12:...`` as a release of it does. They need the target's ``layers``, and SGLang's its
+    ``architecture`` too. Raises UsageError for a tap or ids that cannot be, WiringError for ids that feed nothing.
+
+    >>> str(replay.parse_wiring("sglang:-1,2,15", layers=30, architecture="LlamaForCausalLM"))
+    'embed,3,16'
+    """
+    if isinstance(text, str) and text.strip() == CONFIG:
+        raise UsageError(f"{CONFIG} stands for what a head states; leave the wiring out here, or type taps")
+    marked = _MARKED.fullmatch(text.strip()) if isinstance(text, str) else None
+    if marked and marked[1] not in _PLACES:
+        return _of_engine(text.strip(), _convention(marked[1], marked[2]), marked, layers, architecture)
+    if isinstance(text, str) and _NUMBERS.fullmatch(text) and "-" in text:
+        raise UsageError(_ids_were_meant(text, layers, architecture))
     return Wiring(parse_taps(text, layers=layers))
+
+
+def counts_layers(text: str) -> bool:
+    """Whether what was typed is no list of taps, but layer ids or what a head states."""
+    marked = _MARKED.fullmatch(text.strip())
+    ids = _NUMBERS.fullmatch(text) and "-" in text
+    return text.strip() == CONFIG or bool(ids) or bool(marked and marked[1] not in _PLACES)
+
+
+def _convention(name: str, release: str | None) -> Convention:
+    found = CONVENTIONS.get(name)
+    if found is None:
+        raise UsageError(
+            f"{shorten(name, 60)!r} is no engine whose layer ids are known, possible are {', '.join(CONVENTIONS)}; "
+            "type for example sglang:1,14,26, or taps as embed,3,31"
+        )
+    if release is not None and release not in found.releases:
+        possible = ", ".join(f"{name}@{one}" for one in found.releases) or "no version"
+        raise UsageError(
+            f"how {found.engine} {shorten(release, 60)!r} counts is not known, possible are {possible}; type one of "
+            f"them, {name}: alone, or taps as embed,3,31"
+        )
+    return found
+
+
+def _of_engine(
+    text: str, convention: Convention, marked: re.Match[str], layers: int | None, architecture: str | None
+) -> Wiring:
+    if not _NUMBERS.fullmatch(marked[3]):
+        raise UsageError(
+            f"{shorten(text, 60)!r} has no layer ids after the colon; type whole numbers, for example "
+            f"{convention.name}:1,14,26"
+        )
+    if layers is None or (architecture is None and convention.name == "sglang"):
+        raise UsageError(
+            f"{shorten(text, 60)!r} is read by the target's number of layers and class, which are not known here; give "
+            "layers and architecture, or type taps as embed,3,31"
+        )
+    fed = _read(convention, marked[3], layers, architecture, marked[2])
+    if fed.trouble:
+        raise WiringError(f"{shorten(text, 60)} feeds nothing: {fed.trouble}; type other ids, or taps as embed,3,31")
+    return Wiring(fed.taps)
+
+
+def _read(convention: Convention, ids: str, layers: int, architecture: str | None, release: str | None = None) -> Fed:
+    numbers = [int(number) for number in ids.split(",")]
+    return convention.read(numbers, architecture or "", layers, release or NEWEST)
+
+
+def _ids_were_meant(text: str, layers: int | None, architecture: str | None) -> str:
+    """What a plain -1 probably stands for, in one sentence."""
+    plain = re.sub(r"\s", "", text)
+    said = f"{plain!r} has numbers below 0, and no tap has: the embedding is embed, and layer ids are typed with their"
+    tails = []
+    for name in ("sglang", "hf") if layers is not None else ():
+        if name == "sglang" and architecture is None:
+            continue
+        fed = _read(CONVENTIONS[name], plain, layers or 0, architecture)
+        if not fed.trouble:
+            tails.append(f"{name}:{plain} ({','.join(fed.taps)} of this target)")
+    return f"{said} engine; type {' or '.join(tails) or f'sglang:{plain}, where -1 is the embedding, or embed,3,31'}"
 
 
 def default_wiring(layers: int) -> Wiring:
@@ -73,14 +158,15 @@ def sglang_wiring(ids: Sequence[int] | None, *, architecture: str, layers: int, 
         raise WiringError(f"{rule}; say the wiring with --wiring")
     if ids is not None and not ids:
         raise WiringError("the draft config states no layer ids at all; say the wiring with --wiring")
-    captured = rule.capture(ids, layers)
-    if trouble := rule.trouble(ids, layers):
+    fed = by_rule(ids, rule, layers)
+    if fed.trouble:
         said = "no layer ids" if ids is None else f"layer ids {list(ids)}"
+        asked = sorted(set(rule.capture(ids, layers).asked))
         raise WiringError(
-            f"the draft config states {said}, which {rule.engine} reads as R{sorted(set(captured.asked))} of "
-            f"{architecture}: {trouble}; say the wiring with --wiring"
+            f"the draft config states {said}, which {rule.engine} reads as R{asked} "
+            f"of {architecture}: {fed.trouble}; say the wiring with --wiring"
         )
-    return Wiring(tuple(tap_name(index) for index in captured.fed))
+    return Wiring(fed.taps)
 
 
 def engine_ids(wiring: Wiring, *, architecture: str, layers: int, release: str = NEWEST) -> tuple[EngineIds, ...]:
@@ -93,20 +179,20 @@ def engine_ids(wiring: Wiring, *, architecture: str, layers: int, release: str =
 
 def _each_engine(wiring: Wiring, rule: CaptureRule | NoRule, layers: int) -> Iterator[EngineIds]:
     if FINAL in wiring.taps:
-        for engine in (rule.engine, "vLLM 0.32", "SpecForge 0.2"):
+        for engine in (rule.engine, VLLM, SPECFORGE):
             yield EngineIds(engine, None, "no id stands for the stream after the final norm")
         return
     indices = [tap_index(name) or 0 for name in wiring.taps]
     rising = all(low < high for low, high in pairwise(indices))
     order = "" if rising else "this engine feeds taps in layer order, each once"
     yield _sglang_ids(indices, order, rule, layers)
-    yield EngineIds("vLLM 0.32", tuple(indices) if rising else None, order)
+    yield EngineIds(VLLM, tuple(indices) if rising else None, order)
     if 0 in indices:
-        yield EngineIds("SpecForge 0.2", None, "its ids are outputs of layers, so the embedding has none")
+        yield EngineIds(SPECFORGE, None, "its ids are outputs of layers, so the embedding has none")
     elif len(indices) != 3:
-        yield EngineIds("SpecForge 0.2", None, "its fc takes three taps")
+        yield EngineIds(SPECFORGE, None, "its fc takes three taps")
     else:
-        yield EngineIds("SpecForge 0.2", tuple(index - 1 for index in indices), "")
+        yield EngineIds(SPECFORGE, tuple(index - 1 for index in indices), "")
 
 
 def _sglang_ids(indices: list[int], order: str, rule: CaptureRule | NoRule, layers: int) -> EngineIds:

@@ -1,6 +1,6 @@
 """What a variant asks for becomes what can run: wiring filled in, faults applied, a head bound to its target."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from replay.engines.behaviour import HEALTHY, RECORDED
 from replay.engines.precision import PLAIN, parse_precision
 from replay.engines.profiles import NUMERICS, PRECISIONS, EngineProfile, engine_profile, precision_of_dtype
 from replay.engines.wiring import Wiring, default_wiring, indices_wiring, sglang_wiring
-from replay.errors import UsageError
+from replay.errors import TraceError, UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
 from replay.head.model import Head, TargetTables
@@ -38,7 +38,7 @@ def resolve(variant: Variant | ResolvedVariant, checkpoint: Checkpoint, trace: T
     precision = PLAIN if variant.precision is None else parse_precision(variant.precision)
     return ResolvedVariant(
         draft=variant.draft,
-        wiring=_wiring(variant.wiring, checkpoint, engine, trace),
+        wiring=variant.wiring or stated_wiring(checkpoint, engine, trace),
         steps=variant.steps,
         topk=variant.topk,
         num_draft_tokens=draft_tokens(variant.topk, variant.steps, variant.num_draft_tokens),
@@ -51,11 +51,30 @@ def resolve(variant: Variant | ResolvedVariant, checkpoint: Checkpoint, trace: T
     )
 
 
-def _wiring(wanted: Wiring | None, checkpoint: Checkpoint, engine: EngineProfile, trace: Trace) -> Wiring:
-    """``wanted``, else what the engine feeds a head that states what this one does. Raises WiringError."""
+def check_one_target(traces: Mapping[str, Trace]) -> None:
+    """Refuse traces of several targets before any is replayed. Raises TraceError."""
+    (first_name, first), *others = traces.items()
+    for name, trace in others:
+        for fact in ("fingerprint", "layers", "hidden_size", "vocab_size", "dtype"):
+            one, other = getattr(first.header.target, fact), getattr(trace.header.target, fact)
+            if one != other:
+                raise TraceError(
+                    f"the traces are of two targets: {fact} is {one!r} in {first_name} and {other!r} in {name}; replay "
+                    "each by itself"
+                )
+
+
+def distinct(variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint], trace: Trace) -> list[Variant]:
+    """Each once of those that come to the same, as what a head states and the taps that this is. Raises as resolve."""
+    kept: dict[ResolvedVariant, Variant] = {}
+    for variant in variants:
+        kept.setdefault(resolve(variant, checkpoints[variant.draft], trace), variant)
+    return list(kept.values())
+
+
+def stated_wiring(checkpoint: Checkpoint, engine: EngineProfile, trace: Trace) -> Wiring:
+    """What the engine feeds a head that states what this one does, from the trace's target. Raises WiringError."""
     target, config = trace.header.target, checkpoint.config
-    if wanted is not None:
-        return wanted
     if not config.use_aux_hidden_state:
         return Wiring((FINAL,))
     if config.vllms:

@@ -135,8 +135,7 @@ def _replay_sampled(group: Group, pack: _Pack) -> None:
         for rows, item, q_AK in zip(pack.rows, pack.inputs, chances, strict=True):
             path_AK = path_tokens(item, steps).numpy()
             accepted_A = tally.estimator.add_path(rows.request_id, q_AK[:, :steps].numpy(), path_AK)
-            tally.anchors += len(accepted_A)
-            tally.anchors_accepted += int(accepted_A.sum())
+            tally.count(rows.request_id, anchors=len(accepted_A), accepted=int(accepted_A.sum()))
             played = served_walk(accepted_A, prompt_tokens=rows.prompt_tokens, tokens=len(rows.tokens))
             visited = [one.anchor - rows.prompt_tokens for one in played]
             # What was refused, and all behind it, is not drawn.
@@ -155,7 +154,7 @@ def _walk_in_order(group: Group, pack: _Pack) -> None:
         for rows, rounds in zip(pack.rows, walked, strict=True):
             pairs = zip(rounds.anchors, rounds.accepted, strict=True)
             played = [round_at(*pair, tokens=len(rows.tokens)) for pair in pairs]
-            tally.ties += int(rounds.tied_RK.sum())
+            tally.count(rows.request_id, ties=int(rounds.tied_RK.sum()))
             pack.table.add(member, rows.request_id, played, rounds.drafted_RK.numpy())
             _expect(tally, rows, np.array(rounds.anchors, dtype=np.int64), rounds.drafted_RK.numpy(), None)
 
@@ -196,9 +195,8 @@ def _walk(
         pairs = zip(anchors_A.tolist(), accepted_A.tolist(), strict=True)
         played = [round_at(*pair, tokens=len(rows.tokens)) for pair in pairs]
         visited = list(range(len(played)))
-    tally.anchors += len(accepted_A)
-    tally.anchors_accepted += int(accepted_A.sum())
-    tally.ties += int(tied[visited].sum())
+    found = {"anchors": len(accepted_A), "accepted": int(accepted_A.sum()), "ties": int(tied[visited].sum())}
+    tally.count(rows.request_id, **found)
     table.add(member, rows.request_id, played, drafted.numpy()[visited])
     parents = drafts.parents_AN.numpy()[visited] if isinstance(drafts, Trees) else None
     _expect(tally, rows, anchors_A[visited], drafted.numpy()[visited], parents)

@@ -1,13 +1,15 @@
 """What a simulation gathers: sums of each variant, its rounds as a table, and the rounds of a run that is followed."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.wiring import engine_ids
+from replay.errors import WiringError
+from replay.simulator.binding import stated_wiring
 from replay.simulator.groups import Group
 from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import Trace
@@ -24,10 +26,14 @@ class Tally:
     """Running sums of one variant."""
 
     seconds: float = 0.0
-    anchors: int = 0
-    anchors_accepted: int = 0
-    ties: int = 0
+    by_request: dict[str, list[int]] = field(default_factory=dict)  # anchors, anchors_accepted, ties
     estimator: Estimator | None = None
+
+    def count(self, request_id: str, *, anchors: int = 0, accepted: int = 0, ties: int = 0) -> None:
+        """Add what was counted in a request."""
+        sums = self.by_request.setdefault(request_id, [0, 0, 0])
+        for column, number in enumerate((anchors, accepted, ties)):
+            sums[column] += number
 
 
 class RoundsTable:
@@ -66,6 +72,9 @@ class RoundsTable:
 
 def variant_info(name: str, variant: ResolvedVariant, tally: Tally, trace: Trace) -> VariantInfo:
     """A resolved variant with what was gathered under it."""
+    none = [0, 0, 0]
+    sums = [tally.by_request.get(record.request_id, none) for record in trace.records]
+    anchors, accepted, ties = (sum(row[column] for row in sums) for column in range(3))
     return VariantInfo(
         name=name,
         draft=variant.draft,
@@ -81,10 +90,11 @@ def variant_info(name: str, variant: ResolvedVariant, tally: Tally, trace: Trace
         engine=variant.engine.name,
         faults=tuple(map(str, variant.faults)),
         seconds=round(tally.seconds, 3),
-        anchors=tally.anchors,
-        anchors_accepted=tally.anchors_accepted,
-        ties=tally.ties,
+        anchors=anchors,
+        anchors_accepted=accepted,
+        ties=ties,
         expected=None if tally.estimator is None else tally.estimator.expected(),
+        by_request=tuple((row[0], row[1], row[2]) for row in sums),
     )
 
 
@@ -119,9 +129,18 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "taps": list(trace.taps),
         "dtype": header.target.dtype,
         "missing": list(header.missing),
-        "doubts": list(trace.doubts),
+        "doubts": [*_unfinished(trace), *trace.doubts],
         "requests": len(trace.requests),
+        **({"part": trace.part} if trace.part else {}),
     }
+
+
+def _unfinished(trace: Trace) -> Iterator[str]:
+    if trace.header.state != "complete":
+        yield (
+            f"The recording of the trace has not ended: {len(trace.requests)} requests are whole and are replayed, "
+            "what comes later may differ."
+        )
 
 
 def describe_wirings(variants: Sequence[ResolvedVariant], trace: Trace) -> dict[str, list[dict[str, Any]]]:
@@ -138,7 +157,7 @@ def describe_wirings(variants: Sequence[ResolvedVariant], trace: Trace) -> dict[
 
 
 def describe_head(
-    name: str, checkpoint: Checkpoint, variants: Sequence[ResolvedVariant], groups: Sequence[Group]
+    name: str, checkpoint: Checkpoint, variants: Sequence[ResolvedVariant], groups: Sequence[Group], trace: Trace
 ) -> dict[str, Any]:
     """What a report says of a head, and the notes of all its variants."""
     config = checkpoint.config
@@ -154,6 +173,19 @@ def describe_head(
         "draft_vocab_size": config.draft_vocab_size,
         "vocab_size": config.vocab_size,
         "layer_ids": None if config.layer_ids is None else list(config.layer_ids),
+        "stated_wiring": _stated(name, checkpoint, variants, trace),
         "dtype": config.dtype,
         "notes": list(dict.fromkeys([*checkpoint.notes, *notes])),
     }
+
+
+def _stated(name: str, checkpoint: Checkpoint, variants: Sequence[ResolvedVariant], trace: Trace) -> list[str] | None:
+    """The taps that the engine of the head's variants feeds for what it states; None where it states no layer ids, or
+    ids that feed nothing."""
+    engine = next((variant.engine for variant in variants if variant.draft == name), None)
+    if engine is None or (checkpoint.config.layer_ids is None and checkpoint.config.use_aux_hidden_state):
+        return None
+    try:
+        return list(stated_wiring(checkpoint, engine, trace).taps)
+    except WiringError:
+        return None

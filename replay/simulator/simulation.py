@@ -102,7 +102,9 @@ def simulate(
             request_info(row, loops.get(row["request_id"], (0, 0))) for row in trace.requests.iter_rows(named=True)
         ),
         trace={**describe_trace(trace), "wirings": describe_wirings(resolved, trace)},
-        drafts={name: describe_head(name, checkpoint, resolved, groups) for name, checkpoint in checkpoints.items()},
+        drafts={
+            name: describe_head(name, checkpoint, resolved, groups, trace) for name, checkpoint in checkpoints.items()
+        },
     )
 
 

@@ -64,6 +64,11 @@ def counted_trace(folder: Path) -> Path:
     return write_trace(folder, [[changed(request, server=counters) for request in make_four()]])
 
 
+def served_like(folder: Path) -> Path:
+    """One request more of the same target, of no category."""
+    return write_trace(folder, [[changed(make_request("more", 9, output=9), category=None)]])
+
+
 def sampled_trace(folder: Path) -> Path:
     """Four requests drawn at a temperature, every token's probability recorded."""
     header = make_header()
@@ -105,6 +110,8 @@ def simulate_documents(folder: Path) -> list[Document]:
         run("simulate", served.path, "--draft", made, "--wiring", WIRING, "--steps", STEPS, "--steps", 1),
         run("simulate", counted, "--draft", draft, "--steps", 1, "--steps", 3),
         run("simulate", counted, "--draft", draft, "--steps", 2, "--rank-precision", "w4a16:g32"),
+        run("simulate", counted, served_like(folder / "more"), "--draft", draft, "--by", "category", "--limit", 3),
+        run("simulate", counted, "--draft", draft, "--request", "r1"),
         run("simulate", sampled, "--draft", draft, "--verify", "rejection", "--verify", "target-only:acc=0.5"),
     ]
 
@@ -174,6 +181,15 @@ def inspect_documents(folder: Path) -> list[Document]:
     return [run("inspect", trace), run("inspect", trace, "--check"), run("inspect", draft)]
 
 
+def trace_documents(folder: Path) -> list[Document]:
+    one, other = counted_trace(folder / "one"), served_like(folder / "other")
+    return [
+        run("trace", "merge", one, other, "-o", folder / "both"),
+        run("trace", "subset", one, "--limit", 2, "-o", folder / "part"),
+        run("trace", "stats", one, other),
+    ]
+
+
 def capture_documents(folder: Path) -> list[Document]:
     """From a server that records, one of whose prompts it refuses."""
     prompts = folder / "prompts.jsonl"
@@ -239,6 +255,7 @@ _MAKERS: Mapping[str, Callable[[Path], list[Document]]] = {
     "diagnose": diagnose_documents,
     "check": check_documents,
     "inspect": inspect_documents,
+    "trace": trace_documents,
     "capture": capture_documents,
     "import": import_documents,
 }

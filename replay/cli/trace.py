@@ -1,0 +1,91 @@
+"""`replay trace`: traces made of traces, and how their requests are spread."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from replay.cli.options import PATH, json_option, part_options, read_part
+from replay.cli.terminal import print_json, print_rich, print_text
+
+if TYPE_CHECKING:
+    from replay.traces.copying import Copied
+
+_traces = click.argument("traces", type=PATH, metavar="TRACE...", nargs=-1, required=True)
+_output = click.option("-o", "--output", required=True, type=PATH, metavar="TRACE", help="Folder to write into.")
+_force = click.option("--force", is_flag=True, help="Replace an existing trace.")
+
+
+@click.group()
+def trace() -> None:
+    """Merge traces, take a part of one, or count what one holds."""
+
+
+@trace.command()
+@_traces
+@_output
+@click.option("--name-by-trace", is_flag=True, help="Put the name of each trace's folder before its request ids.")
+@_force
+@json_option
+def merge(traces: Sequence[Path], output: Path, name_by_trace: bool, force: bool, as_json: bool) -> None:
+    """Write the requests of several traces as one.
+
+    The traces have to be of one target and to hold the same taps, recorded alike.
+    """
+    from replay.traces.copying import copy_requests
+    from replay.traces.reader import Trace
+
+    opened = [Trace.open(path) for path in traces]
+    _show(copy_requests(opened, output, named_by_trace=name_by_trace, force=force), as_json)
+
+
+@trace.command()
+@click.argument("source", type=PATH, metavar="TRACE")
+@part_options
+@_output
+@_force
+@json_option
+def subset(
+    source: Path, category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None,
+    output: Path, force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Write some requests of a trace as a trace.
+
+    Of an unfinished trace those that are whole are taken, so that without other options this makes a finished one.
+    """
+    from replay.traces.copying import copy_requests
+    from replay.traces.reader import Trace
+
+    opened = Trace.open(source, allow_incomplete=True)
+    _show(copy_requests([opened.take(read_part(category, request, first_turn, limit))], output, force=force), as_json)
+
+
+@trace.command()
+@_traces
+@json_option
+def stats(traces: Sequence[Path], as_json: bool) -> None:
+    """Count the requests and tokens of traces, by category.
+
+    Accept lengths are those that the server of a trace counted itself.
+    """
+    from replay.analysis.json_document import json_value
+    from replay.analysis.report.trace_stats import render_stats, stats_json
+    from replay.traces.reader import Trace
+    from replay.traces.stats import trace_stats
+
+    counted = [trace_stats(Trace.open(path, allow_incomplete=True)) for path in traces]
+    if as_json:
+        print_json({"traces": json_value([stats_json(one) for one in counted])})
+    else:
+        for one in counted:
+            print_rich(render_stats(one))
+
+
+def _show(copied: "Copied", as_json: bool) -> None:
+    from replay.analysis.json_document import object_json
+
+    if as_json:
+        return print_json(object_json(copied))
+    parts = ", ".join(f"{count} of {path}" for path, count in copied.traces.items())
+    print_text(f"{copied.path}: {copied.requests} requests ({parts}), {copied.output_tokens} output tokens")

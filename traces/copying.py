@@ -1,0 +1,161 @@
+"""Traces made of traces: several merged into one, or a part of one, request by request and bit for bit."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from replay.errors import TraceError, UsageError
+from replay.traces.captured import CapturedRequest, ServerCounters
+from replay.traces.fields import some
+from replay.traces.header import TraceHeader
+from replay.traces.reader import Trace
+from replay.traces.writer import TraceWriter
+
+if TYPE_CHECKING:
+    import polars as pl
+
+_AT_ONCE = 1 << 28  # bytes of rows that are held before they are written as a shard
+# What one trace has one of. The target may have moved, and prompts are of course others.
+_ALIKE = ("architecture", "layers", "hidden_size", "vocab_size", "dtype", "tie_word_embeddings", "fingerprint")
+_ASKED_ALIKE = ("temperature", "top_p", "top_k", "raw")
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The trace that was written, and how many requests came from each trace, by its path."""
+
+    path: Path
+    requests: int
+    output_tokens: int
+    traces: Mapping[str, int]
+
+
+def copy_requests(traces: Sequence[Trace], out: Path, *, named_by_trace: bool = False, force: bool = False) -> Copied:
+    """Write the requests of ``traces`` (or of parts of them, ``Trace.take``) as one finished trace ``out``.
+
+    Rows, choices, counters, feeds and server rounds are those of the sources. ``named_by_trace`` puts the name of each
+    trace's folder and a slash before its ids. Raises TraceError where targets, taps or settings differ, UsageError for
+    ids that stand twice, OutputError where something is there (without ``force``) or the disk refuses.
+    """
+    header = _common_header(traces)
+    names = _ids(traces, named_by_trace)
+    if out.exists() and any(out.resolve() == trace.path.resolve() for trace in traces):
+        raise UsageError(f"{out} is one of the traces that are read; name another folder")
+    with TraceWriter.create(out, header, force=force) as writer:
+        if all(trace.header.weights is not None for trace in traces):
+            first = traces[0]
+            tied = header.target.tie_word_embeddings
+            writer.write_target_weights(first.embed_weight(), None if tied else first.lm_head_weight())
+        for trace, new in zip(traces, names, strict=True):
+            _copy(trace, new, writer)
+        writer.finish()
+    tokens = sum(record.output_tokens for trace in traces for record in trace.records)
+    return Copied(out, sum(map(len, traces)), tokens, {str(trace.path): len(trace) for trace in traces})
+
+
+def _copy(trace: Trace, new: Mapping[str, str], writer: TraceWriter) -> None:
+    rounds = trace.served_rounds()
+    if len(rounds):
+        writer.add_rounds(_renamed(rounds, new, writer.next_verify_pass()))
+    for batch in _batches(trace):
+        writer.add(
+            [replace(_captured(trace, index), request_id=new[trace.records[index].request_id]) for index in batch]
+        )
+
+
+def _renamed(rounds: "pl.DataFrame", new: Mapping[str, str], first_pass: int) -> "pl.DataFrame":
+    """Passes are numbered on from those that are there, so that none is taken for another's."""
+    import polars as pl
+
+    ids = rounds.filter(pl.col("request_id").is_in(list(new)))
+    return ids.with_columns(
+        pl.col("request_id").replace_strict(dict(new), return_dtype=pl.String), pl.col("verify_pass") + first_pass
+    )
+
+
+def _batches(trace: Trace) -> Iterator[list[int]]:
+    """Indices of as many requests as fill a shard."""
+    width = sum(tap.width for tap in trace.header.taps.values()) * 4
+    batch: list[int] = []
+    size = 0
+    for index, record in enumerate(trace.records):
+        if batch and size + record.rows * width > _AT_ONCE:
+            yield batch
+            batch, size = [], 0
+        batch.append(index)
+        size += record.rows * width
+    if batch:
+        yield batch
+
+
+def _captured(trace: Trace, index: int) -> CapturedRequest:
+    import torch
+
+    record = trace.records[index]
+    rows = trace.read(index, tuple(trace.header.taps))
+    topk_ids, topk_logprobs, logsumexp = trace.logits(index)
+    tokens = rows.tokens.tolist()
+    counted = record.server_completion_tokens is not None
+    return CapturedRequest(
+        request_id=record.request_id, category=record.category, prompt_ids=tokens[: record.prompt_tokens],
+        output_ids=tokens[record.prompt_tokens :], finish_reason=record.finish_reason, source=record.source,
+        temperature=record.temperature, top_p=record.top_p, top_k=record.top_k, taps=rows.taps,
+        topk_ids=topk_ids.to(torch.int32), topk_logprobs=topk_logprobs, logsumexp=logsumexp, tail_ids=record.tail_ids,
+        server=ServerCounters(
+            completion_tokens=record.server_completion_tokens or 0, verify_rounds=record.server_verify_rounds or 0,
+            histogram=record.server_histogram or (), cached_tokens=record.server_cached_tokens or 0,
+        ) if counted else None,
+        feed=trace.feed(index), pieces=record.pieces or None,
+    )  # fmt: skip
+
+
+def _ids(traces: Sequence[Trace], named_by_trace: bool) -> list[dict[str, str]]:
+    """Of each trace the new id of each request."""
+    prefixes = [f"{trace.path.resolve().name}/" if named_by_trace else "" for trace in traces]
+    named = [
+        {record.request_id: f"{prefix}{record.request_id}" for record in trace.records}
+        for trace, prefix in zip(traces, prefixes, strict=True)
+    ]
+    counts = Counter(name for ids in named for name in ids.values())
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise UsageError(
+            f"{len(twice)} ids of requests stand in more than one trace ({some(twice)}); type --name-by-trace to put "
+            "the name of its folder before each, or give folders of different names"
+        )
+    return named
+
+
+def _common_header(traces: Sequence[Trace]) -> TraceHeader:
+    """The header of a trace of all. Raises TraceError where they are of different kinds."""
+    first, *others = [trace.header for trace in traces]
+    for trace, header in zip(traces[1:], others, strict=True):
+        pairs = [(f"target.{name}", getattr(first.target, name), getattr(header.target, name)) for name in _ALIKE]
+        pairs += [(name, getattr(first.capture, name), getattr(header.capture, name)) for name in _ASKED_ALIKE]
+        pairs += [
+            ("engine", f"{first.engine.name} {first.engine.version}", f"{header.engine.name} {header.engine.version}"),
+            ("engine.details", first.engine.details, header.engine.details),
+            ("taps", dict(first.taps), dict(header.taps)), ("topk", first.topk, header.topk),
+            ("embed", first.embed, header.embed),
+        ]  # fmt: skip
+        for name, one, other in pairs:
+            if one != other:
+                raise TraceError(
+                    f"the traces differ in {name}, {_say(one)} in {traces[0].path} and {_say(other)} in {trace.path}; "
+                    "give traces that were recorded alike, or replay each by itself"
+                )
+    if not others:
+        return replace(first, weights=None)
+    digest = hashlib.sha256("".join(header.capture.prompts_sha256 for header in (first, *others)).encode()).hexdigest()
+    most = max(header.capture.max_new_tokens for header in (first, *others))
+    missing = dict.fromkeys(what for header in (first, *others) for what in header.missing)
+    seeds = {header.capture.seed for header in (first, *others)}
+    told = ("the one prompt file: it was merged of several",) + ("the one seed: there are several",) * (len(seeds) > 1)
+    capture = replace(first.capture, prompts_sha256=digest, max_new_tokens=most)
+    return replace(first, weights=None, capture=capture, missing=(*missing, *told))
+
+
+def _say(value: object) -> str:
+    return some([f"{name} {item}" for name, item in value.items()]) if isinstance(value, Mapping) else str(value)

@@ -1,0 +1,86 @@
+"""A part of a trace's requests, as somebody asks for it: some categories, some requests, first turns, the first few."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from replay.errors import UsageError
+from replay.traces.fields import show, some
+
+NO_CATEGORY = "none"  # how requests without a category are asked for
+# What `replay import` calls the answers of one text: NAME#1, NAME#2 and on (capture/dumps/border.py)
+_LATER_TURN = re.compile(r".+#(?:[2-9]|[1-9]\d+)", re.ASCII | re.DOTALL)
+
+
+class Named(Protocol):
+    """A request as far as a part goes by it."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def category(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which requests are asked for: what holds of all that is given, and of these the first ``limit``.
+
+    ``categories``: those of one of these (``none``: without one). ``requests``: those of these ids. ``first_turn``: of
+    requests called NAME#1, NAME#2 and on, as `replay import` calls the answers of one text, the first alone.
+    """
+
+    categories: tuple[str, ...] = ()
+    requests: tuple[str, ...] = ()
+    first_turn: bool = False
+    limit: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left out."""
+        return not (self.categories or self.requests or self.first_turn or self.limit is not None)
+
+    def __str__(self) -> str:
+        said = [f"category {', '.join(self.categories)}"] * bool(self.categories)
+        said += [f"requests {some(list(self.requests))}"] * bool(self.requests)
+        said += ["first turns"] * self.first_turn + ([] if self.limit is None else [f"the first {self.limit}"])
+        return "; ".join(said)
+
+
+def choose(part: Part, requests: Sequence[Named]) -> frozenset[str]:
+    """The ids of the requests that ``part`` asks for, one at least.
+
+    Raises UsageError for a category or an id that none has, and where nothing is left.
+    """
+    if part.limit is not None and (type(part.limit) is not int or part.limit < 1):
+        raise UsageError(f"a limit of {show(part.limit)} requests was asked for; type 1 or more")
+    _check_known(part, requests)
+    kept = [
+        request.request_id
+        for request in requests
+        if (not part.categories or _category(request) in part.categories)
+        and (not part.requests or request.request_id in part.requests)
+        and not (part.first_turn and _LATER_TURN.fullmatch(request.request_id))
+    ][: part.limit]
+    if not kept:
+        raise UsageError(f"of {len(requests)} requests none is left ({part}); ask for less at once")
+    return frozenset(kept)
+
+
+def _check_known(part: Part, requests: Sequence[Named]) -> None:
+    counts = Counter(map(_category, requests))
+    for category in part.categories:
+        if category not in counts:
+            there = some([f"{name} ({count})" for name, count in sorted(counts.items())])
+            raise UsageError(f"no request is of category {show(category)}, there are {there}; type one of these")
+    ids = {request.request_id for request in requests} if part.requests else set()
+    for name in part.requests:
+        if name not in ids:
+            there = some([request.request_id for request in requests])
+            raise UsageError(f"no request is called {show(name)}, there are {there}; type one of these")
+
+
+def _category(request: Named) -> str:
+    return request.category or NO_CATEGORY
