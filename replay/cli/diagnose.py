@@ -9,8 +9,10 @@ import click
 from replay.cli.options import (
     draft_option,
     json_option,
+    open_trace,
     parse_wiring_option,
     read_draft,
+    target_option,
     trace_argument,
     trained_wiring_option,
 )
@@ -38,11 +40,12 @@ if TYPE_CHECKING:
 @click.option("--precision", metavar="P", help="Of the served head.  [default: the target's]")
 @click.option("--engine", metavar="PROFILE", help="sglang or eagle.  [default: sglang]")
 @click.option("--ladder/--no-ladder", default=True, help="Show the way from the training metric down to the server.")
+@target_option
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
-    as_json: bool,
+    target: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -53,9 +56,9 @@ def diagnose(
     from replay.analysis.diagnosis.verdict import to_json
     from replay.capture.observed import read_observed
     from replay.diagnosis.diagnose import diagnose_server, served_variant
-    from replay.traces.reader import Trace
 
-    opened = Trace.open(trace)
+    told = None if observed is None else read_observed(observed)
+    opened = open_trace(trace, target)
     layers = opened.header.target.layers
     checkpoint = read_draft(draft)
     served = served_variant(
@@ -69,7 +72,7 @@ def diagnose(
             checkpoint,
             served,
             trained=parse_wiring_option(wiring, layers),
-            observed=None if observed is None else read_observed(observed),
+            observed=told,
             ladder=ladder,
             on_event=on_event,
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from replay.cli.options import PATH, json_option
-from replay.cli.show import show_rounds, write_html
+from replay.cli.show import is_web_page, show_rounds, write_html
 from replay.cli.terminal import refuse_existing
 
 
@@ -20,7 +20,7 @@ def report(rounds: Path, html: Path | None, peers: bool, force: bool, as_json: b
     from replay.traces.rounds import read_rounds
 
     if html is not None:
-        refuse_existing(html, force)
+        refuse_existing(html, force, ours=is_web_page)
     table = read_rounds(rounds)
     show_rounds(table, as_json, peers=peers)
     if html is not None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from replay.analysis.summary import VariantSummary
     from replay.traces.rounds import Rounds
 
+_PAGE = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'  # how rich begins one
+
 
 def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None:
     """The report of ``rounds``, or its JSON; ``peers`` adds the metrics of other projects."""
@@ -62,6 +64,12 @@ def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", peers: bool
 
         parts += [render_peers(peer_metrics(rounds, variant.name)) for variant in rounds.variants]
     return Group(*parts)
+
+
+def is_web_page(path: Path) -> bool:
+    """Whether ``path`` begins as the pages that ``write_html`` writes."""
+    with path.open("rb") as file:
+        return file.read(len(_PAGE)) == _PAGE
 
 
 def write_html(rounds: "Rounds", path: Path, peers: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, read_draft, trace_argument
+from replay.cli.options import PATH, json_option, open_trace, read_draft, target_option, trace_argument
 from replay.cli.show import show_ranking, show_rounds
 from replay.cli.terminal import refuse_existing, say, show_progress
 from replay.errors import UsageError
@@ -94,6 +94,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     help="Leave out how many rounds of the trace's own server each variant explains, which takes two to three times "
     "as long as the simulation itself.",
 )
+@target_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @json_option
@@ -102,7 +103,7 @@ def simulate(
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
-    output: Path | None, force: bool, as_json: bool,
+    target: Path | None, output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -112,14 +113,14 @@ def simulate(
     from replay.engines.wiring import parse_wiring
     from replay.faults.table import parse_faults
     from replay.simulator.variant import sweep
-    from replay.traces.reader import Trace
-    from replay.traces.rounds import write_rounds
+    from replay.traces.rounds import is_rounds_file, write_rounds
 
     if not drafts:
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
     if output is not None:
-        refuse_existing(output, force)
-    opened = Trace.open(trace)
+        refuse_existing(output, force, ours=is_rounds_file)
+    _check_device(device)
+    opened = open_trace(trace, target)
     _check_temperature(temperature, opened.header.capture.temperature)
     layers = opened.header.target.layers
     checkpoints = {name: read_draft(path) for name, path in _name_drafts(drafts).items()}
@@ -180,16 +181,12 @@ def run_simulation(
     *,
     agreement: bool = True,
 ) -> "Rounds":
-    """Simulate with a progress bar on stderr; ``agreement`` also holds the variants against the trace's own server.
-
-    Raises UsageError for a device that cannot be used here.
-    """
+    """Simulate with a progress bar on stderr; ``agreement`` also holds the variants against the trace's own server."""
     from rich.console import Console
 
     from replay.simulator.agreement import with_agreement
     from replay.simulator.simulation import ReplayProgress, simulate
 
-    _check_device(device)
     with show_progress(Console(stderr=True)) as progress:
         task = progress.add_task("replaying", total=None, rate="requests")
 
