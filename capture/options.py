@@ -1,15 +1,16 @@
 """What both ways of capturing are asked for: possible numbers, a free output folder, and the settings a trace keeps."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from replay.capture.prompts import PromptFile
-from replay.errors import OutputError, UsageError
-from replay.traces.files import as_path
-from replay.traces.header import MAX_COUNT, CaptureSettings
-from replay.traces.taps import parse_taps
+from replay.errors import UsageError
+from replay.traces.files import HEADER, as_path
+from replay.traces.header import MAX_COUNT, CaptureSettings, TraceHeader, read_header
+from replay.traces.place import FORCE, NEW, RESUME, check_equal, check_place, check_settings
+from replay.traces.taps import EMBED, FINAL, parse_taps, sort_taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class CaptureOptions:
     weights: bool = True  # write the target's embedding and lm_head beside the trace
     resume: bool = False
     force: bool = False
+    go_on: str = "type the same command with --resume"  # how whoever is interrupted goes on, for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,22 +97,40 @@ def parse_distinct_taps(text: str, *, layers: int | None = None) -> tuple[str, .
     return names
 
 
-def check_output_folder(options: CaptureOptions | ServerOptions, *, beside: Collection[str] = ()) -> None:
-    """Refuse a taken folder before anything is loaded or asked; the writer looks again. Raises OutputError.
+def check_output_folder(
+    options: CaptureOptions | ServerOptions, *, beside: Collection[str] = (), resumable: Collection[str] = ()
+) -> None:
+    """Refuse an output folder before anything is loaded, fetched or asked; the writer looks again.
 
-    What is called as in ``beside`` may lie there.
+    ``beside`` and ``resumable`` as ``check_place`` has them, which raises OutputError.
     """
-    if not (options.resume or options.force) and _is_taken(options.out, beside):
-        raise OutputError(
-            f"{options.out} exists already: type --resume to go on with it, --force to replace it, or another -o"
-        )
+    way = RESUME if options.resume else FORCE if options.force else NEW
+    check_place(as_path(options.out), way, beside=beside, resumable=resumable)
 
 
-def _is_taken(folder: Path, beside: Collection[str]) -> bool:
-    folder = as_path(folder)
-    return os.path.lexists(folder) and (
-        not os.path.isdir(folder) or any(path.name not in beside for path in folder.iterdir())
-    )
+def check_resumed(options: CaptureOptions | ServerOptions, prompts: PromptFile, engine: str) -> TraceHeader | None:
+    """The header of the trace that is gone on with, held against what is asked now; None where none was begun.
+
+    Taps are compared where they were typed. Raises TraceError naming both values, before a target is opened or asked.
+    """
+    if not options.resume or not os.path.lexists(options.out / HEADER):
+        return None
+    begun = read_header(options.out)
+    check_equal("engine.name", begun.engine.name, engine, options.out)
+    check_settings(begun, settings_of(options, prompts), options.out)
+    if isinstance(options, CaptureOptions):
+        check_equal("topk", begun.topk, min(options.topk, begun.target.vocab_size), options.out)
+        if options.dtype != "auto":
+            check_equal("target.dtype", begun.target.dtype, options.dtype, options.out)
+        if options.taps is not None:
+            asked = parse_distinct_taps(options.taps, layers=begun.target.layers)
+            check_equal("taps", without_embed(begun.taps), without_embed([FINAL, *asked]), options.out)
+    return begun
+
+
+def without_embed(taps: Iterable[str]) -> tuple[str, ...]:
+    """``taps`` in the order of the stream, less the embedding: whether that is stored only the target says."""
+    return tuple(tap for tap in sort_taps(list(taps)) if tap != EMBED)
 
 
 def settings_of(options: CaptureOptions | ServerOptions, prompts: PromptFile) -> CaptureSettings:

@@ -102,6 +102,23 @@ def take_lock(path: Path) -> int:
     return descriptor
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a writer is at work in ``folder``. It is let be, and no lock file is made."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # nobody can hold what is not there; what cannot be opened a writer refuses with its reason
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two who ask do not meet
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def open_regular(path: Path, *, follow: bool = False) -> Iterator[int]:
     """A read-only descriptor of the regular file ``path``; no pipe or device is waited for, no link followed unless

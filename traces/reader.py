@@ -56,9 +56,15 @@ class Trace:
     """
 
     def __init__(
-        self, path: Path, header: TraceHeader, records: Sequence[RequestRecord], layouts: Sequence[Layout]
+        self,
+        path: Path,
+        header: TraceHeader,
+        records: Sequence[RequestRecord],
+        layouts: Sequence[Layout],
+        target: Path | None = None,
     ) -> None:
         self.path = path
+        self._target = target
         self.header = header
         self.records = tuple(records)
         self._layouts = {layout.path.name: layout for layout in layouts}
@@ -66,8 +72,10 @@ class Trace:
         self.part = ""
 
     @classmethod
-    def open(cls, path: str | Path, *, allow_incomplete: bool = False) -> Self:
+    def open(cls, path: str | Path, *, allow_incomplete: bool = False, target: str | Path | None = None) -> Self:
         """Open the trace in the folder ``path``; headers and the request table are read and checked, rows are not.
+
+        ``target`` is the folder of the target's checkpoint, where it has moved and the trace holds none of its weights.
 
         Raises TraceError where there is none, TraceVersionError for another version, TraceIncompleteError where its
         recording has not ended (unless ``allow_incomplete``), TraceCorruptError for anything that disagrees.
@@ -82,11 +90,8 @@ class Trace:
         if header.state == "complete":
             _check_table(folder, header, records)
         elif not allow_incomplete:
-            raise TraceIncompleteError(
-                f"the recording of {folder} has not ended, {len(records)} requests are whole: type the capture command "
-                "again with --resume"
-            )
-        return cls(folder, header, records, layouts)
+            raise TraceIncompleteError(_say_unfinished(folder, len(records)))
+        return cls(folder, header, records, layouts, None if target is None else files.as_path(target))
 
     def take(self, part: Part) -> Self:
         """The part of this trace that is asked for: a trace of its requests alone, which reads the same files.
@@ -130,7 +135,7 @@ class Trace:
         if self.header.embed != "lookup":
             return False
         try:
-            find_weight(self.path, self.header, EMBED)
+            find_weight(self.path, self.header, EMBED, self._target)
         except TraceCorruptError:
             raise
         except TraceError:
@@ -262,11 +267,13 @@ class Trace:
 
     @cached_property
     def _embed(self) -> "torch.Tensor":
-        return load_weight(self.path, self.header, "embed")
+        return load_weight(self.path, self.header, "embed", self._target)
 
     @cached_property
     def _lm_head(self) -> "torch.Tensor":
-        return self._embed if self.header.target.tie_word_embeddings else load_weight(self.path, self.header, "lm_head")
+        if self.header.target.tie_word_embeddings:
+            return self._embed
+        return load_weight(self.path, self.header, "lm_head", self._target)
 
     def _tap(self, record: RequestRecord, tap: str, tokens: "torch.Tensor") -> "torch.Tensor":
         if tap in self.header.taps:
@@ -300,6 +307,15 @@ class Trace:
                 f"{self.path / record.shard}: {name} of request {record.request_id!r} reach from {low} to {high}, the "
                 f"target's ids are 0 to {self.header.target.vocab_size - 1}"
             )
+
+
+def _say_unfinished(folder: Path, whole: int) -> str:
+    if files.is_locked(folder):
+        return f"{folder} is being recorded right now, {whole} requests are whole so far: wait until it has ended"
+    return (
+        f"the recording of {folder} has not ended, {whole} requests are whole: type the capture command again with "
+        "--resume"
+    )
 
 
 def _check_table(folder: Path, header: TraceHeader, records: Sequence[RequestRecord]) -> None:

@@ -186,6 +186,18 @@ def write_rounds(rounds: Rounds, path: Path, *, force: bool = False) -> None:
             part.unlink(missing_ok=True)
 
 
+def is_rounds_file(path: Path) -> bool:
+    """Whether ``path`` is a rounds file of any version; its table is not read."""
+    import polars as pl
+    from polars.exceptions import PanicException, PolarsError
+
+    try:
+        check_parquet(path)
+        return METADATA_KEY in pl.read_parquet_metadata(path)
+    except (OSError, TraceCorruptError, PolarsError, PanicException):
+        return False
+
+
 def read_rounds(path: Path) -> Rounds:
     """Read a rounds file, refusing whatever does not hold together.
 

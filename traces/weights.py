@@ -22,10 +22,11 @@ SINGLE = "model.safetensors"
 _MAX_JSON = 1 << 26
 
 
-def find_weight(folder: Path, header: TraceHeader, which: str) -> tuple[Layout, str]:
+def find_weight(folder: Path, header: TraceHeader, which: str, target: Path | None = None) -> tuple[Layout, str]:
     """The file and tensor that hold ``which`` ("embed" or "lm_head"); the tied lm_head is the embedding.
 
-    Only headers are read. Raises TraceError, saying what to do, where neither sidecar nor checkpoint has it.
+    ``target``: where the checkpoint lies now, if elsewhere than the header says; a sidecar goes before it. Only headers
+    are read. Raises TraceError, saying what to do, where neither sidecar nor checkpoint has it.
     """
     wanted = "embed" if header.target.tie_word_embeddings else which
     if header.weights is not None:
@@ -33,16 +34,19 @@ def find_weight(folder: Path, header: TraceHeader, which: str) -> tuple[Layout, 
         if layout.size != header.weights.bytes:
             raise TraceCorruptError(f"{layout.path} holds {layout.size} bytes, trace.json says {header.weights.bytes}")
         return _checked(layout, wanted, header)
-    checkpoint = Path(header.target.path)
+    checkpoint = Path(header.target.path) if target is None else target
     if not os.path.isdir(checkpoint):
         raise TraceError(
-            f"{folder} holds no {files.WEIGHTS} and the target's folder {header.target.path} is not here: put the "
-            "checkpoint there, or capture again with the sidecar"
+            f"{folder} holds no {files.WEIGHTS} and the target's folder {checkpoint} is not here: name the folder of "
+            "its checkpoint with --target DIR"
         )
     found = find_tensor(checkpoint, EMBED_NAMES if wanted == "embed" else LM_HEAD_NAMES)
     if found is not None:
         return _checked(*found, header)
-    raise TraceError(f"{checkpoint} holds no tensor {wanted} under any known name: capture again with the sidecar")
+    raise TraceError(
+        f"{checkpoint} holds no tensor {wanted} under any known name: name the folder of the target's checkpoint with "
+        "--target DIR, or capture without --no-weights"
+    )
 
 
 def find_tensor(checkpoint: Path, names: Sequence[str]) -> tuple[Layout, str] | None:
@@ -59,9 +63,12 @@ def find_tensor(checkpoint: Path, names: Sequence[str]) -> tuple[Layout, str] | 
     return None
 
 
-def load_weight(folder: Path, header: TraceHeader, which: str) -> "torch.Tensor":
-    """``which`` ("embed" or "lm_head") [V, H], mapped. Raises TraceError, TraceCorruptError."""
-    return map_rows(*find_weight(folder, header, which))
+def load_weight(folder: Path, header: TraceHeader, which: str, target: Path | None = None) -> "torch.Tensor":
+    """``which`` ("embed" or "lm_head") [V, H], mapped, found as by ``find_weight``.
+
+    Raises TraceError, TraceCorruptError.
+    """
+    return map_rows(*find_weight(folder, header, which, target))
 
 
 def _file_of(checkpoint: Path, tensor: str) -> Path | None:

@@ -2,21 +2,20 @@
 
 import hashlib
 import io
-import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from replay.errors import OutputError, TraceCorruptError, TraceError
+from replay.errors import OutputError
 from replay.traces import files
 from replay.traces.captured import CapturedRequest, ServerCounters, check_request, check_weights, request_tensors
 from replay.traces.feed import feed_tensors
-from replay.traces.fields import read_json
-from replay.traces.header import FORMAT, MAX_HEADER_FILE, TraceHeader, WeightsInfo, read_header
+from replay.traces.header import TraceHeader, WeightsInfo, read_header
+from replay.traces.place import FORCE, NEW, RESUME, check_agreement, names_in, no_folder, refuse_foreign
 from replay.traces.records import RequestRecord, expected_tensors, placed, scan_shards, shard_metadata, to_frame
 from replay.traces.server_rounds import merge_rounds, read_served, rounds_of
 from replay.traces.tensors import joined_shapes, pack_header, tensor_bytes
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CapturedRequest", "ServerCounters", "TraceWriter", "read_header"]
 
-_MAY_CHANGE = {("target", "name"), ("target", "path"), ("engine", "details")}
+_GO_ON = "type --resume"
 
 
 class TraceWriter:
@@ -41,42 +40,45 @@ class TraceWriter:
     ...     writer.finish()
     """
 
-    def __init__(self, path: Path, header: TraceHeader, lock: int) -> None:
+    def __init__(self, path: Path, header: TraceHeader, lock: int, go_on: str) -> None:
         self.path = path
+        self._go_on = go_on
         self.header = header
         self._lock: int | None = lock
         self._records: list[RequestRecord] = []
         self._shards = 0
 
     @classmethod
-    def create(cls, path: Path, header: TraceHeader, *, force: bool = False) -> Self:
+    def create(cls, path: Path, header: TraceHeader, *, force: bool = False, go_on: str = _GO_ON) -> Self:
         """Begin a trace in the new or empty folder ``path``; with ``force`` an earlier trace there is deleted.
+
+        ``go_on`` says in messages what a user types after an interruption.
 
         Raises OutputError where something is there already, another process writes, or the disk refuses.
         """
-        return cls._begin(path, header, "force" if force else "new")
+        return cls._begin(path, header, FORCE if force else NEW, go_on)
 
     @classmethod
-    def resume(cls, path: Path, header: TraceHeader) -> Self:
+    def resume(cls, path: Path, header: TraceHeader, *, go_on: str = _GO_ON) -> Self:
         """Go on with the trace in ``path``, or begin it where none was begun. ``done_ids`` are the finished requests.
 
         Raises TraceError where target, taps, topk or settings differ from those it was begun with, naming both values;
         OutputError as ``create``.
         """
-        return cls._begin(path, header, "resume")
+        return cls._begin(path, header, RESUME, go_on)
 
     @classmethod
-    def _begin(cls, path: Path, header: TraceHeader, way: str) -> Self:
+    def _begin(cls, path: Path, header: TraceHeader, way: str, go_on: str) -> Self:
         path = files.as_path(path)
-        with _says_what_is_kept(path):
+        with _says_what_is_kept(path, go_on):
             if os.path.lexists(path) and not os.path.isdir(path):
-                raise OutputError(f"{path} {files.describe_path(path)}, a trace is a folder: choose another name")
+                raise no_folder(path)
             path.mkdir(parents=True, exist_ok=True)
             if not (path / files.LOCK).exists():  # so that none is left in a folder that is none of ours
-                _refuse_foreign(path, _names_in(path), way)
-            writer = cls(path, replace(_unfinished(header), weights=None), files.lock_folder(path))
+                refuse_foreign(path, names_in(path), way)
+            writer = cls(path, replace(_unfinished(header), weights=None), files.lock_folder(path), go_on)
         try:
-            with _says_what_is_kept(path):
+            with _says_what_is_kept(path, go_on):
                 writer._take_over(way)
         except BaseException:  # Ctrl-C too must give the lock back
             writer.close()
@@ -84,11 +86,11 @@ class TraceWriter:
         return writer
 
     def _take_over(self, way: str) -> None:
-        names = _names_in(self.path)
-        _refuse_foreign(self.path, names, way)
-        if names and way == "force":
+        names = names_in(self.path)
+        refuse_foreign(self.path, names, way)
+        if names and way == FORCE:
             self._clear(names)
-        if names and way == "resume":
+        if names and way == RESUME:
             self._load(names)
         else:
             self._write_header(self.header)
@@ -99,7 +101,7 @@ class TraceWriter:
 
     def _load(self, names: set[str]) -> None:
         begun = read_header(self.path)
-        _check_agreement(begun, self.header, self.path)
+        check_agreement(begun, self.header, self.path)
         self.header = begun
         for name in names:
             if name.endswith(files.TEMPORARY) and files.is_ours(name):
@@ -264,7 +266,7 @@ class TraceWriter:
             raise ValueError("the TraceWriter is closed")
 
     def _saying(self) -> AbstractContextManager[None]:
-        return _says_what_is_kept(self.path, len(self._records))
+        return _says_what_is_kept(self.path, self._go_on, len(self._records))
 
 
 def _unfinished(header: TraceHeader) -> TraceHeader:
@@ -274,67 +276,15 @@ def _unfinished(header: TraceHeader) -> TraceHeader:
 
 
 @contextmanager
-def _says_what_is_kept(path: Path, kept: int | None = None) -> Iterator[None]:
+def _says_what_is_kept(path: Path, go_on: str, kept: int | None = None) -> Iterator[None]:
     """Turns an OSError into the one sentence that says what to do; ``kept`` is None while nothing was looked at."""
     try:
         yield
     except OSError as error:
         finished = "finished requests" if kept is None else f"the {kept} finished requests"
         raise OutputError(
-            f"cannot write to {path}: {error.strerror or error}; {finished} are kept: mend this and type --resume"
+            f"cannot write to {path}: {error.strerror or error}; {finished} are kept: mend this and {go_on}"
         ) from error
-
-
-def _names_in(folder: Path) -> set[str]:
-    """What lies there and belongs to a trace, or to somebody else."""
-    return set(os.listdir(folder)) - {files.LOCK, files.SPOOL, files.HEADER + files.TEMPORARY}
-
-
-def _refuse_foreign(folder: Path, names: set[str], way: str) -> None:
-    """Raises OutputError where what lies in ``folder`` may be neither replaced nor gone on with."""
-    if not names:
-        return
-    if way == "new":
-        raise OutputError(f"{folder} is not empty: type --resume to go on with its trace, --force to replace it")
-    if way == "force" and not _is_trace(folder):
-        raise OutputError(f"{folder} is not empty and is no trace, so --force spares it: choose another folder")
-    if way == "resume" and files.HEADER not in names:
-        raise OutputError(f"{folder} is not empty and holds no {files.HEADER}: choose another folder")
-
-
-def _is_trace(folder: Path) -> bool:
-    """Whether ``folder`` holds a trace of any version."""
-    try:
-        header = read_json(folder / files.HEADER, MAX_HEADER_FILE)
-    except TraceCorruptError:
-        return False
-    return isinstance(header, dict) and header.get("format") == FORMAT
-
-
-def _check_agreement(begun: TraceHeader, now: TraceHeader, path: Path) -> None:
-    """What a resumed capture must share with its beginning; the target may have moved (name, path)."""
-    for place in ("target", "engine", "capture"):
-        for item in fields(getattr(begun, place)):
-            if (place, item.name) not in _MAY_CHANGE:
-                _check_equal(begun, now, f"{place}.{item.name}", path)
-    for name in ("taps", "topk", "embed"):
-        _check_equal(begun, now, name, path)
-
-
-def _check_equal(begun: TraceHeader, now: TraceHeader, name: str, path: Path) -> None:
-    old, new = operator.attrgetter(name)(begun), operator.attrgetter(name)(now)
-    if old != new:
-        raise TraceError(
-            f"{path} was begun with {name} {_say(old)}, now it is {_say(new)}: resume with the former, or type --force "
-            "to begin anew"
-        )
-
-
-def _say(value: object) -> str:
-    """A setting as a message shows it."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} ({tap.dtype} x {tap.width})" for name, tap in value.items())
-    return str(value)
 
 
 def _parquet(frame: "pl.DataFrame") -> bytes:

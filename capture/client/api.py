@@ -3,6 +3,7 @@
 import http.client
 import json
 import random
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -39,6 +40,10 @@ class TransientError(Exception):
         self.pause = pause
 
 
+class NobodyThereError(TransientError):
+    """Nothing listens there, or there is no such host: a server that answered before may come back, another not."""
+
+
 class NoSuchPathError(CaptureError):
     """The server has nothing there."""
 
@@ -62,7 +67,10 @@ class ServerApi:
     sleep: Callable[[float], None] = time.sleep
 
     def get(self, *paths: str) -> Any:
-        """The JSON at the first of ``paths`` that the server has, with retries. Raises CaptureError."""
+        """The JSON at the first of ``paths`` that the server has. Raises CaptureError.
+
+        A busy server is asked again; where nobody listens that is said at once.
+        """
         for path in paths[:-1]:
             try:
                 return self.patiently(partial(self._get, path), _PAGE_RETRIES)
@@ -71,7 +79,10 @@ class ServerApi:
         return self.patiently(partial(self._get, paths[-1]), _PAGE_RETRIES)
 
     def _get(self, path: str, _: int) -> Any:
-        return self.call(path)
+        try:
+            return self.call(path)
+        except NobodyThereError as error:
+            raise CaptureError(f"{self.url}{error}: start a server there by replay serve, or mend --server") from error
 
     def patiently(self, attempt: Callable[[int], _Result], retries: int | None = None) -> _Result:
         """The result of ``attempt(number)``, tried again with growing pauses while it raises TransientError.
@@ -126,7 +137,9 @@ class ServerApi:
         except http.client.InvalidURL as error:
             raise CaptureError(f"{self.url}{path} is no address ({error}): see to --server") from error
         except (OSError, http.client.IncompleteRead) as error:  # no connection, cut off
-            raise TransientError(f"{path} gave no answer ({_reason(error)})") from error
+            nobody = isinstance(getattr(error, "reason", error), ConnectionRefusedError | socket.gaierror)
+            kind = NobodyThereError if nobody else TransientError
+            raise kind(f"{path} gave no answer ({_reason(error)})") from error
         except (ValueError, http.client.HTTPException) as error:
             raise CaptureError(f"{self.url}{path} gives no answer of HTTP ({_reason(error)}); {_ADVICE}") from error
 

@@ -18,14 +18,23 @@ from replay.capture.client.facts import ServerFacts, ask_facts, check_same_serve
 from replay.capture.client.join import JoinedRequest
 from replay.capture.client.requests import PROBE_TOKENS, ServerClient
 from replay.capture.client.spool_reader import SpoolReader
+from replay.capture.client.without_plugin import RESPONSES
 from replay.capture.encode import EncodedRequest, TargetLimits, encode_prompts
 from replay.capture.events import CaptureResult, Event, Loading, Noted
-from replay.capture.options import ServerOptions, check_options, check_output_folder, settings_of
+from replay.capture.options import (
+    ServerOptions,
+    check_options,
+    check_output_folder,
+    check_resumed,
+    settings_of,
+    without_embed,
+)
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.spool import RID_PREFIX, SPOOL
 from replay.errors import OutputError, PromptError, TraceError, UsageError
 from replay.traces.files import HEADER
 from replay.traces.header import TapInfo, TraceHeader
+from replay.traces.place import check_equal
 from replay.traces.taps import EMBED, FINAL, parse_taps, sort_taps
 
 if TYPE_CHECKING:
@@ -44,7 +53,8 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
         ("--retries", options.retries, options.retries >= 0, "0 or more"),
     )
     prompts = read_prompts(options.prompts)
-    check_output_folder(options, beside=(SPOOL,))
+    check_output_folder(options, beside=(SPOOL,), resumable=(RESPONSES,))
+    check_resumed(options, prompts, "sglang")
     api = open_api(options.server, options.api_key, timeout=options.timeout, retries=options.retries)
     facts = ask_facts(api, options.recording)
     if not facts.recording and (options.out / HEADER).exists():
@@ -94,7 +104,10 @@ def _capture_recorded(
     assert facts.spool is not None
     header = _header(options, prompts, facts, taps)
     if options.resume and (options.out / HEADER).exists():
-        check_same_server(read_header(options.out).engine, header.engine, options.out)
+        begun = read_header(options.out)
+        check_same_server(begun.engine, header.engine, options.out)
+        check_equal("target.fingerprint", begun.target.fingerprint, target.fingerprint, options.out)
+        check_equal("taps", without_embed(begun.taps), without_embed([FINAL, *taps]), options.out)
     name = f"{RID_PREFIX}{secrets.token_hex(8)}"
     with SpoolReader(facts.spool, facts.taps, target.hidden_size, name) as spool:
         client = ServerClient(options, api, facts, spool, on_event)

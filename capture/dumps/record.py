@@ -16,9 +16,9 @@ from replay.capture.dumps.sample import ROUNDED, Dump, Sample
 from replay.capture.dumps.slots import Slots, beside_last, check_count, check_names, split
 from replay.capture.dumps.stage import Stage, find_stage, stage_of
 from replay.capture.dumps.target import DumpTarget, open_dump_target
-from replay.capture.dumps.whole import check_replaceable, whole_folder
+from replay.capture.dumps.whole import check_output, whole_folder
 from replay.capture.options import parse_distinct_taps
-from replay.errors import CaptureError, OutputError, UsageError
+from replay.errors import CaptureError, UsageError
 from replay.traces.captured import CapturedRequest
 from replay.traces.check import ERROR, check_trace
 from replay.traces.header import CaptureSettings, EngineInfo, TraceHeader
@@ -118,13 +118,7 @@ def _check_options(options: ImportOptions) -> None:
     for name, value in (("--limit", options.limit), ("--topk", options.topk)):
         if value is not None and value < 1:
             raise UsageError(f"{name} {value} cannot be: type a number that is 1 or more")
-    out = options.out
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} is a file, a trace is a folder: choose another name")
-    if out.exists() and any(out.iterdir()):
-        if not options.force:
-            raise OutputError(f"{out} exists already: type --force to replace its trace, or another -o")
-        check_replaceable(out)
+    check_output(options.out, force=options.force)
 
 
 def _slot_names(options: ImportOptions, dump: Dump, target: DumpTarget) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from replay.errors import OutputError
 from replay.traces import files
+from replay.traces.place import check_lock, check_writable, no_folder
 
 
 @contextmanager
@@ -46,6 +47,21 @@ def _put(beside: Path, out: Path, force: bool) -> None:
             raise
     finally:
         os.close(lock)
+
+
+def check_output(out: Path, *, force: bool) -> None:
+    """Refuse, before anything is opened, a place that no trace can be put into. Raises OutputError."""
+    if os.path.lexists(out) and not os.path.isdir(out):
+        raise no_folder(out)
+    if os.path.isdir(out):
+        check_lock(out)
+        if any(out.iterdir()):
+            if not force:
+                raise OutputError(f"{out} exists already: type --force to replace its trace, or another -o")
+            check_replaceable(out)
+    check_writable(out)
+    if os.path.isdir(out):
+        check_writable(out.parent)  # it is put beside its place first
 
 
 def check_replaceable(out: Path) -> None:

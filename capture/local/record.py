@@ -10,11 +10,12 @@ import replay
 from replay.capture.encode import EncodedRequest, encode_prompts
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Loading, Noted, Planned
 from replay.capture.local.sampling import Sampling
-from replay.capture.options import CaptureOptions, check_options, check_output_folder, settings_of
+from replay.capture.options import CaptureOptions, check_options, check_output_folder, check_resumed, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.target_files import fingerprint_target
 from replay.errors import CaptureError
 from replay.traces.header import EngineInfo, TapInfo, TargetInfo, TraceHeader
+from replay.traces.place import check_equal
 from replay.traces.taps import EMBED, FINAL, default_taps, parse_taps, sort_taps
 
 if TYPE_CHECKING:
@@ -36,12 +37,15 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     check_options(options, ("--topk", options.topk, options.topk >= 1, "1 or more"))
     prompts = read_prompts(options.prompts)
     check_output_folder(options)
+    begun = check_resumed(options, prompts, "transformers")
     from replay.capture.local.target import check_target, load_target
     from replay.capture.target_check import TransformersCalls
     from replay.capture.target_files import open_target
     from replay.traces.writer import TraceWriter
 
     files = open_target(options.model)
+    if begun is not None:
+        check_equal("target.fingerprint", begun.target.fingerprint, fingerprint_target(files.folder), options.out)
     taps = default_taps(files.layers) if options.taps is None else parse_taps(options.taps, layers=files.layers)
     requests = encode_prompts(
         prompts, files.tokenizer, files.limits, raw=options.raw, max_new_tokens=options.max_new_tokens
@@ -57,8 +61,11 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
         taps = sort_taps([FINAL, *(tap for tap in taps if tap != EMBED), *([] if lookup else [EMBED])])
         header = _header(options, prompts, files, target, taps, lookup)
     except KeyboardInterrupt:
-        raise CaptureError("interrupted while the target was loaded: type the same command with --resume") from None
-    begin = TraceWriter.resume if options.resume else partial(TraceWriter.create, force=options.force)
+        raise CaptureError(f"interrupted while the target was loaded: {options.go_on}") from None
+    if options.resume:
+        begin = partial(TraceWriter.resume, go_on=options.go_on)
+    else:
+        begin = partial(TraceWriter.create, force=options.force, go_on=options.go_on)
     with begin(options.out, header) as writer:
         return _Recorder(options, target, writer, taps, on_event).run(requests, header.embed)
 
@@ -182,7 +189,7 @@ class _Recorder:
         except KeyboardInterrupt:
             raise CaptureError(
                 f"interrupted: {self.requests_done} of {self.requests} requests are safe in {self.options.out}; "
-                "type the same command with --resume to go on"
+                f"{self.options.go_on} to go on"
             ) from None
         seconds = time.monotonic() - self.started
         result = CaptureResult(
@@ -210,7 +217,7 @@ class _Recorder:
         except torch.cuda.OutOfMemoryError as error:
             raise CaptureError(
                 f"the device has no memory for a batch of {len(batch)} requests, {self.requests_done} of "
-                f"{self.requests} are safe: type the same command with --resume and a smaller --concurrency"
+                f"{self.requests} are safe: {self.options.go_on} and a smaller --concurrency"
             ) from error
         self.writer.add(rows)
         self.requests_done += len(batch)

@@ -18,9 +18,10 @@ from replay.capture.options import parse_distinct_taps
 from replay.capture.plugin.arguments import has_option, typed_nodes
 from replay.capture.plugin.facts import without_secrets
 from replay.capture.plugin.recording import RECORD_VARIABLE, SIMULATED, VERSIONS, Recording
-from replay.capture.spool import drop_launches, launch_folder
+from replay.capture.spool import SPOOL, drop_launches, launch_folder
 from replay.errors import CaptureError, OutputError, UsageError
-from replay.traces.files import LOCK, take_lock
+from replay.traces.files import LOCK, is_locked, take_lock
+from replay.traces.place import check_writable, no_folder
 from replay.traces.taps import FINAL, parse_taps
 
 PLUGIN = "replay"  # the name of the entry point
@@ -59,9 +60,10 @@ class Launch:
 def prepare(options: ServeOptions, environment: Mapping[str, str]) -> Launch:
     """Check everything that can be checked before a model is loaded; nothing is written.
 
-    Raises UsageError, CaptureError.
+    Raises UsageError, OutputError, CaptureError.
     """
     _check_typed(options, environment)
+    _check_folder(options.trace)
     _check_version()
     arguments = list(options.arguments)
     notes = [f"the server records into {options.trace.resolve()}; capture --server joins it into a trace"]
@@ -105,10 +107,7 @@ def open_folder(launch: Launch) -> int:
         spool.mkdir(parents=True, exist_ok=True)
         lock = take_lock(spool / LOCK)
     except BlockingIOError as error:
-        raise OutputError(
-            f"another server records into {spool.parent}, and a second one would delete its rows: stop it, or give "
-            "--trace another folder"
-        ) from error
+        raise _busy(spool.parent) from error
     except OSError as error:
         raise _unwritable(spool.parent, error) from error
     try:
@@ -118,6 +117,22 @@ def open_folder(launch: Launch) -> int:
         os.close(lock)
         raise _unwritable(spool.parent, error) from error
     return lock
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse at once what ``open_folder`` would refuse. Raises OutputError."""
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise no_folder(folder)
+    if is_locked(folder / SPOOL):
+        raise _busy(folder)
+    check_writable(folder.absolute())
+
+
+def _busy(folder: Path) -> OutputError:
+    return OutputError(
+        f"another server records into {folder}, and a second one would delete its rows: stop it, or give --trace "
+        "another folder"
+    )
 
 
 def _unwritable(folder: Path, error: OSError) -> OutputError:

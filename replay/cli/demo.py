@@ -1,5 +1,6 @@
 """`replay demo`: capture, simulate and report on a small real target."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from replay.cli.capture import run_capture
 from replay.cli.options import PATH, json_option
 from replay.cli.show import show_rounds
 from replay.cli.simulate import run_simulation
-from replay.cli.terminal import say
+from replay.cli.terminal import refuse_existing, say
 from replay.errors import OutputError
 from replay.traces.sample_files import sample_prompts
 
@@ -41,9 +42,12 @@ def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
     from replay.engines.wiring import parse_wiring
     from replay.simulator.variant import sweep
     from replay.traces.reader import Trace
-    from replay.traces.rounds import write_rounds
+    from replay.traces.rounds import is_rounds_file, write_rounds
     from replay.traces.sample_files import sample_head
 
+    rounds_file = output / "rounds.parquet"
+    if os.path.isdir(output):
+        refuse_existing(rounds_file, force=True, ours=is_rounds_file)
     options = demo_options(output, max_new_tokens, force=force, tell=say)
     if options is None:
         say(f"using the trace in {output / 'trace'} (--force captures it again)")
@@ -53,11 +57,11 @@ def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
     head = read_checkpoint(sample_head())
     variants = sweep(draft=[head.name], wiring=[parse_wiring(text) for text in WIRINGS], steps=[5])
     rounds = run_simulation(trace, {head.name: head}, variants, "cpu")
-    write_rounds(rounds, output / "rounds.parquet", force=True)
+    write_rounds(rounds, rounds_file, force=True)
     show_rounds(rounds, as_json)
     say(
         f"\nNext, on the same trace:\n  replay simulate {output / 'trace'} --draft {sample_head()} "
-        f"--steps 1 --steps 3 --steps 7\n  replay report {output / 'rounds.parquet'} --peers"
+        f"--steps 1 --steps 3 --steps 7\n  replay report {rounds_file} --peers"
     )
 
 
@@ -66,14 +70,18 @@ def demo_options(
 ) -> "CaptureOptions | None":
     """How to capture the demo's trace into ``folder``/trace; None where a whole one lies there already.
 
-    An unfinished trace is gone on with. Raises CaptureError where the target's package is missing, OutputError where
-    something else lies there.
+    An unfinished trace is gone on with. Raises CheckpointError where the target's package is missing; before that
+    OutputError where something else lies there, or nothing can be written.
     """
     from replay.capture.demo_target import smollm2
     from replay.capture.options import CaptureOptions
     from replay.capture.prompts import read_prompts
     from replay.traces.header import read_header
+    from replay.traces.place import FORCE, NEW, RESUME, check_place, check_writable, no_folder
 
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise no_folder(folder)
+    check_writable(folder)
     trace = folder / "trace"
     recorded = read_header(trace) if (trace / "trace.json").is_file() and not force else None
     if recorded is not None:
@@ -85,6 +93,7 @@ def demo_options(
             )
         if recorded.state == "complete":
             return None
+    check_place(trace, FORCE if force else NEW if recorded is None else RESUME)
     target = smollm2(tell=tell)
     return CaptureOptions(
         model=str(target),
@@ -93,4 +102,5 @@ def demo_options(
         max_new_tokens=max_new_tokens,
         resume=recorded is not None,
         force=force,
+        go_on="type the same command",
     )

@@ -14,6 +14,7 @@ from replay.cli.options import (
     part_options,
     read_draft,
     read_part,
+    target_option,
     trace_argument,
     trained_wiring_option,
 )
@@ -47,11 +48,13 @@ if TYPE_CHECKING:
 @click.option("--engine", metavar="PROFILE", help="sglang or eagle.  [default: sglang]")
 @click.option("--ladder/--no-ladder", default=True, help="Show the way from the training metric down to the server.")
 @part_options
+@target_option
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
-    category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, as_json: bool,
+    category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, target: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -65,7 +68,8 @@ def diagnose(
     from replay.engines.profiles import engine_profile
     from replay.simulator.binding import stated_wiring
 
-    opened = open_trace(trace, read_part(category, request, first_turn, limit))
+    told = None if observed is None else read_observed(observed)
+    opened = open_trace(trace, read_part(category, request, first_turn, limit), target)
     checkpoint = read_draft(draft)
     profile = engine_profile(engine or "sglang")
 
@@ -84,7 +88,7 @@ def diagnose(
             checkpoint,
             served,
             trained=typed(wiring),
-            observed=None if observed is None else read_observed(observed),
+            observed=told,
             ladder=ladder,
             on_event=on_event,
         )

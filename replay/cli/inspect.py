@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option
+from replay.cli.options import PATH, json_option, open_whole, target_option
 from replay.cli.terminal import print_json, print_rich
 from replay.errors import ReplayError
 from replay.traces.check import check_trace
@@ -17,18 +17,18 @@ from replay.traces.check import check_trace
     is_flag=True,
     help="Check a trace whole: checksums, lengths, finiteness, lm_head(final) against recorded choices.",
 )
+@target_option
 @json_option
-def inspect(path: Path, check: bool, as_json: bool) -> None:
+def inspect(path: Path, check: bool, target: Path | None, as_json: bool) -> None:
     """Say what lies in a trace or a draft head's folder."""
     from replay.analysis.json_document import object_json
     from replay.check.inspection import draft_facts, kind_of, trace_facts
     from replay.check.report import render_facts, render_findings
-    from replay.traces.reader import Trace
 
     if kind_of(path) == "draft":
         draft = draft_facts(path)
         return print_json(object_json(draft)) if as_json else print_rich(render_facts(draft))
-    trace = Trace.open(path, allow_incomplete=not check)
+    trace = open_whole(path, target, allow_incomplete=not check)
     facts = trace_facts(trace)
     findings = list(check_trace(trace)) if check else []
     if as_json:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from replay.errors import UsageError
+
 if TYPE_CHECKING:
     from replay.check.facts import Target
     from replay.checkpoint.checkpoint import Checkpoint
@@ -25,6 +27,12 @@ trained_wiring_option = click.option(
     metavar="W",
     help="What the head was trained on, if you know it: taps, e.g. embed,3,31, or an engine's layer ids, e.g. "
     "specforge:1,14,26; config is what the head states.",
+)
+target_option = click.option(
+    "--target",
+    type=PATH,
+    metavar="DIR",
+    help="The target's checkpoint, if the trace lacks its weights (--no-weights) and it has moved.",
 )
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
@@ -54,12 +62,24 @@ def read_part(category: tuple[str, ...], request: tuple[str, ...], first_turn: b
     return Part(category, request, first_turn, limit)
 
 
-def open_trace(path: Path, part: "Part") -> "Trace":
-    """The part of a trace that is asked for; of an unfinished one what is whole. Raises as ``Trace.open``."""
-    from replay.errors import TraceIncompleteError
+def open_whole(path: Path, target: Path | None, *, allow_incomplete: bool = False) -> "Trace":
+    """The trace that was typed, and after --target where the target's checkpoint is now.
+
+    Raises UsageError for the checkpoint of another target, and as ``Trace.open``.
+    """
     from replay.traces.reader import Trace
 
-    opened = Trace.open(path, allow_incomplete=True)
+    opened = Trace.open(path, allow_incomplete=allow_incomplete, target=target)
+    if target is not None:
+        _check_target(target, opened)
+    return opened
+
+
+def open_trace(path: Path, part: "Part", target: Path | None = None) -> "Trace":
+    """The part of a trace that is asked for; of an unfinished one what is whole. Raises as ``open_whole``."""
+    from replay.errors import TraceIncompleteError
+
+    opened = open_whole(path, target, allow_incomplete=True)
     if not opened.records and opened.header.state != "complete":
         raise TraceIncompleteError(f"{path} holds no whole request yet; wait for one, or capture with --resume")
     return opened.take(part)
@@ -72,6 +92,18 @@ def read_draft(path: Path) -> "Checkpoint":
 
     refuse_target(path)
     return read_checkpoint(path)
+
+
+def _check_target(target: Path, trace: "Trace") -> None:
+    from replay.capture.target_files import fingerprint_target
+
+    if not target.is_dir():
+        raise UsageError(f"--target {target} is no folder; give that of the target's checkpoint")
+    if trace.header.target.fingerprint and fingerprint_target(target) != trace.header.target.fingerprint:
+        raise UsageError(
+            f"--target {target} is not the checkpoint of {trace.header.target.name} that {trace.path} was recorded "
+            "from; give that one, with all its files as they were"
+        )
 
 
 def parse_wiring_option(text: str | None, target: "TargetInfo | Target") -> "Wiring | None":

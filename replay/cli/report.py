@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from replay.cli.options import PATH, json_option, part_options, read_part
-from replay.cli.show import by_option, show_rounds, write_html
+from replay.cli.show import by_option, is_web_page, show_rounds, write_html
 from replay.cli.terminal import refuse_existing
 
 
@@ -26,7 +26,7 @@ def report(
     from replay.traces.rounds_sets import take_part
 
     if html is not None:
-        refuse_existing(html, force)
+        refuse_existing(html, force, ours=is_web_page)
     table = take_part(read_rounds(rounds), read_part(category, request, first_turn, limit))
     show_rounds(table, as_json, peers=peers, by=by)
     if html is not None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from replay.analysis.summary import VariantSummary
     from replay.traces.rounds import Rounds
 
+_PAGE = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'  # how rich begins one
+
 
 by_option = click.option(
     "--by",
@@ -88,6 +90,12 @@ def _render(
 
         parts += [render_groups(summarise_by(rounds, what), what) for what in wanted]
     return Group(*parts)
+
+
+def is_web_page(path: Path) -> bool:
+    """Whether ``path`` begins as the pages that ``write_html`` writes."""
+    with path.open("rb") as file:
+        return file.read(len(_PAGE)) == _PAGE
 
 
 def write_html(rounds: "Rounds", path: Path, peers: bool, by: Sequence[str] = ()) -> None:

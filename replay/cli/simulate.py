@@ -15,6 +15,7 @@ from replay.cli.options import (
     part_options,
     read_draft,
     read_part,
+    target_option,
 )
 from replay.cli.show import by_option, show_ranking, show_rounds
 from replay.cli.terminal import refuse_existing, say, show_progress
@@ -105,6 +106,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 )
 @part_options
 @by_option
+@target_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @json_option
@@ -115,7 +117,7 @@ def simulate(
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
-    output: Path | None, force: bool, as_json: bool,
+    target: Path | None, output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -126,15 +128,16 @@ def simulate(
     from replay.faults.table import parse_faults
     from replay.simulator.binding import check_one_target, distinct
     from replay.simulator.variant import sweep
-    from replay.traces.rounds import write_rounds
+    from replay.traces.rounds import is_rounds_file, write_rounds
     from replay.traces.rounds_sets import pool_rounds
 
     if not drafts:
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
     if output is not None:
-        refuse_existing(output, force)
+        refuse_existing(output, force, ours=is_rounds_file)
+    _check_device(device)
     part = read_part(category, request, first_turn, limit)
-    every = {name: open_trace(path, part) for name, path in _name_folders(traces).items()}
+    every = {name: open_trace(path, part, target) for name, path in _name_folders(traces).items()}
     opened = next(iter(every.values()))
     check_one_target(every)
     for one in every.values():
@@ -202,16 +205,12 @@ def run_simulation(
     *,
     agreement: bool = True,
 ) -> "Rounds":
-    """Simulate with a progress bar on stderr; ``agreement`` also holds the variants against the trace's own server.
-
-    Raises UsageError for a device that cannot be used here.
-    """
+    """Simulate with a progress bar on stderr; ``agreement`` also holds the variants against the trace's own server."""
     from rich.console import Console
 
     from replay.simulator.agreement import with_agreement
     from replay.simulator.simulation import ReplayProgress, simulate
 
-    _check_device(device)
     with show_progress(Console(stderr=True)) as progress:
         task = progress.add_task("replaying", total=None, rate="requests")
 

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import click
 from replay import printable
 from replay.analysis.json_document import document
 from replay.errors import OutputError
+from replay.traces.files import HEADER, is_ours
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -52,8 +54,11 @@ def print_json(body: Mapping[str, object]) -> None:
     click.echo(printable.json_text(json.dumps(document(body), indent=2, ensure_ascii=False, allow_nan=False)))
 
 
-def refuse_existing(path: Path, force: bool) -> None:
-    """Before the work, so that nothing is lost after it. Raises OutputError saying what stands in the way."""
+def refuse_existing(path: Path, force: bool, *, ours: Callable[[Path], bool] = os.path.isfile) -> None:
+    """Before the work, so that nothing is lost after it: what --force may not replace, and what cannot be written.
+
+    ``ours`` says whether a file is one that the command may replace. Raises OutputError saying what stands in the way.
+    """
     if os.path.isdir(path):
         raise OutputError(f"{path} is a folder; name a file")
     there = os.path.lexists(path)
@@ -61,10 +66,24 @@ def refuse_existing(path: Path, force: bool) -> None:
         raise OutputError(f"{path} is a device or a pipe and would be replaced; name a file")
     if there and not force:
         raise OutputError(f"{path} exists already; type another name, or --force to replace it")
+    if there and not ours(path):
+        raise OutputError(f"{path} is no file that this command writes, so --force spares it; type another name")
     if not os.path.isdir(path.parent):
         raise OutputError(f"{path.parent} is not a folder, so {path.name} cannot be written there; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise OutputError(f"{path.parent} cannot be written to; name a file in a folder that can")
+    if os.path.lexists(path.parent / HEADER) and is_ours(path.name):
+        raise OutputError(f"{path} would be taken for a part of the trace {path.parent}; name a file elsewhere")
+    _try_writing(path)
+
+
+def _try_writing(path: Path) -> None:
+    """Rights alone say too little: of a disk that is full or read-only, or a name that is too long."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{path} cannot be written ({error.strerror}); name a file in a folder that can be written to and has room"
+        ) from error
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from replay.analysis.diagnosis.breakdown import Profile, profile, separate
 from replay.analysis.diagnosis.evidence import (
-    LENGTH,
     MEASURED,
     RoundDraft,
     RoundKey,
@@ -20,7 +19,6 @@ from replay.analysis.diagnosis.limits import limits
 from replay.analysis.diagnosis.scored import AS_GOOD, Scored, rank
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge, without_name
 from replay.analysis.followed import agreement
-from replay.analysis.summary import VariantSummary
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
 from replay.diagnosis.hypotheses import Hypothesis, nothing_wrong, rewired, singles
@@ -65,13 +63,9 @@ def conclude(
     """The verdict on everything that was tried, ``final`` of it on more rounds, and what to do about it.
 
     ``gains`` are the best of so many variants that were ``compared``.
-
-    Raises TraceError where the trace is too small to hold one accept length against it.
     """
     mended = _mended(case)
     summary, rounds = own_walks(case, [nothing_wrong(case)])[HEALTHY_NAME]
-    if case.observation.kind == LENGTH:
-        _check_width(summary)
     scores = _scores(tried, final)
     if mended:
         length = 1 + sum(draft.accepted for draft in mended.values()) / len(mended)
@@ -180,8 +174,12 @@ def _worth_a_walk(case: Case, tried: Sequence[Trial], found: Diagnosis) -> list[
     return items + [rewired(case, parse_wiring(gain.value), gain.log_prior) for gain in left]
 
 
-def _check_width(summary: VariantSummary) -> None:
-    """Refuse to hold one number against a replay that leaves its own open. Raises TraceError."""
+def check_width(case: Case) -> None:
+    """Refuse to hold one number against a trace whose healthy replay leaves its own open. Raises TraceError.
+
+    One replay tells, before the many that a search takes.
+    """
+    summary, _ = own_walks(case, [nothing_wrong(case)])[HEALTHY_NAME]
     low, high = summary.accept_length_ci95
     if not high - low <= 2 * _WIDEST * summary.accept_length:
         raise TraceError(

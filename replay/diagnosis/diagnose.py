@@ -4,11 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM
+from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain
 from replay.analysis.ladder.ladder import Ladder
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.diagnosis.advice import conclude
+from replay.diagnosis.advice import check_width, conclude
 from replay.diagnosis.case import Case
 from replay.diagnosis.feed import read_feeding
 from replay.diagnosis.gains import gains_at_anchors, gains_of_walks
@@ -48,6 +48,8 @@ def diagnose_server(
     UsageError where the two differ in steps, and whatever ``simulate`` raises.
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
+    if case.observation.kind == LENGTH:
+        check_width(case)
     reference = measure(case) if case.observation.kind == DRAFTED else None
     if case.observation.kind == HISTOGRAM:
         case = replace(case, observation=replace(case.observation, discordant=measure_discordance(case)))

@@ -7,13 +7,14 @@ from replay.engines.precision import Format, Precision, fused_name
 from replay.engines.wiring import Wiring, check_wiring
 from replay.errors import CheckpointError, UsageError
 from replay.traces.reader import Trace
+from replay.traces.taps import EMBED
 from replay.verify.rules import Rule
 
 
 def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
     """Refuse a head or wiring that does not fit the trace, from names and sizes alone.
 
-    Raises WiringError or CheckpointError.
+    Raises WiringError, CheckpointError, or TraceError where the embedding cannot be looked up.
     """
     target = trace.header.target
     config = checkpoint.config
@@ -27,6 +28,8 @@ def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
             f"draft head {checkpoint.name} embeds {config.vocab_size} tokens, the trace's target {target.name} has "
             f"{target.vocab_size}; give a head that was made for this target"
         )
+    if EMBED in wiring.taps and EMBED not in trace.taps and trace.header.embed == "lookup":
+        trace.embed_weight()  # raises what keeps it from being looked up
     check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=config.features_width)
 
 

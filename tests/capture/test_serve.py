@@ -106,7 +106,7 @@ def test_other_version_is_refused_with_both(tmp_path: Path, monkeypatch: pytest.
 
 def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rec").touch()
-    with pytest.raises(OutputError, match="another folder"):
+    with pytest.raises(OutputError, match="is a file, a trace is a folder"):
         open_folder(prepare(options(tmp_path), {}))
 
 
