@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats
+from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.counts import (
     ACCEPTED,
     ROUNDS,
@@ -17,6 +17,7 @@ from replay.analysis.counts import (
     per_request,
     stacked_sums,
 )
+from replay.analysis.p_values import paired_p_value
 from replay.traces.rounds import Rounds
 
 
@@ -24,8 +25,7 @@ from replay.traces.rounds import Rounds
 class Gap:
     """How far a variant's accept length lies from another's, both resampled with the same requests.
 
-    ``p_value``: twice the smaller share of resamples on one side of 0, each counted with one more resample (Davison and
-    Hinkley, Bootstrap Methods and their Application, 1997, section 4.4); nan without an interval.
+    ``p_value``: two-sided, Student's t over requests (``p_values.py``); nan without an interval.
     """
 
     variant: str
@@ -81,11 +81,5 @@ def paired_gaps(
         for i, name in enumerate(names, start=1):
             samples = lengths(sums[i]) - lengths(sums[0])
             interval = length_interval(samples, played)
-            p_value = math.nan if math.isnan(interval[0]) else _two_sided(samples)
-            found[name] = Gap(name, float(totals[i] - totals[0]), interval, p_value)
+            found[name] = Gap(name, float(totals[i] - totals[0]), interval, paired_p_value(kept[i], kept[0]))
     return found
-
-
-def _two_sided(samples: Floats) -> float:
-    below, above = int((samples <= 0).sum()), int((samples >= 0).sum())
-    return min(1.0, 2 * (1 + min(below, above)) / (1 + len(samples)))

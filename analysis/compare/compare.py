@@ -6,7 +6,7 @@ both that start with the same tokens, where nothing differs but the draft.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +17,11 @@ from replay.analysis.compare.pairing import PairedRounds
 from replay.analysis.counts import ACCEPTED, CUT, DRAFTED, ROUNDS, Counts, Mask, per_request, ratio
 from replay.analysis.gaps import Gap, paired_gaps
 from replay.analysis.json_document import JsonObject, object_json
+from replay.analysis.p_values import LEVEL, holm
 from replay.traces.rounds import RequestInfo, VariantInfo
 
 # Near enough for a reader who asks whether a change costs anything that matters.
 WITHIN = 0.01
-LEVEL = 0.05
 MOST_REQUESTS = 10
 
 
@@ -65,8 +65,8 @@ class RequestGap:
 class Pair:
     """B against A over the ``requests`` that have rounds under both; ``without_rounds`` others have none under one.
 
-    ``verdict``: ``better`` or ``worse`` where the interval of the difference excludes 0 and, among several pairs, the p
-    value adjusted after Holm is at most 0.05; ``equal`` where no resample tells the two apart; else ``cannot tell``.
+    ``verdict``: ``better`` or ``worse`` where the interval of the difference excludes 0 and the p value, adjusted after
+    Holm for the number of pairs, is at most 0.05; ``equal`` where no resample tells them apart; else ``cannot tell``.
     ``within_1_percent``: the whole interval lies within 1 % of the smaller accept length; None without an interval.
     ``most_different`` are the requests whose numbers of rounds differ most.
     """
@@ -115,22 +115,9 @@ def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DE
     return Comparison(len(joined.rounds.requests), joined.only_a, joined.only_b, pairs, seed, resamples)
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """P values adjusted for their number, nan left out (Holm, Scandinavian Journal of Statistics 6, 1979, page 65)."""
-    known = sorted((p, name) for name, p in p_values.items() if not math.isnan(p))
-    adjusted = dict.fromkeys(p_values, math.nan)
-    largest = 0.0
-    for place, (p, name) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - place) * p))
-        adjusted[name] = largest
-    return adjusted
-
-
-def verdict(gap: Gap, p_holm: float, *, several: bool) -> str:
+def verdict(gap: Gap, p_holm: float) -> str:
     """The rule that ``Pair`` states."""
-    if several and gap.verdict != "equal" and not p_holm <= LEVEL:
-        return "cannot tell"
-    return gap.verdict
+    return gap.verdict if gap.verdict == "equal" or p_holm <= LEVEL else "cannot tell"
 
 
 def within(gap: Gap, length_a: float, length_b: float) -> bool | None:
@@ -165,7 +152,7 @@ def _pair(
         ci95=gap.ci95,
         p_value=gap.p_value,
         p_holm=p_holm,
-        verdict=verdict(gap, p_holm, several=len(joined.others) > 1),
+        verdict=verdict(gap, p_holm),
         within_1_percent=within(gap, side_a.accept_length, side_b.accept_length),
         anchors=common_anchors(joined.rounds, joined.a, b, seed=seed, resamples=resamples),
         categories=_categories(joined, b, counts_a, counts_b, both, seed=seed, resamples=resamples),

@@ -1,7 +1,7 @@
 """A comparison → what a person reads: answer line, tables, doubts, provenance. Nothing is computed here."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -9,8 +9,9 @@ from rich.text import Text
 from replay.analysis import wording
 from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.compare.common_anchors import CommonDrafts
-from replay.analysis.compare.compare import LEVEL, Comparison, Pair
+from replay.analysis.compare.compare import CategoryGap, Comparison, Pair
 from replay.analysis.compare.pairing import PairedRounds
+from replay.analysis.p_values import LEVEL
 from replay.analysis.tables import Fitted, bullet, column, heading, pairs
 
 # Common rounds below this share of all are told apart from what a server shows.
@@ -24,9 +25,10 @@ _WORDS = {
 }
 _RULE = (
     "difference: accept length of B minus that of A over the same requests; better or worse where its 95 % interval "
-    "excludes 0, equal where no resample tells the two apart, within 1 % where the whole interval lies so near 0"
+    "excludes 0 and p is at most 0.05, equal where no resample tells the two apart, within 1 % where the whole "
+    "interval lies so near 0"
 )
-_HOLM = ", with Holm's adjustment of the p values for {count} comparisons"
+_HOLM = "; Holm p: adjusted for {count} comparisons"
 
 
 def render_comparison(comparison: Comparison, joined: PairedRounds) -> RenderableType:
@@ -84,11 +86,47 @@ def _doubts(comparison: Comparison) -> Iterator[str]:
             f"The walks rarely meet: {wording.counted(pair.anchors.rounds, 'round')} of {' and '.join(_sides(pair))} "
             f"start at the same anchor, less than {wording.percent(FEW_COMMON, 0)} of one's."
         )
-    if len(comparison.pairs) == 1 and (count := len(comparison.pairs[0].categories)) > 1:
-        chance = wording.decimal(count * LEVEL, 1)
-        yield f"Of {count} intervals of categories {chance} exclude 0 by chance even where nothing differs."
+    yield from _resolution_doubts(comparison.pairs, fewest)
+    if len(comparison.pairs) == 1:
+        yield from _category_doubts(comparison.pairs[0].categories)
     if any(pair.anchors.drafts is None for pair in comparison.pairs):
         yield "Trees are compared by how many tokens were accepted only, not token by token."
+
+
+def _resolution_doubts(found: Sequence[Pair], fewest: int) -> Iterator[str]:
+    """Where the number of requests or of comparisons, not the difference, decides that nothing is told apart."""
+    needed = 1 + math.ceil(math.log2(len(found) / LEVEL)) if found else 0
+    if fewest < needed:
+        yield (
+            f"{wording.counted(fewest, 'request')} cannot call any difference better or worse among "
+            f"{wording.counted(len(found), 'comparison')}, however large it is: capture at least {needed}."
+        )
+        return
+    unsure = sum(pair.verdict == "cannot tell" and (pair.ci95[0] > 0 or pair.ci95[1] < 0) for pair in found)
+    if unsure:
+        exclude = "interval excludes" if unsure == 1 else "intervals exclude"
+        yield (
+            f"{wording.count(unsure)} {exclude} 0 where the p value does not suffice for "
+            f"{wording.counted(len(found), 'comparison')}: capture more requests, or compare fewer variants."
+        )
+
+
+def _category_doubts(rows: Sequence[CategoryGap]) -> Iterator[str]:
+    """By the number of requests that an interval is made of: one from a few says less than its 95 %."""
+    shown = [row for row in rows if not math.isnan(row.ci95[0])]
+    few = [row for row in shown if row.requests < FEW_REQUESTS]
+    count = len(shown) - len(few)
+    if count > 1:
+        chance = wording.decimal(count * LEVEL, 1)
+        of = f"categories of {FEW_REQUESTS} requests and more" if few else "categories"
+        yield f"Of {count} intervals of {of} {chance} exclude 0 by chance even where nothing differs."
+    if few:
+        least = min(few, key=lambda row: row.requests)
+        have = "category has" if len(few) == 1 else "categories have"
+        yield (
+            f"{len(few)} {have} fewer than {FEW_REQUESTS} requests ({least.category or 'without a name'} has "
+            f"{least.requests}), and such intervals exclude 0 far more often than 5 times in 100 where nothing differs."
+        )
 
 
 def _sides(pair: Pair) -> tuple[str, str]:
@@ -233,3 +271,4 @@ def _provenance(comparison: Comparison, joined: PairedRounds) -> Iterator[tuple[
         "intervals",
         f"paired bootstrap over requests, {wording.count(comparison.resamples)} resamples, seed {comparison.seed}",
     )
+    yield "p values", "Student's t over requests"
