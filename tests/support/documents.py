@@ -132,11 +132,13 @@ def compare_documents(folder: Path) -> list[Document]:
 def plan_documents(folder: Path) -> list[Document]:
     """Of timings that suffice, of some that leave the answer open, and of a tree whose accept length nobody said."""
     length = ("--length", "steps=3,accept=2.5")
+    served, made = make_served(folder / "served", make_checkpoint()), write_head(folder / "made", HEAD)
     return [
         run("plan", "--time", "ms=20,context=100", "--time", "steps=3,accept=2,ms=30,context=100"),
         run("plan", "--time", "ms=20", "--time", "batch=8,ms=22", *length, "--batch", "4"),
         run("plan", "--cost", "pass=20", *length, "--time", "steps=2,topk=2,draft_tokens=6,ms=30"),
         run("plan", "--time", "ms=10", "--time", "steps=3,accept=2,ms=20.1", "--steps", "1,2"),
+        run("plan", served.path, "--draft", made, "--wiring", WIRING, "--cost", "pass=20,draft=1", "--steps", "1,3"),
     ]
 
 
