@@ -2,7 +2,8 @@
 
 Every difference is B minus A. Served walks diverge after the first round in which they accept unequally and may meet
 again, so two tables are made: of all rounds, as a server would show them, and of the common anchors, the rounds of
-both that start with the same tokens, where nothing differs but the draft.
+both that start with the same tokens, where nothing differs but the draft. In two recordings of the same prompts the
+target differs there too, in the rows that the head is fed and in what it accepts.
 """
 
 import math
@@ -14,6 +15,7 @@ import numpy as np
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.compare.common_anchors import CommonAnchors, common_anchors
 from replay.analysis.compare.pairing import PairedRounds
+from replay.analysis.compare.texts import TextAgreement, agree
 from replay.analysis.counts import ACCEPTED, CUT, DRAFTED, ROUNDS, Counts, Mask, per_request, ratio
 from replay.analysis.gaps import Gap, paired_gaps
 from replay.analysis.json_document import JsonObject, object_json
@@ -88,7 +90,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Every pair that was compared. ``only_a`` and ``only_b`` name requests that are in one file only."""
+    """Every pair that was compared. ``only_a`` and ``only_b`` name requests that are in one file only.
+
+    ``texts``: how far two recordings of the same prompts agree; None where the rounds are of one trace.
+    """
 
     requests: int
     only_a: tuple[str, ...]
@@ -96,6 +101,7 @@ class Comparison:
     pairs: tuple[Pair, ...]
     seed: int
     resamples: int
+    texts: TextAgreement | None = None
 
     def to_json(self) -> JsonObject:
         """The body of ``replay compare --json``."""
@@ -112,7 +118,10 @@ def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DE
         _pair(joined, b, against, counts[b.name], gaps[b.name], adjusted[b.name], seed=seed, resamples=resamples)
         for b in joined.others
     )
-    return Comparison(len(joined.rounds.requests), joined.only_a, joined.only_b, pairs, seed, resamples)
+    texts = None
+    if joined.texts is not None and joined.shared is not None:
+        texts = agree(joined.texts, joined.shared, against, counts[joined.others[0].name])
+    return Comparison(len(joined.rounds.requests), joined.only_a, joined.only_b, pairs, seed, resamples, texts)
 
 
 def verdict(gap: Gap, p_holm: float) -> str:
@@ -154,7 +163,7 @@ def _pair(
         p_holm=p_holm,
         verdict=verdict(gap, p_holm),
         within_1_percent=within(gap, side_a.accept_length, side_b.accept_length),
-        anchors=common_anchors(joined.rounds, joined.a, b, seed=seed, resamples=resamples),
+        anchors=common_anchors(joined.rounds, joined.a, b, shared=joined.shared, seed=seed, resamples=resamples),
         categories=_categories(joined, b, counts_a, counts_b, both, seed=seed, resamples=resamples),
         most_different=_most_different(joined.rounds.requests, counts_a, counts_b, both),
     )

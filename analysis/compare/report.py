@@ -9,8 +9,9 @@ from rich.text import Text
 from replay.analysis import wording
 from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.compare.common_anchors import CommonDrafts
-from replay.analysis.compare.compare import CategoryGap, Comparison, Pair
+from replay.analysis.compare.compare import MOST_REQUESTS, CategoryGap, Comparison, Pair
 from replay.analysis.compare.pairing import PairedRounds
+from replay.analysis.compare.texts import TextAgreement
 from replay.analysis.p_values import LEVEL
 from replay.analysis.tables import Fitted, bullet, column, heading, pairs
 
@@ -38,6 +39,9 @@ def render_comparison(comparison: Comparison, joined: PairedRounds) -> Renderabl
     parts += [Text(), Text(rule, style="dim")]
     if len(comparison.pairs) == 1:
         parts += _details(comparison.pairs[0])
+    if comparison.texts is not None:
+        parts += [Text(), heading("Text by text"), Text(_text_sentence(comparison.texts)), Text()]
+        parts.append(_texts(comparison.texts))
     parts += [Text(), heading("Doubts")]
     parts += [bullet(doubt) for doubt in doubts(comparison)] or [Text("  none of the checks raised one")]
     return Group(*parts, Text(), heading("Provenance"), pairs(list(_provenance(comparison, joined))))
@@ -255,10 +259,34 @@ def _requests(pair: Pair) -> Fitted:
     return Fitted((names,), (tuple(columns),), tuple(row.request_id for row in rows))
 
 
+def _text_sentence(texts: TextAgreement) -> str:
+    return (
+        f"Two recordings of {wording.counted(texts.requests, 'prompt')}; {wording.count(texts.equal)} of their texts "
+        f"do not part before one ends. {wording.counted(texts.common_tokens, 'output token')} stand before the texts "
+        f"part, of {wording.count(texts.output_tokens_a)} of A and {wording.count(texts.output_tokens_b)} of B; only "
+        "rounds there start at the same anchor."
+    )
+
+
+def _texts(texts: TextAgreement) -> Fitted:
+    """The first to part first."""
+    rows = sorted(texts.each, key=lambda one: one.common_tokens)[:MOST_REQUESTS]
+    names = column("request", [row.request_id for row in rows], left=True)
+    columns = [
+        column("same\ntokens", [wording.count(row.common_tokens) for row in rows]),
+        column("tokens\nof A", [wording.count(row.output_tokens_a) for row in rows]),
+        column("tokens\nof B", [wording.count(row.output_tokens_b) for row in rows]),
+        column("accept\nlength A", [wording.decimal(row.accept_length_a) for row in rows]),
+        column("accept\nlength B", [wording.decimal(row.accept_length_b) for row in rows]),
+    ]
+    return Fitted((names,), (tuple(columns),), tuple(row.request_id for row in rows))
+
+
 def _provenance(comparison: Comparison, joined: PairedRounds) -> Iterator[tuple[str, str]]:
-    trace = joined.rounds.trace
-    told = [trace.get(key) for key in ("path", "target", "engine", "engine_version")]
-    yield "trace", " · ".join(str(item) for item in told if item)
+    traces = joined.traces if joined.texts is not None else (joined.rounds.trace,)
+    for letter, trace in zip("AB", traces, strict=False):
+        told = [trace.get(key) for key in ("path", "target", "engine", "engine_version")]
+        yield f"trace of {letter}" if len(traces) > 1 else "trace", " · ".join(str(item) for item in told if item)
     for variant in joined.rounds.variants:
         facts = [variant.draft, ",".join(variant.wiring), wording.counted(variant.steps, "step"), variant.precision]
         facts += [variant.numerics, f"kv {variant.kv}", *(f"fault {fault}" for fault in variant.faults)]

@@ -126,7 +126,10 @@ def compare_documents(folder: Path) -> list[Document]:
     mixed = written(trees(), folder / "trees.parquet")
     many = written(sweep(), folder / "sweep.parquet")
     empty = written(nothing(), folder / "nothing.parquet")
-    return [run("compare", mixed), run("compare", many), run("compare", empty, empty)]
+    counted, played = counted_trace(folder / "counted"), folder / "played.parquet"
+    run("simulate", counted, "--draft", write_head(folder / "draft", INVENTED), "-o", played)
+    recordings = run("compare", played, played, "--trace-a", counted, "--trace-b", counted)
+    return [run("compare", mixed), run("compare", many), run("compare", empty, empty), recordings]
 
 
 def plan_documents(folder: Path) -> list[Document]:
