@@ -32,7 +32,12 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     help="Taps fed to the head, e.g. embed,3,31; repeat to compare.  "
     "[default: what the head states, as the engine reads it]",
 )
-@_repeated("--steps", type=int, metavar="K", help="Drafted tokens per round; repeat to compare.  [default: 5]")
+@_repeated(
+    "--steps",
+    type=int,
+    metavar="K",
+    help="Drafted tokens per round; repeat to compare.  [default: 5; of a DFlash head its whole block]",
+)
 @_repeated("--topk", type=int, metavar="N", help="Branches per step: 1, a chain; more, a tree.  [default: 1]")
 @_repeated(
     "--num-draft-tokens",
@@ -111,31 +116,35 @@ def simulate(
     from replay.engines.precision import with_kv
     from replay.engines.wiring import parse_wiring
     from replay.faults.table import parse_faults
-    from replay.simulator.variant import sweep
+    from replay.simulator.variant import default_steps, sweep
     from replay.traces.reader import Trace
     from replay.traces.rounds import write_rounds
 
     if not drafts:
-        raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
+        raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 or DFlash head")
     if output is not None:
         refuse_existing(output, force)
     opened = Trace.open(trace)
     _check_temperature(temperature, opened.header.capture.temperature)
     layers = opened.header.target.layers
     checkpoints = {name: read_draft(path) for name, path in _name_drafts(drafts).items()}
-    variants = sweep(
-        draft=list(checkpoints),
-        wiring=[parse_wiring(text, layers=layers) for text in wirings] or [None],
-        steps=list(steps or (5,)),
-        topk=list(topk or (1,)),
-        num_draft_tokens=list(num_draft_tokens) or [None],
-        precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
-        numerics=list(numerics) or [None],
-        kv=list(kvs) or [None],
-        verify=list(rules),
-        engine=[engine],
-        faults=[parse_faults(text) for text in faults] or [()],
-    )
+    variants = [
+        variant
+        for name, checkpoint in checkpoints.items()
+        for variant in sweep(
+            draft=[name],
+            wiring=[parse_wiring(text, layers=layers) for text in wirings] or [None],
+            steps=list(steps or (default_steps(checkpoint),)),
+            topk=list(topk or (1,)),
+            num_draft_tokens=list(num_draft_tokens) or [None],
+            precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
+            numerics=list(numerics) or [None],
+            kv=list(kvs) or [None],
+            verify=list(rules),
+            engine=[engine],
+            faults=[parse_faults(text) for text in faults] or [()],
+        )
+    ]
     _note_chains(num_draft_tokens, {variant.steps for variant in variants if variant.topk == 1})
     ranked = None
     if rank_precision is not None:

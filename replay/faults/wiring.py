@@ -9,6 +9,7 @@ from replay.traces.taps import tap_index, tap_name
 
 _NORMS = ("input_norm", "fc_norm", "hidden_norm", "input_layernorm", "post_attention_layernorm", "norm")
 _LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+_BLOCK_NORMS = ("q_norm", "k_norm")
 
 
 # ---- wiring ----
@@ -72,13 +73,14 @@ def norm(value: str) -> Change:
         def change(subject: Subject) -> Subject:
             has = {"input_norm": subject.config.norm_before_fc, "fc_norm": subject.config.fc_norm}
             has |= dict.fromkeys(_LATENT_NORMS, subject.config.latent is not None)
+            has |= dict.fromkeys(_BLOCK_NORMS, subject.config.block is not None)
             if not has.get(name, True):
                 raise CheckpointError(f"draft head {subject.checkpoint.name} has no {name} to leave out; type another")
             return subject.with_behaviour(skip_norms=(*subject.behaviour.skip_norms, name))
 
         return change
 
-    changes: dict[str, Change] = {f"skip:{name}": skip(name) for name in (*_NORMS, *_LATENT_NORMS)}
+    changes: dict[str, Change] = {f"skip:{name}": skip(name) for name in (*_NORMS, *_LATENT_NORMS, *_BLOCK_NORMS)}
     return choice("wiring.norm", value, {"residual": behave(residual_normed=True), **changes})
 
 

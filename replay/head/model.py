@@ -1,11 +1,11 @@
-"""The EAGLE-3 draft head: one readable forward, in a server's rounding order.
+"""The draft head: one readable forward, in a server's rounding order.
 
 Shape suffixes: R rows (token positions, of one or many requests), E head width, D target width, K taps,
 N attention heads, M key-value heads, H features per attention head, F MLP width, W draft vocabulary, V target
 vocabulary. A row pairs the embedding of the next token with the features of this position.
 
 Sources: arXiv 2503.01840; SafeAILab/EAGLE ``eagle/model/cnets.py``; sglang 0.5.23 ``models/llama_eagle3.py`` and
-``models/kimi_k25_eagle3.py``. What differs by family lies in grouped.py and latent.py.
+``models/kimi_k25_eagle3.py``. What differs by family lies in grouped.py, latent.py and block.py.
 Everything is differentiable, so training can use the same forward.
 """
 
@@ -23,6 +23,8 @@ from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import PLAIN, Precision
 from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile
 from replay.errors import CheckpointError
+from replay.head.attention import KeyValues
+from replay.head.block import BlockAttention
 from replay.head.emulation import Emulation, RoundedProducts
 from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
 from replay.head.latent import LatentAttention, LatentWeights
@@ -90,11 +92,13 @@ class Head:
         self._embed_VE = self._choose_embedding(checkpoint, target.embed_VE, profile)
         self.target_ids_W = self._target_ids(checkpoint)
         self._lm_head_WE = self._choose_lm_head(target.embed_VE if target.lm_head_VE is None else target.lm_head_VE)
-        self._use_attention_bias = self.config.attention_bias and profile.attention_bias
-        if self.config.attention_bias and not profile.attention_bias:
+        # SGLang builds a DFlash head with all biases (models/dflash.py), whatever it does of an EAGLE-3 head.
+        reads_bias = profile.attention_bias or self.config.block is not None
+        self._use_attention_bias = self.config.attention_bias and reads_bias
+        if self.config.attention_bias and not reads_bias:
             self.notes.append(f"{profile.name} builds q, k and v without the bias that this head has")
         self._gate_up = [self._stacked(f"layers.{layer}.mlp.", "gate_up") for layer in range(self.config.num_layers)]
-        self._attention: GroupedAttention | LatentAttention = self._build_attention()
+        self._attention: GroupedAttention | LatentAttention | BlockAttention = self._build_attention()
         self._set_run()
 
     @property
@@ -172,7 +176,7 @@ class Head:
             )
         return ids_W.to(self.device)
 
-    def _build_attention(self) -> GroupedAttention | LatentAttention:
+    def _build_attention(self) -> GroupedAttention | LatentAttention | BlockAttention:
         emulation, config = self.emulation, self.config
         if config.latent is not None:
             weights, absorbed = LatentWeights.of(self._weights), self.numerics.latent_absorbed
@@ -182,7 +186,8 @@ class Head:
         prefixes = [f"layers.{layer}.self_attn." for layer in range(config.num_layers)]
         biases = [self._stacked(prefix, "q_k_v", "bias") if self._use_attention_bias else None for prefix in prefixes]
         stacked = [self._stacked(prefix, "q_k_v") for prefix in prefixes]
-        return GroupedAttention(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
+        family = GroupedAttention if config.block is None else BlockAttention
+        return family(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
 
     def _stacked(self, prefix: str, parts: str, kind: str = "weight") -> Tensor:
         """Projections of one block, joined as servers run them."""
@@ -204,7 +209,14 @@ class Head:
         if self.config.fc_norm:
             chunks = x.chunk(self.config.num_taps, dim=-1)
             x = torch.cat([self._norm(chunk, f"fc_norm.{tap}") for tap, chunk in enumerate(chunks)], dim=-1)
-        return self._linear(x, "fc", sizes)
+        fused_RE = self._linear(x, "fc", sizes)
+        return fused_RE if self.config.block is None else self._norm(fused_RE, "hidden_norm")
+
+    def context(self, fused_RE: Tensor, positions_R: Tensor) -> list[KeyValues]:
+        """Of a head that drafts blocks: keys and values [R, M, H] of context rows, layer by layer."""
+        attention, rotation = self._attention, self._rotation(positions_R)
+        assert isinstance(attention, BlockAttention)
+        return [attention.context(layer, fused_RE, rotation, self._norm) for layer in range(self.config.num_layers)]
 
     def embed(self, ids_R: Tensor) -> Tensor:
         """Embeddings [R, E] of target token ids."""
@@ -251,6 +263,10 @@ class Head:
     def _enter_layer(self, layer: int, embeds: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """What a layer's attention takes in, and the stream that its outcome is added to."""
         behaviour, prefix = self.behaviour, f"layers.{layer}."
+        if self.config.block is not None:
+            if layer == 0:  # the stream is the embedding alone
+                return self._norm(hidden, f"{prefix}input_layernorm"), hidden
+            return self._add_norm(hidden, residual, f"{prefix}input_layernorm")
         if layer == 0:
             normed = self._norm(hidden, f"{prefix}hidden_norm")
             halves = [self._norm(embeds, f"{prefix}input_layernorm"), normed]
