@@ -68,6 +68,7 @@ class DraftFacts:
     switches: tuple[str, ...]
     dtype: str | None
     layer_ids: tuple[int, ...] | None
+    block: str | None
     notes: tuple[str, ...]
 
 
@@ -190,6 +191,17 @@ def _attention_words(config: HeadConfig) -> str:
     return f"{config.num_heads} heads on a latent of {latent.kv_rank} features and a rope key of {latent.rope}"
 
 
+def _block_words(config: HeadConfig) -> str | None:
+    """What a head drafts at once; None of one that drafts token by token."""
+    if config.block is None:
+        return None
+    causal = sum(config.block.causal)
+    seen = "each row sees the whole block" if not causal else f"{causal} of {config.num_layers} layers are causal"
+    windows = sorted({str(window) for window in config.block.windows if window is not None})
+    cut = f", windows of {', '.join(windows)}" if windows else ""
+    return f"{config.block.size} tokens, masks are token {config.block.mask_token}, {seen}{cut}"
+
+
 def draft_facts(path: Path) -> DraftFacts:
     """Load a head strictly and count it. Raises CheckpointError."""
     from replay.checkpoint.checkpoint import read_checkpoint
@@ -219,5 +231,6 @@ def draft_facts(path: Path) -> DraftFacts:
         switches=tuple(flag for flag in flags if getattr(config, flag)),
         dtype=config.dtype,
         layer_ids=config.layer_ids,
+        block=_block_words(config),
         notes=checkpoint.notes,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from replay.checkpoint.config import HeadConfig, parse_config
 from replay.checkpoint.config_file import CONFIG, read_config
+from replay.checkpoint.dflash import check_folder
 from replay.checkpoint.files import read_shapes, read_tensors
 from replay.checkpoint.tensor_table import expected_tensors, optional_tensors, spell
 from replay.errors import CheckpointError, UsageError
@@ -38,6 +39,8 @@ class Checkpoint:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a draft head's folder. Raises CheckpointError naming the field or tensor."""
     config, name = parse_config(read_config(path), name=str(path / CONFIG)), path.name or str(path)
+    if config.block is not None:
+        check_folder(path)
     if (shapes := read_shapes(path)) is not None:  # before anything is loaded: files may be as large as they like
         _check_table(name, config, _rename(name, shapes, latent=config.latent is not None))
     return check_checkpoint(name, config, read_tensors(path))

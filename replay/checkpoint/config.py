@@ -6,14 +6,16 @@ from typing import Any
 
 from replay.checkpoint import modelopt, speculators
 from replay.checkpoint.config_file import Settings
+from replay.checkpoint.dflash import Block, read_block, read_layer_ids
 from replay.checkpoint.latent import Latent, read_latent, read_latent_taps
 from replay.checkpoint.rope import Rope, read_latent_rope, read_rope
 from replay.errors import CheckpointError
 from replay.traces.fields import show
 
 LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
+BLOCK_ARCHITECTURE = "DFlashDraftModel"
 ARCHITECTURES = (
-    "LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE,
+    "LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE, BLOCK_ARCHITECTURE,
     *speculators.ARCHITECTURES,
 )  # fmt: skip
 # More layers or taps than any head has: a config that asks for millions must not make us count to it.
@@ -55,6 +57,7 @@ class HeadConfig:
     window: int | None = None  # rows that a row sees, itself included
     vllms: bool = False  # vLLM alone loads it: its ids are R indices, its embedding and biases are read
     latent: Latent | None = None  # sizes of a head whose draft KV is a latent and a rope key, which has no q, k, v
+    block: Block | None = None  # of a head that drafts a block of mask tokens in one pass
 
     @property
     def fc_inputs(self) -> int:
@@ -78,7 +81,7 @@ class HeadConfig:
         ``Model.forward``) compare the widths as they run. Config and wiring tell it beforehand: a wiring whose features
         are not ``features_width`` wide is refused (simulator/fit.py).
         """
-        return self.features_width == self.hidden_size
+        return self.block is None and self.features_width == self.hidden_size
 
     @property
     def rotary_dim(self) -> int:
@@ -94,8 +97,8 @@ class HeadConfig:
 def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadConfig:
     """Read a draft config as SGLang 0.5.23 does, defaults of its class included.
 
-    models/llama_eagle3.py and LlamaConfig, or models/kimi_k25_eagle3.py for a latent head. A config of another dialect
-    is read as its own program does (speculators.py).
+    models/llama_eagle3.py and LlamaConfig, models/kimi_k25_eagle3.py for a latent head, models/dflash.py for DFlash. A
+    config of another dialect is read as its own program does (speculators.py).
 
     Raises CheckpointError for another architecture, a wrong type, or what replay does not compute.
     """
@@ -107,8 +110,8 @@ def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadCo
 
 def _parse_plain(config: Settings) -> HeadConfig:
     """A config whose fields are at the top level."""
-    name = config.where
-    latent = _check_kind(config) == LATENT_ARCHITECTURE
+    name, kind = config.where, _check_kind(config)
+    latent = kind == LATENT_ARCHITECTURE
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     vocab_size = config.size("vocab_size")
     tied = bool(config.flag("tie_word_embeddings"))
@@ -144,6 +147,8 @@ def _parse_plain(config: Settings) -> HeadConfig:
     found = replace(found, **modelopt.read_switches(eagle))
     if latent:
         found = _as_latent(config, found)
+    elif kind == BLOCK_ARCHITECTURE:
+        found = _as_block(config, found)
     _check_attention(name, found)
     return found
 
@@ -167,13 +172,39 @@ def _as_latent(config: Settings, found: HeadConfig) -> HeadConfig:
     )
 
 
+def _as_block(config: Settings, found: HeadConfig) -> HeadConfig:
+    """The fields of a DFlash head, which borrows the target's embedding and lm_head (SGLang 0.5.23 models/dflash.py).
+
+    Sizes that Transformers' Qwen3Config would fill in with its own have to be stated.
+    """
+    ids = read_layer_ids(config)
+    return replace(
+        found,
+        target_hidden_size=found.hidden_size,
+        num_taps=len(ids),
+        num_kv_heads=config.size("num_key_value_heads"),
+        head_dim=config.size("head_dim"),
+        num_layers=config.size("num_hidden_layers", most=_MOST),
+        lm_head="target",
+        max_position_embeddings=config.size("max_position_embeddings", 32768),
+        attention_bias=bool(config.flag("attention_bias")),
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        use_aux_hidden_state=True,
+        layer_ids=ids,
+        family="dflash",
+        block=read_block(config),
+    )
+
+
 def _check_kind(config: Settings) -> str:
     """The architecture. Raises CheckpointError for one that replay does not know."""
     architectures = config.values.get("architectures") or [ARCHITECTURES[0]]
     if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
         raise CheckpointError(
-            f"{config.where}: architecture {show(architectures)}, replay reads EAGLE-3 heads of the kinds "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{config.where}: architecture {show(architectures)}, replay reads EAGLE-3 heads and DFlash's, of the "
+            f"kinds {', '.join(ARCHITECTURES)}"
         )
     if config.values.get("hidden_act", "silu") != "silu":
         raise CheckpointError(

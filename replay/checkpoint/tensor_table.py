@@ -35,6 +35,8 @@ def spell(name: str, *, latent: bool = False) -> str:
 
 def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor that a head of this config must have."""
+    if config.block is not None:
+        return _block_tensors(config)
     E, F = config.hidden_size, config.intermediate_size
     table: dict[str, tuple[int, ...]] = {"fc.weight": (E, config.fc_inputs)}
     if config.last_norm:
@@ -86,6 +88,23 @@ def _grouped_projections(config: HeadConfig, inputs: int) -> dict[str, tuple[int
     }
 
 
+def _block_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Of a DFlash head: embedding and lm_head are the target's (dflash 0.1.0, SGLang 0.5.23 models/dflash.py)."""
+    E, F, H = config.hidden_size, config.intermediate_size, config.head_dim
+    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, config.fc_inputs), "hidden_norm.weight": (E,)}
+    table["norm.weight"] = (E,)
+    projections = _grouped_projections(config, E)
+    for layer in range(config.num_layers):
+        prefix = f"layers.{layer}."
+        table |= {f"{prefix}{norm}.weight": (E,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        table |= {f"{prefix}self_attn.{norm}.weight": (H,) for norm in ("q_norm", "k_norm")}
+        matrices = projections | {"mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F)}
+        table |= {f"{prefix}{name}.weight": shape for name, shape in matrices.items()}
+        if config.attention_bias:
+            table |= {f"{prefix}{name}.bias": shape[:1] for name, shape in projections.items()}
+    return table
+
+
 def _latent_projections(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """SGLang 0.5.23 models/kimi_k25_eagle3.py; kv_b_proj has each head's key rows before its value rows."""
     assert config.latent is not None
@@ -105,6 +124,9 @@ def optional_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     ``embed_tokens`` is used by the ``eagle`` profile and replaced by the target's in ``sglang`` (SGLang 0.5.23
     speculative/eagle_worker_v2.py ``init_lm_head``); ``t2d`` is the training side's mask; ``inv_freq`` is derived.
     """
+    if config.block is not None:
+        return {f"layers.{layer}.self_attn.rotary_emb.inv_freq": (config.rotary_dim // 2,)
+                for layer in range(config.num_layers)}  # fmt: skip
     table = {
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "d2t": (config.draft_vocab_size,),

@@ -42,7 +42,12 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     "sglang@0.5.12:..., vllm:..., specforge:..., hf:...; or config, what the head states; repeat to compare.  "
     "[default: config, as the engine reads it]",
 )
-@_repeated("--steps", type=int, metavar="K", help="Drafted tokens per round; repeat to compare.  [default: 5]")
+@_repeated(
+    "--steps",
+    type=int,
+    metavar="K",
+    help="Drafted tokens per round; repeat to compare.  [default: 5; of a DFlash head its whole block]",
+)
 @_repeated("--topk", type=int, metavar="N", help="Branches per step: 1, a chain; more, a tree.  [default: 1]")
 @_repeated(
     "--num-draft-tokens",
@@ -127,12 +132,12 @@ def simulate(
     from replay.engines.precision import with_kv
     from replay.faults.table import parse_faults
     from replay.simulator.binding import check_one_target, distinct
-    from replay.simulator.variant import sweep
+    from replay.simulator.variant import default_steps, sweep
     from replay.traces.rounds import is_rounds_file, write_rounds
     from replay.traces.rounds_sets import pool_rounds
 
     if not drafts:
-        raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
+        raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 or DFlash head")
     if output is not None:
         refuse_existing(output, force, ours=is_rounds_file)
     _check_device(device)
@@ -143,19 +148,23 @@ def simulate(
     for one in every.values():
         _check_temperature(temperature, one.header.capture.temperature)
     checkpoints = {name: read_draft(path) for name, path in _name_folders(drafts).items()}
-    variants = sweep(
-        draft=list(checkpoints),
-        wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
-        steps=list(steps or (5,)),
-        topk=list(topk or (1,)),
-        num_draft_tokens=list(num_draft_tokens) or [None],
-        precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
-        numerics=list(numerics) or [None],
-        kv=list(kvs) or [None],
-        verify=list(rules),
-        engine=[engine],
-        faults=[parse_faults(text) for text in faults] or [()],
-    )
+    variants = [
+        variant
+        for name, checkpoint in checkpoints.items()
+        for variant in sweep(
+            draft=[name],
+            wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
+            steps=list(steps or (default_steps(checkpoint),)),
+            topk=list(topk or (1,)),
+            num_draft_tokens=list(num_draft_tokens) or [None],
+            precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
+            numerics=list(numerics) or [None],
+            kv=list(kvs) or [None],
+            verify=list(rules),
+            engine=[engine],
+            faults=[parse_faults(text) for text in faults] or [()],
+        )
+    ]
     if len(wirings) > 1:
         variants = distinct(variants, checkpoints, opened)
     _note_chains(num_draft_tokens, {variant.steps for variant in variants if variant.topk == 1})

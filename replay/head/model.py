@@ -4,7 +4,7 @@ Shape suffixes: R rows (token positions, of one or many requests), E head width,
 N attention heads, M key-value heads, H features per attention head, F MLP width, W draft vocabulary, V target
 vocabulary. A row pairs the embedding of the next token with the features of this position.
 
-What differs by family lies in files of its own (families.py), and so does attention (grouped.py, latent.py).
+What differs by family lies in files of its own (families.py), and so does attention (grouped.py, latent.py, block.py).
 Everything is differentiable, so training can use the same forward.
 """
 
@@ -22,6 +22,8 @@ from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import PLAIN, Precision
 from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile
 from replay.errors import CheckpointError
+from replay.head.attention import KeyValues
+from replay.head.block import BlockAttention
 from replay.head.emulation import Emulation, RoundedProducts
 from replay.head.families import FAMILIES
 from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
@@ -91,7 +93,9 @@ class Head:
         self._embed_VE = self._choose_embedding(checkpoint, target.embed_VE, profile)
         self.target_ids_W = self._target_ids(checkpoint)
         self._lm_head_WE = self._choose_lm_head(target.embed_VE if target.lm_head_VE is None else target.lm_head_VE)
-        self._biased = self.config.attention_bias and (profile.attention_bias or self.config.vllms)
+        # SGLang builds a DFlash head with all biases (models/dflash.py), whatever it does of an EAGLE-3 head.
+        reads_bias = profile.attention_bias or self.config.vllms or self.config.block is not None
+        self._biased = self.config.attention_bias and reads_bias
         if self.config.attention_bias and not self._biased:
             self.notes.append(f"{profile.name} builds q, k and v without the bias that this head has")
         self._family = FAMILIES[self.config.family]
@@ -105,7 +109,7 @@ class Head:
             stack_gate_up(self._weights),
             self._biased,
         )
-        self._attention: GroupedAttention | LatentAttention = self._build_attention()
+        self._attention: GroupedAttention | LatentAttention | BlockAttention = self._build_attention()
         self._set_run()
 
     @property
@@ -198,7 +202,7 @@ class Head:
             )
         return ids_W.to(self.device)
 
-    def _build_attention(self) -> GroupedAttention | LatentAttention:
+    def _build_attention(self) -> GroupedAttention | LatentAttention | BlockAttention:
         emulation, config = self.emulation, self.config
         if config.latent is not None:
             weights, absorbed = LatentWeights.of(self._weights), self.numerics.latent_absorbed
@@ -208,7 +212,8 @@ class Head:
         prefixes = [f"layers.{layer}.self_attn." for layer in range(config.num_layers)]
         biases = [stack(self._weights, prefix, "q_k_v", "bias") if self._biased else None for prefix in prefixes]
         stacked = [stack(self._weights, prefix, "q_k_v") for prefix in prefixes]
-        return GroupedAttention(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
+        kind = GroupedAttention if config.block is None else BlockAttention
+        return kind(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
 
     # ---- the forward, in the order of the paper ----
 
@@ -220,6 +225,12 @@ class Head:
         x = self.emulation.features(features_RKD.to(self.device))
         assert x.shape[-1] == self.config.features_width  # what does not fit was refused before (simulator/fit.py)
         return self._family.fuse(self._parts, x, sizes)
+
+    def context(self, fused_RE: Tensor, positions_R: Tensor) -> list[KeyValues]:
+        """Of a head that drafts blocks: keys and values [R, M, H] of context rows, layer by layer."""
+        attention, rotation, norm = self._attention, self._rotation(positions_R), self._parts.norm
+        assert isinstance(attention, BlockAttention)
+        return [attention.context(layer, fused_RE, rotation, norm) for layer in range(self.config.num_layers)]
 
     def embed(self, ids_R: Tensor) -> Tensor:
         """Embeddings [R, E] of target token ids."""

@@ -101,7 +101,7 @@ def simulate(
         requests=tuple(
             request_info(row, loops.get(row["request_id"], (0, 0))) for row in trace.requests.iter_rows(named=True)
         ),
-        trace={**describe_trace(trace), "wirings": describe_wirings(resolved, trace)},
+        trace={**describe_trace(trace), "wirings": describe_wirings(resolved, checkpoints, trace)},
         drafts={
             name: describe_head(name, checkpoint, resolved, groups, trace) for name, checkpoint in checkpoints.items()
         },
