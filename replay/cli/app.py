@@ -23,6 +23,7 @@ from replay.cli.diagnose import diagnose
 from replay.cli.faults import faults
 from replay.cli.import_dumps import import_dumps
 from replay.cli.inspect import inspect
+from replay.cli.progress import add_verbosity
 from replay.cli.report import report
 from replay.cli.serve import serve
 from replay.cli.simulate import simulate
@@ -85,6 +86,7 @@ def cli() -> None:
 
 
 for _command in (serve, capture, import_dumps, simulate, faults, report, compare, inspect, diagnose, check, demo):
+    add_verbosity(_command)
     cli.add_command(_command)
 
 
