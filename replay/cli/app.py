@@ -24,6 +24,7 @@ from replay.cli.faults import faults
 from replay.cli.import_dumps import import_dumps
 from replay.cli.inspect import inspect
 from replay.cli.plan import plan
+from replay.cli.progress import add_verbosity
 from replay.cli.report import report
 from replay.cli.serve import serve
 from replay.cli.simulate import simulate
@@ -90,6 +91,7 @@ _COMMANDS = (
     serve, capture, import_dumps, simulate, faults, report, compare, plan, inspect, diagnose, check, demo, trace,
 )  # fmt: skip
 for _command in _COMMANDS:
+    add_verbosity(_command)
     cli.add_command(_command)
 
 

@@ -18,11 +18,12 @@ from replay.cli.options import (
     trace_argument,
     trained_wiring_option,
 )
-from replay.cli.terminal import print_json, print_rich, show_progress
+from replay.cli.progress import show_progress
+from replay.cli.terminal import print_json, print_rich
 
 if TYPE_CHECKING:
     from replay.analysis.diagnosis.verdict import Diagnosis
-    from replay.diagnosis.trials import Trying
+    from replay.diagnosis.progress import Trying
     from replay.engines.wiring import Wiring
 
 
@@ -100,12 +101,9 @@ def diagnose(
 
 
 def _diagnose(run: "Callable[[Callable[[Trying], None]], Diagnosis]") -> "Diagnosis":
-    from rich.console import Console
-
-    with show_progress(Console(stderr=True)) as progress:
-        task = progress.add_task("replaying", total=None, rate="hypotheses")
+    with show_progress("replaying") as progress:
 
         def on_event(event: "Trying") -> None:
-            progress.update(task, description=event.stage, completed=event.done, total=event.total)
+            progress.update(event.stage, event.done + event.part, event.total, event.unit)
 
         return run(on_event)

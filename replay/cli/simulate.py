@@ -17,8 +17,9 @@ from replay.cli.options import (
     read_part,
     target_option,
 )
+from replay.cli.progress import show_progress
 from replay.cli.show import by_option, show_ranking, show_rounds
-from replay.cli.terminal import refuse_existing, say, show_progress
+from replay.cli.terminal import refuse_existing, say
 from replay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -214,17 +215,14 @@ def run_simulation(
     *,
     agreement: bool = True,
 ) -> "Rounds":
-    """Simulate with a progress bar on stderr; ``agreement`` also holds the variants against the trace's own server."""
-    from rich.console import Console
-
+    """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server."""
     from replay.simulator.agreement import with_agreement
     from replay.simulator.simulation import ReplayProgress, simulate
 
-    with show_progress(Console(stderr=True)) as progress:
-        task = progress.add_task("replaying", total=None, rate="requests")
+    with show_progress("replaying") as progress:
 
         def on_event(event: ReplayProgress) -> None:
-            progress.update(task, description=event.stage, completed=event.done, total=event.total)
+            progress.update(event.stage, event.done + event.part, event.total, "requests")
 
         rounds = simulate(trace, checkpoints, variants, device=device, on_event=on_event)
         if not agreement:

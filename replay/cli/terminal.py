@@ -1,12 +1,11 @@
-"""Between the commands and the terminal: text to stdout and stderr, JSON documents, web pages, progress bars."""
+"""Between the commands and the terminal: text to stdout and stderr, JSON documents, web pages."""
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,8 +18,19 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 
+VERBOSITY = "replay.verbosity"  # in a context's meta: -1 after -q, 1 after -v
+
+
+def verbosity() -> int:
+    """-1 where the command was told to be quiet, 1 where it shall say more, else 0."""
+    context = click.get_current_context(silent=True)
+    return 0 if context is None else int(context.meta.get(VERBOSITY, 0))
+
+
 def say(text: str) -> None:
-    """Lines on stderr."""
+    """Lines on stderr; none where the command was told to be quiet."""
+    if verbosity() < 0:
+        return
     click.echo(printable.lines(text), err=True)
 
 
@@ -84,14 +94,3 @@ def _try_writing(path: Path) -> None:
         raise OutputError(
             f"{path} cannot be written ({error.strerror}); name a file in a folder that can be written to and has room"
         ) from error
-
-
-@contextmanager
-def show_progress(console: "Console") -> Iterator[Any]:
-    """A bar that is there while the block runs, where ``console`` is a terminal; tasks take the field ``rate``."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-               TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress

@@ -15,9 +15,10 @@ from replay.diagnosis.gains import gains_at_anchors, gains_of_walks
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis
 from replay.diagnosis.ladder import climb
 from replay.diagnosis.observed import observe
+from replay.diagnosis.progress import Tell, Trying
 from replay.diagnosis.reference import Reference, measure, measure_discordance
 from replay.diagnosis.search import search
-from replay.diagnosis.trials import Tell, Trial, Trying, healthy
+from replay.diagnosis.trials import Trial, healthy
 from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.simulation import ReplayProgress
@@ -49,8 +50,8 @@ def diagnose_server(
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
     if case.observation.kind == LENGTH:
-        check_width(case)
-    reference = measure(case) if case.observation.kind == DRAFTED else None
+        check_width(case, on_event)
+    reference = measure(case, on_event) if case.observation.kind == DRAFTED else None
     if case.observation.kind == HISTOGRAM:
         case = replace(case, observation=replace(case.observation, discordant=measure_discordance(case)))
     tried, final = search(case, reference, on_event)
@@ -119,7 +120,7 @@ def _climb(case: Case, found: Diagnosis, tried: Sequence[Trial], tell: Tell) -> 
     served, right = _ends(case, found, {one.hypothesis.name: one.hypothesis for one in tried})
 
     def on_event(progress: ReplayProgress) -> None:
-        tell(Trying("the ladder", progress.done, progress.total))
+        tell(Trying("the ladder", progress.done, progress.total, progress.part, "requests"))
 
     return climb(
         case.trace,

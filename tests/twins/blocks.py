@@ -64,7 +64,9 @@ class _Attend:
     def _committed(self, layer: int, row: TwinRow) -> tuple[Tensor, Tensor]:
         """Key and value of one context row; zeros where it left none."""
         rotation = self._head._rotation(torch.tensor([row.position]))
-        _, k_1MH, v_1MH = self._head._attention.project(layer, row.state_E[None], rotation, None, self._head._parts.norm)
+        _, k_1MH, v_1MH = self._head._attention.project(
+            layer, row.state_E[None], rotation, None, self._head._parts.norm
+        )
         return (torch.zeros_like(k_1MH[0]), torch.zeros_like(v_1MH[0])) if row.blank else (k_1MH[0], v_1MH[0])
 
     def _sees(self, layer: int, row: int, index: int) -> bool:
