@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,11 +44,12 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
 
     files = open_target(options.model)
     taps = default_taps(files.layers) if options.taps is None else parse_taps(options.taps, layers=files.layers)
-    requests = encode_prompts(
+    encoded = encode_prompts(
         prompts, files.tokenizer, files.limits, raw=options.raw, max_new_tokens=options.max_new_tokens
     )
+    requests = encoded.requests
     on_event(Loading(files.name, len(requests)))
-    for note in _notes(requests, options):
+    for note in (*prompts.notes, *encoded.notes(), *_notes(requests, options)):
         on_event(Noted(note))
     try:
         with TransformersCalls(files.folder):
@@ -60,7 +62,8 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
         raise CaptureError("interrupted while the target was loaded: type the same command with --resume") from None
     begin = TraceWriter.resume if options.resume else partial(TraceWriter.create, force=options.force)
     with begin(options.out, header) as writer:
-        return _Recorder(options, target, writer, taps, on_event).run(requests, header.embed)
+        result = _Recorder(options, target, writer, taps, on_event).run(requests, header.embed)
+        return replace(result, left_out=encoded.left_out)
 
 
 def _notes(requests: Sequence[EncodedRequest], options: CaptureOptions) -> Iterator[str]:

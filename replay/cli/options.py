@@ -19,7 +19,9 @@ PATH = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
 trace_argument = click.argument("trace", type=PATH, metavar="TRACE")
-draft_option = click.option("--draft", required=True, type=PATH, metavar="DIR", help="Draft head's folder.")
+draft_option = click.option(
+    "--draft", required=True, type=PATH, metavar="DIR|ID", help="Draft head's folder, or its hub id, e.g. org/name."
+)
 trained_wiring_option = click.option(
     "--wiring",
     metavar="W",
@@ -69,9 +71,11 @@ def read_draft(path: Path) -> "Checkpoint":
     """The head in a folder that was typed after --draft. Raises UsageError for a target's, CheckpointError."""
     from replay.check.inspection import refuse_target
     from replay.checkpoint.checkpoint import read_checkpoint
+    from replay.checkpoint.hub import head_folder
 
-    refuse_target(path)
-    return read_checkpoint(path)
+    folder = head_folder(path)
+    refuse_target(folder)
+    return read_checkpoint(folder)
 
 
 def parse_wiring_option(text: str | None, target: "TargetInfo | Target") -> "Wiring | None":

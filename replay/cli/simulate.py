@@ -32,7 +32,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 
 @click.command()
 @click.argument("traces", type=PATH, metavar="TRACE...", nargs=-1, required=True)
-@_repeated("--draft", "drafts", type=PATH, metavar="DIR", help="Draft head's folder; repeat to score several.")
+@_repeated("--draft", "drafts", type=PATH, metavar="DIR|ID", help="Draft head's folder or hub id; repeat for several.")
 @_repeated(
     "--wiring",
     "wirings",
@@ -122,6 +122,7 @@ def simulate(
     Repeated options make a sweep: every combination is replayed on the same trace. Several traces of one target are
     replayed one after the other and counted together and apart.
     """
+    from replay.checkpoint.hub import head_folder
     from replay.engines.precision import with_kv
     from replay.faults.table import parse_faults
     from replay.simulator.binding import check_one_target, distinct
@@ -139,7 +140,7 @@ def simulate(
     check_one_target(every)
     for one in every.values():
         _check_temperature(temperature, one.header.capture.temperature)
-    checkpoints = {name: read_draft(path) for name, path in _name_folders(drafts).items()}
+    checkpoints = {name: read_draft(path) for name, path in _name_folders(tuple(map(head_folder, drafts))).items()}
     variants = sweep(
         draft=list(checkpoints),
         wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
@@ -189,8 +190,10 @@ def _check_temperature(wanted: float | None, recorded: float) -> None:
 
 def _name_folders(paths: tuple[Path, ...]) -> dict[str, Path]:
     """Folder names, or whole paths where two folders are called alike."""
+    from replay.checkpoint.hub import spoken_name
+
     resolved = list(dict.fromkeys(path.resolve() for path in paths))
-    names = [path.name for path in resolved]
+    names = [spoken_name(path) for path in resolved]
     return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, resolved, strict=True)}
 
 

@@ -183,6 +183,8 @@ def capture_documents(folder: Path) -> list[Document]:
     """From a server that records, one of whose prompts it refuses."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": f"r{first}", "input_ids": [first, 3]}) + "\n" for first in (1, 2)))
+    with prompts.open("a") as file:
+        file.write(json.dumps({"id": "long", "input_ids": [1] * 10_000}) + "\n")
     with fake_server(FakeServer(make_target(folder / "tiny"), folder / "recording", refused=(2,))) as server:
         typed = ("--prompts", prompts, "-o", folder / "trace", "--max-new-tokens", 4)
         return [run("capture", "--server", server.url, *typed)]
