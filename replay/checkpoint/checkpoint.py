@@ -35,6 +35,12 @@ class Checkpoint:
     tensors: "Mapping[str, torch.Tensor]"
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        size = (
+            f"{self.config.num_layers} layers, {self.config.num_taps} taps, {self.config.draft_vocab_size} draft tokens"
+        )
+        return f"Checkpoint({self.name!r}: {size})"
+
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a draft head's folder. Raises CheckpointError naming the field or tensor."""

@@ -28,6 +28,12 @@ trained_wiring_option = click.option(
     help="What the head was trained on, if you know it: taps, e.g. embed,3,31, or an engine's layer ids, e.g. "
     "specforge:1,14,26; config is what the head states.",
 )
+observed_option = click.option(
+    "--observed",
+    metavar="FILE|ACCEPT_LENGTH",
+    help="What a server accepted elsewhere: an accept length; or a log of SGLang, vLLM or llama.cpp, a /metrics page, "
+    "a /server_info document, TensorRT-LLM's iteration statistics, or answers that have one.",
+)
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )

@@ -10,6 +10,7 @@ import click
 from replay.cli.options import (
     PATH,
     json_option,
+    observed_option,
     open_trace,
     parse_wiring_option,
     part_options,
@@ -105,6 +106,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 )
 @part_options
 @by_option
+@observed_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @json_option
@@ -115,13 +117,14 @@ def simulate(
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
-    output: Path | None, force: bool, as_json: bool,
+    observed: str | None, output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
     Repeated options make a sweep: every combination is replayed on the same trace. Several traces of one target are
     replayed one after the other and counted together and apart.
     """
+    from replay.capture.observed import read_observed
     from replay.checkpoint.hub import head_folder
     from replay.engines.precision import with_kv
     from replay.faults.table import parse_faults
@@ -134,6 +137,7 @@ def simulate(
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
     if output is not None:
         refuse_existing(output, force)
+    seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)
     every = {name: open_trace(path, part) for name, path in _name_folders(traces).items()}
     opened = next(iter(every.values()))
@@ -167,7 +171,7 @@ def simulate(
         name: run_simulation(one, checkpoints, variants, device, agreement=agreement) for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
-    show_rounds(rounds, as_json, by=by) if ranked is None else show_ranking(rounds, ranked, as_json)
+    show_rounds(rounds, as_json, by=by, observed=seen) if ranked is None else show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
 
