@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, WiringError
+from replay.printable import html_table, one_line
 from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
 from replay.traces.header import TraceHeader, read_header
-from replay.traces.parts import Part, choose
+from replay.traces.parts import NO_CATEGORY, Part, choose
 from replay.traces.records import Piece, RequestRecord, check_same, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.taps import EMBED, sort_taps
@@ -105,6 +106,22 @@ class Trace:
         taken.records = tuple(record for record in self.records if record.request_id in ids)
         taken.part = f"{part} ({len(taken.records)} of {len(self.records)})"
         return taken
+
+    def __repr__(self) -> str:
+        part = f", {self.part}" if self.part else ""
+        taps = ",".join(self.header.taps)
+        return one_line(
+            f"Trace({str(self.path)!r}: {len(self)} requests of {self.header.target.name}, taps {taps}{part})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows: dict[str, list[int]] = {}
+        for record in self.records:
+            counts = rows.setdefault(record.category or NO_CATEGORY, [0, 0, 0])
+            for column, number in enumerate((1, record.prompt_tokens, record.output_tokens)):
+                counts[column] += number
+        names = ("category", "requests", "prompt tokens", "output tokens")
+        return html_table(repr(self), names, [[name, *map(str, counts)] for name, counts in rows.items()])
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -14,17 +14,19 @@ import numpy as np
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.compare.common_anchors import CommonAnchors, common_anchors
-from replay.analysis.compare.pairing import PairedRounds
+from replay.analysis.compare.pairing import PairedRounds, pair_rounds
 from replay.analysis.compare.texts import TextAgreement, agree
 from replay.analysis.counts import ACCEPTED, CUT, DRAFTED, ROUNDS, Counts, Mask, per_request, ratio
 from replay.analysis.gaps import Gap, paired_gaps
 from replay.analysis.json_document import JsonObject, object_json
 from replay.analysis.p_values import LEVEL, holm
-from replay.traces.rounds import RequestInfo, VariantInfo
+from replay.printable import html_table
+from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 
 # Near enough for a reader who asks whether a change costs anything that matters.
 WITHIN = 0.01
 MOST_REQUESTS = 10
+_MOST_SAID = 3  # pairs of a repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,40 @@ class Comparison:
     def to_json(self) -> JsonObject:
         """The body of ``replay compare --json``."""
         return object_json(self)
+
+    def __repr__(self) -> str:
+        said = [f"{pair.b.variant!r} is {_judged(pair)} {pair.a.variant!r}" for pair in self.pairs[:_MOST_SAID]]
+        more = [f"{len(self.pairs) - _MOST_SAID} more"] if len(self.pairs) > _MOST_SAID else []
+        return f"Comparison({'; '.join([*said, *more])})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [pair.b.variant, f"{pair.b.accept_length:.3f}", pair.a.variant, f"{pair.a.accept_length:.3f}",
+             f"{pair.difference:+.3f}", f"{pair.ci95[0]:+.3f} to {pair.ci95[1]:+.3f}", pair.verdict]
+            for pair in self.pairs
+        ]  # fmt: skip
+        names = ("variant", "accept length", "against", "its accept length", "difference", "95 % interval", "verdict")
+        return html_table(f"{self.requests} requests", names, rows)
+
+
+def _judged(pair: Pair) -> str:
+    joined = {"better": "better than", "worse": "worse than", "equal": "equal to"}
+    judged = joined.get(pair.verdict, "not to be told from")
+    return f"{judged} ({pair.difference:+.3f}, {pair.ci95[0]:+.3f} to {pair.ci95[1]:+.3f})"
+
+
+def compare(
+    first: Rounds, second: Rounds | None = None, *, variant_a: str | None = None, variant_b: str | None = None
+) -> Comparison:
+    """Every other variant of ``first`` against its first, or those of ``second`` against that of ``first``.
+
+    ``variant_a`` and ``variant_b`` choose by name. Raises UsageError and TraceError as ``pair_rounds``.
+
+    >>> comparison = replay.compare(rounds, rounds)
+    >>> comparison.pairs[0].verdict
+    'equal'
+    """
+    return compare_variants(pair_rounds(first, second, variant_a=variant_a, variant_b=variant_b))
 
 
 def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,8 @@ from replay.checkpoint.config import ARCHITECTURES, HeadConfig
 from replay.checkpoint.config_file import CONFIG, is_word, read_config
 from replay.checkpoint.files import BINARY
 from replay.errors import CheckpointError, UsageError
-from replay.traces.files import HEADER, describe_path
+from replay.printable import html_table
+from replay.traces.files import HEADER, as_path, describe_path
 from replay.traces.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -21,8 +22,18 @@ _FIELDS_OF_HEADS = {"draft_vocab_size", "eagle_config", "num_aux_hidden_states",
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration")  # how transformers ends the names of models that write text
 
 
+class _Table:
+    """A notebook shows every field in a row."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        rows = [[field.name.replace("_", " "), str(getattr(self, field.name))] for field in fields(self)]  # type: ignore
+        return html_table(type(self).__name__, (), rows)
+
+
 @dataclass(frozen=True, slots=True)
-class TraceFacts:
+class TraceFacts(_Table):
     """A trace in numbers; tokens and bytes are sums over its requests and files."""
 
     path: str
@@ -50,7 +61,7 @@ class TraceFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftFacts:
+class DraftFacts(_Table):
     """A draft head in numbers, and the layer ids that its config states."""
 
     path: str
@@ -234,3 +245,19 @@ def draft_facts(path: Path) -> DraftFacts:
         block=_block_words(config),
         notes=checkpoint.notes,
     )
+
+
+def inspect(path: "Path | str | Trace") -> TraceFacts | DraftFacts:
+    """What lies in a trace (also one being recorded) or in a draft head's folder, counted.
+
+    Raises UsageError for a folder that is neither, and TraceError or CheckpointError where it cannot be read.
+
+    >>> replay.inspect(TRACE).requests
+    4
+    """
+    from replay.traces.reader import Trace
+
+    if isinstance(path, Trace):
+        return trace_facts(path)
+    folder = as_path(path)
+    return draft_facts(folder) if kind_of(folder) == "draft" else trace_facts(Trace.open(folder, allow_incomplete=True))

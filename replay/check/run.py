@@ -5,6 +5,8 @@ To add a rule, write a function from Facts to findings beside its kind (rules_*.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from replay.analysis.json_document import JsonObject, object_json
 from replay.check import (
@@ -23,9 +25,19 @@ from replay.check import (
     rules_vocabulary,
     rules_wiring,
 )
-from replay.check.facts import Facts
+from replay.check.facts import Facts, count_emitted, read_facts
 from replay.check.finding import ERROR, SEVERITIES, Finding
+from replay.check.inspection import refuse_target
 from replay.check.layer_ids import readings
+from replay.check.server import check_engine, parse_server_arguments
+from replay.checkpoint.hub import head_folder
+from replay.engines.wiring import Wiring
+from replay.printable import html_table
+from replay.traces.fields import some
+from replay.traces.files import as_path
+
+if TYPE_CHECKING:
+    from replay.traces.reader import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,14 @@ class Outcome:
     def errors(self) -> int:
         return sum(finding.severity == ERROR for finding in self.findings)
 
+    def __repr__(self) -> str:
+        named = some([f"{one.severity} {one.fault}" for one in self.findings])
+        return f"Outcome({named or 'nothing found'})"
+
+    def _repr_html_(self) -> str:
+        names = ("severity", "fault", "what", "seen", "expected", "fix")
+        return html_table(repr(self), names, [[getattr(one, name) for name in names] for one in self.findings])
+
     def to_json(self) -> JsonObject:
         """The body of ``replay check --json``."""
         return {**object_json(self), "findings": [finding.to_json() for finding in self.findings]}
@@ -127,3 +147,30 @@ def check(facts: Facts) -> Outcome:
     if facts.draft.uses_aux:
         fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target, facts.server).items()}
     return Outcome(tuple(findings), tuple(checked), unchecked, fed)
+
+
+def check_head(
+    draft: Path | str,
+    target: Path | str,
+    *,
+    server_args: str | None = None,
+    engine: str | None = None,
+    wiring: Wiring | None = None,
+    trace: "Trace | None" = None,
+    weights: bool = False,
+) -> Outcome:
+    """What `replay check` finds in a head's folder or hub id and a target's folder; options as those of the command.
+
+    Raises CheckpointError for what cannot be read, UsageError for a target's folder as ``draft``, an engine that is not
+    known or a launch line that cannot be taken apart.
+
+    >>> replay.check_head(DRAFT, TARGET).errors > 0
+    True
+    """
+    check_engine(engine)
+    folder = head_folder(as_path(draft))
+    refuse_target(folder)
+    server = None if server_args is None else parse_server_arguments(server_args, engine)
+    emitted = None if trace is None else count_emitted(trace)
+    facts = read_facts(folder, as_path(target), server, engine=engine, wiring=wiring, emitted=emitted, weights=weights)
+    return check(facts)

@@ -15,6 +15,7 @@ from replay.checkpoint.config import HeadConfig, parse_config
 from replay.checkpoint.config_file import CONFIG, read_config
 from replay.checkpoint.dflash import check_folder
 from replay.checkpoint.files import read_shapes, read_tensors
+from replay.checkpoint.hub import head_folder, spoken_name
 from replay.checkpoint.tensor_table import expected_tensors, optional_tensors, spell
 from replay.errors import CheckpointError, UsageError
 from replay.traces.fields import show, show_name, some
@@ -35,10 +36,16 @@ class Checkpoint:
     tensors: "Mapping[str, torch.Tensor]"
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        size = (
+            f"{self.config.num_layers} layers, {self.config.num_taps} taps, {self.config.draft_vocab_size} draft tokens"
+        )
+        return f"Checkpoint({self.name!r}: {size})"
+
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a draft head's folder. Raises CheckpointError naming the field or tensor."""
-    config, name = parse_config(read_config(path), name=str(path / CONFIG)), path.name or str(path)
+    config, name = parse_config(read_config(path), name=str(path / CONFIG)), spoken_name(path)
     if config.block is not None:
         check_folder(path)
     if (shapes := read_shapes(path)) is not None:  # before anything is loaded: files may be as large as they like
@@ -178,7 +185,7 @@ def load_head(folder: Path | str) -> Checkpoint:
     >>> head.config.num_taps
     3
     """
-    return read_checkpoint(as_path(folder))
+    return read_checkpoint(head_folder(as_path(folder)))
 
 
 def head_from_tensors(

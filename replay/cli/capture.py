@@ -33,8 +33,9 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     "--prompts",
     required=True,
     type=PATH,
-    metavar="FILE.jsonl",
-    help="Rows with `prompt`, `messages` or `input_ids`; optional `id`, `category`, `response`/`output_ids`.",
+    metavar="FILE.jsonl|-",
+    help="Rows with `prompt`, `messages` or `input_ids`; optional `id`, `category`, `response`/`output_ids`. Or rows "
+    "of ShareGPT, MT-Bench or an OpenAI batch file; - is standard input.",
 )
 @click.option("-o", "--output", required=True, type=PATH, metavar="TRACE", help="Folder to write the trace into.")
 @click.option(

@@ -49,12 +49,14 @@ def check(
     from replay.check.inspection import refuse_target
     from replay.check.report import render_outcome
     from replay.check.server import check_engine, live_server, parse_server_arguments
+    from replay.checkpoint.hub import head_folder
 
     if server is not None and server_args is not None:
         raise click.UsageError("give one of --server and --server-args")
     if server is not None and engine not in (None, "sglang"):
         raise click.UsageError("--server asks SGLang servers; give --server-args for another --engine")
     check_engine(engine)
+    draft = head_folder(draft)
     refuse_target(draft)
     stated = None if server_args is None else parse_server_arguments(server_args, engine)
     if server is not None:

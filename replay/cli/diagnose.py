@@ -9,6 +9,7 @@ import click
 from replay.cli.options import (
     draft_option,
     json_option,
+    observed_option,
     open_trace,
     parse_wiring_option,
     part_options,
@@ -30,12 +31,7 @@ if TYPE_CHECKING:
 @click.command()
 @trace_argument
 @draft_option
-@click.option(
-    "--observed",
-    metavar="FILE|ACCEPT_LENGTH",
-    help="An accept length, or a log, /metrics page, /server_info document or answers that have one.  "
-    "[default: what the trace's own server did, round by round]",
-)
+@observed_option
 @trained_wiring_option
 @click.option(
     "--served-wiring",
@@ -59,13 +55,13 @@ def diagnose(
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
-    Replays the head under every known fault and holds each against what the server did. Exit code 0 whatever the
-    verdict.
+    Replays the head under every known fault and holds each against what the server did: what is --observed, else what
+    the trace's own server did, round by round. Exit code 0 whatever the verdict.
     """
     from replay.analysis.diagnosis.report import render_diagnosis
     from replay.analysis.diagnosis.verdict import to_json
     from replay.capture.observed import read_observed
-    from replay.diagnosis.diagnose import diagnose_server, served_variant
+    from replay.diagnosis.diagnose import diagnose as run
     from replay.engines.profiles import engine_profile
     from replay.simulator.binding import stated_wiring
 
@@ -78,18 +74,18 @@ def diagnose(
         found = parse_wiring_option(text, opened.header.target)
         return stated_wiring(checkpoint, profile, opened) if text is not None and found is None else found
 
-    served = served_variant(
-        opened, checkpoint.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
-        precision=precision, engine=engine,
-        wiring=typed(served_wiring),
-    )  # fmt: skip
     found = _diagnose(
-        lambda on_event: diagnose_server(
+        lambda on_event: run(
             opened,
             checkpoint,
-            served,
             trained=typed(wiring),
             observed=told,
+            wiring=typed(served_wiring),
+            steps=steps,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+            precision=precision,
+            engine=engine,
             ladder=ladder,
             on_event=on_event,
         )

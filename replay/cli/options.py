@@ -21,7 +21,9 @@ PATH = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
 trace_argument = click.argument("trace", type=PATH, metavar="TRACE")
-draft_option = click.option("--draft", required=True, type=PATH, metavar="DIR", help="Draft head's folder.")
+draft_option = click.option(
+    "--draft", required=True, type=PATH, metavar="DIR|ID", help="Draft head's folder, or its hub id, e.g. org/name."
+)
 trained_wiring_option = click.option(
     "--wiring",
     metavar="W",
@@ -33,6 +35,12 @@ target_option = click.option(
     type=PATH,
     metavar="DIR",
     help="The target's checkpoint, if the trace lacks its weights (--no-weights) and it has moved.",
+)
+observed_option = click.option(
+    "--observed",
+    metavar="FILE|ACCEPT_LENGTH",
+    help="What a server accepted elsewhere: an accept length; or a log of SGLang, vLLM or llama.cpp, a /metrics page, "
+    "a /server_info document, TensorRT-LLM's iteration statistics, or answers that have one.",
 )
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
@@ -89,9 +97,11 @@ def read_draft(path: Path) -> "Checkpoint":
     """The head in a folder that was typed after --draft. Raises UsageError for a target's, CheckpointError."""
     from replay.check.inspection import refuse_target
     from replay.checkpoint.checkpoint import read_checkpoint
+    from replay.checkpoint.hub import head_folder
 
-    refuse_target(path)
-    return read_checkpoint(path)
+    folder = head_folder(path)
+    refuse_target(folder)
+    return read_checkpoint(folder)
 
 
 def _check_target(target: Path, trace: "Trace") -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from replay.analysis.summary import VariantSummary
+    from replay.capture.observed_number import Observed
     from replay.traces.rounds import Rounds
 
 _PAGE = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'  # how rich begins one
@@ -27,8 +28,17 @@ by_option = click.option(
 )
 
 
-def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False, by: Sequence[str] = ()) -> None:
-    """The report of ``rounds``, or its JSON; ``peers`` adds other projects' metrics, ``by`` groups of requests."""
+def show_rounds(
+    rounds: "Rounds",
+    as_json: bool,
+    *,
+    peers: bool = False,
+    by: Sequence[str] = (),
+    observed: "Observed | None" = None,
+) -> None:
+    """The report of ``rounds``, or its JSON; ``peers`` adds other projects' metrics, ``by`` groups of requests,
+    ``observed`` what a server elsewhere accepted."""
+    from replay.analysis.report.elsewhere import elsewhere_json, elsewhere_sentence
     from replay.analysis.summary import summarise, to_json
 
     summaries = summarise(rounds)
@@ -38,6 +48,9 @@ def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False, by: Seq
             from replay.analysis.report.peers import peer_metrics
 
             body["peers"] = [peer_metrics(rounds, variant.name) for variant in rounds.variants]
+        if observed is not None:
+            said = (observed.accept_length, observed.source, observed.rounds)
+            body["observed_elsewhere"] = elsewhere_json(summaries, *said)
         if wanted := _groups(rounds, by):
             from replay.analysis.report.by_group import groups_json, summarise_by
 
@@ -45,6 +58,9 @@ def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False, by: Seq
         print_json(body)
     else:
         print_rich(_render(rounds, summaries, peers, by))
+        if observed is not None:
+            print_rich("")
+            print_rich(elsewhere_sentence(summaries, observed.accept_length, observed.source))
 
 
 def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:

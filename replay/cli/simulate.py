@@ -10,6 +10,7 @@ import click
 from replay.cli.options import (
     PATH,
     json_option,
+    observed_option,
     open_trace,
     parse_wiring_option,
     part_options,
@@ -34,7 +35,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 
 @click.command()
 @click.argument("traces", type=PATH, metavar="TRACE...", nargs=-1, required=True)
-@_repeated("--draft", "drafts", type=PATH, metavar="DIR", help="Draft head's folder; repeat to score several.")
+@_repeated("--draft", "drafts", type=PATH, metavar="DIR|ID", help="Draft head's folder or hub id; repeat for several.")
 @_repeated(
     "--wiring",
     "wirings",
@@ -112,6 +113,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 )
 @part_options
 @by_option
+@observed_option
 @target_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
@@ -123,13 +125,15 @@ def simulate(
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
-    target: Path | None, output: Path | None, force: bool, as_json: bool,
+    target: Path | None, observed: str | None, output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
     Repeated options make a sweep: every combination is replayed on the same trace. Several traces of one target are
     replayed one after the other and counted together and apart.
     """
+    from replay.capture.observed import read_observed
+    from replay.checkpoint.hub import head_folder
     from replay.engines.precision import with_kv
     from replay.faults.table import parse_faults
     from replay.simulator.binding import check_one_target, distinct
@@ -142,13 +146,14 @@ def simulate(
     if output is not None:
         refuse_existing(output, force, ours=is_rounds_file)
     _check_device(device)
+    seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)
     every = {name: open_trace(path, part, target) for name, path in _name_folders(traces).items()}
     opened = next(iter(every.values()))
     check_one_target(every)
     for one in every.values():
         _check_temperature(temperature, one.header.capture.temperature)
-    checkpoints = {name: read_draft(path) for name, path in _name_folders(drafts).items()}
+    checkpoints = {name: read_draft(path) for name, path in _name_folders(tuple(map(head_folder, drafts))).items()}
     variants = [
         variant
         for name, checkpoint in checkpoints.items()
@@ -179,7 +184,7 @@ def simulate(
         name: run_simulation(one, checkpoints, variants, device, agreement=agreement) for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
-    show_rounds(rounds, as_json, by=by) if ranked is None else show_ranking(rounds, ranked, as_json)
+    show_rounds(rounds, as_json, by=by, observed=seen) if ranked is None else show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
 
@@ -202,8 +207,10 @@ def _check_temperature(wanted: float | None, recorded: float) -> None:
 
 def _name_folders(paths: tuple[Path, ...]) -> dict[str, Path]:
     """Folder names, or whole paths where two folders are called alike."""
+    from replay.checkpoint.hub import spoken_name
+
     resolved = list(dict.fromkeys(path.resolve() for path in paths))
-    names = [path.name for path in resolved]
+    names = [spoken_name(path) for path in resolved]
     return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, resolved, strict=True)}
 
 

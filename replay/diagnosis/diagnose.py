@@ -27,7 +27,9 @@ from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 
 if TYPE_CHECKING:
-    from replay.capture.observed import Observed
+    from pathlib import Path
+
+    from replay.capture.observed_number import Observed
 
 
 def diagnose_server(
@@ -140,3 +142,36 @@ def _ends(case: Case, found: Diagnosis, tried: Mapping[str, Hypothesis]) -> tupl
     if better is not None:
         return case.served, parse_wiring(better.value) if better.kind == WIRED_OTHERWISE else case.right_wiring
     return case.served if found.named is None else tried[found.named].variant, case.right_wiring
+
+
+def diagnose(
+    trace: Trace,
+    head: Checkpoint,
+    *,
+    observed: "float | str | Path | Observed | None" = None,
+    trained: Wiring | None = None,
+    wiring: Wiring | None = None,
+    steps: int | None = None,
+    topk: int | None = None,
+    num_draft_tokens: int | None = None,
+    precision: str | None = None,
+    engine: str | None = None,
+    ladder: bool = True,
+    on_event: Tell = lambda _: None,
+) -> Diagnosis:
+    """What `replay diagnose` finds: why the server that ran ``head`` accepted what it did.
+
+    ``observed``: an accept length or a file that has one (capture/observed.py), else the trace's own server is
+    explained. ``trained``: the wiring that the head was made for, where known. What the server ran, ``wiring`` (what it
+    feeds) to ``engine``, is as the trace says where it is not given. Raises as ``diagnose_server`` and CaptureError for
+    an ``observed`` that says nothing.
+    """
+    from replay.capture.observed import read_observed
+    from replay.capture.observed_number import Observed
+
+    served = served_variant(
+        trace, head.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens, precision=precision, engine=engine,
+        wiring=wiring,
+    )  # fmt: skip
+    seen = observed if observed is None or isinstance(observed, Observed) else read_observed(str(observed))
+    return diagnose_server(trace, head, served, trained=trained, observed=seen, ladder=ladder, on_event=on_event)

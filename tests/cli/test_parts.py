@@ -74,3 +74,11 @@ def test_traces_are_merged_and_cut(folder: Path, tmp_path: Path) -> None:
     assert [(one["all"]["requests"], one["state"]) for one in counted] == [(2, "complete"), (2, "recording")]
     assert "is not empty" in run("trace", "subset", both, "-o", tmp_path / "a", exit_code=1).stderr
     assert "has not ended" in run("trace", "merge", folder / "begun", "-o", tmp_path / "m", exit_code=1).stderr
+
+
+def test_what_a_server_elsewhere_accepted_stands_beside_the_report(folder: Path) -> None:
+    typed = ("simulate", folder / "one", "--draft", folder / "draft", "--steps", 1, "--observed")
+    said = " ".join(run(*typed, "1.5").stdout.split())
+    assert "Observed elsewhere: 1.500 (given); the replay gives 1." in said
+    refused = run(*typed, "0.2", "--wiring", "embed", exit_code=1)  # before anything is replayed
+    assert "0.2 is no accept length" in refused.stderr

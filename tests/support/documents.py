@@ -64,6 +64,12 @@ def counted_trace(folder: Path) -> Path:
     return write_trace(folder, [[changed(request, server=counters) for request in make_four()]])
 
 
+def _vllm_counters(folder: Path) -> Path:
+    path = folder / "metrics"
+    path.write_text("vllm:spec_decode_num_drafts_total 4.0\nvllm:spec_decode_num_accepted_tokens_total 2.0\n")
+    return path
+
+
 def served_like(folder: Path) -> Path:
     """One request more of the same target, of no category."""
     return write_trace(folder, [[changed(make_request("more", 9, output=9), category=None)]])
@@ -111,7 +117,8 @@ def simulate_documents(folder: Path) -> list[Document]:
         run("simulate", counted, "--draft", draft, "--steps", 1, "--steps", 3),
         run("simulate", counted, "--draft", draft, "--steps", 2, "--rank-precision", "w4a16:g32"),
         run("simulate", counted, served_like(folder / "more"), "--draft", draft, "--by", "category", "--limit", 3),
-        run("simulate", counted, "--draft", draft, "--request", "r1"),
+        run("simulate", counted, "--draft", draft, "--request", "r1", "--observed", 1.4),
+        run("simulate", counted, "--draft", draft, "--request", "r2", "--observed", _vllm_counters(folder)),
         run("simulate", sampled, "--draft", draft, "--verify", "rejection", "--verify", "target-only:acc=0.5"),
     ]
 
@@ -199,6 +206,8 @@ def capture_documents(folder: Path) -> list[Document]:
     """From a server that records, one of whose prompts it refuses."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": f"r{first}", "input_ids": [first, 3]}) + "\n" for first in (1, 2)))
+    with prompts.open("a") as file:
+        file.write(json.dumps({"id": "long", "input_ids": [1] * 10_000}) + "\n")
     with fake_server(FakeServer(make_target(folder / "tiny"), folder / "recording", refused=(2,))) as server:
         typed = ("--prompts", prompts, "-o", folder / "trace", "--max-new-tokens", 4)
         return [run("capture", "--server", server.url, *typed)]
