@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 import click
 
 from replay.cli.options import PATH, json_option, open_whole, parse_wiring_option, read_draft
+from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
 from replay.errors import UsageError
 
 if TYPE_CHECKING:
     from replay.analysis.plan.lengths import Length
     from replay.analysis.plan.policies import Played
+    from replay.simulator.simulation import ReplayProgress
 
 
 _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are typed
@@ -98,6 +100,12 @@ def _played(trace: Path, draft: Path, wiring: str | None, steps: str) -> "list[t
     opened, checkpoint = open_whole(trace, None), read_draft(draft)
     depths = sorted(listed(steps or _DEEPEST, "--steps", MOST_STEPS))
     fed = parse_wiring_option(wiring, opened.header.target)
-    anchors = draft_anchors(opened, checkpoint, Variant(checkpoint.name, wiring=fed, steps=depths[-1]))
+    variant = Variant(checkpoint.name, wiring=fed, steps=depths[-1])
+    with show_progress("replaying") as progress:
+
+        def on_event(event: "ReplayProgress") -> None:
+            progress.update(event.stage, event.done, event.total, "requests")
+
+        anchors = draft_anchors(opened, checkpoint, variant, on_event=on_event)
     stopping = [one for depth in depths if depth > 1 for one in play_thresholds(anchors, THRESHOLDS, depth)]
     return with_lengths([*play_depths(anchors, depths), *stopping])
