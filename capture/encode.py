@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from replay.capture.prompts import PromptFile, PromptRow
 from replay.errors import PromptError
-from replay.printable import one_line
+from replay.printable import counted, one_line
 from replay.traces.fields import show, some
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Encoded:
             rows = len(self.requests) + len(self.left_out)
             first = next(iter(self.left_out.values()))
             yield (
-                f"{len(self.left_out)} of {rows} prompts are too long and left out ({some(list(self.left_out))}); "
-                f"{first}"
+                f"left out as too long: {len(self.left_out)} of {counted(rows, 'prompt')} "
+                f"({some(list(self.left_out))}); {first}"
             )
 
 

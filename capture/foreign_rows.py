@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replay.errors import PromptError
+from replay.printable import counted
 from replay.traces.fields import show, some
 
 _ROLES = {
@@ -34,11 +35,11 @@ class Seen:
     def notes(self) -> list[str]:
         """A sentence each."""
         found = [
-            (self.later, "rows have later turns, which are not asked: only the first user turn is"),
-            (self.settings, "rows of a batch file say how to sample, which is not read: the command's options count"),
-            (self.silent, "rows have no user turn and are left out"),
+            (self.later, "with later turns, which are not asked: only the first user turn is"),
+            (self.settings, "of a batch file with settings of sampling, not read: the command's options count"),
+            (self.silent, "without a user turn, left out"),
         ]  # fmt: skip
-        return [f"{len(names)} {said} ({some(names)})" for names, said in found if names]
+        return [f"{counted(len(names), 'row')} {said} ({some(names)})" for names, said in found if names]
 
 
 def as_our_row(value: dict[str, Any], number: int, where: str, seen: Seen) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from replay.capture.observed_number import Observed
+from replay.printable import counted
 from replay.traces.fields import is_number
 
 _LARGEST = 1 << 53  # of a count
@@ -52,7 +53,7 @@ def vllm_log(lines: Iterable[str]) -> Observed | None:
         count, accepted, drafts = count + 1, accepted + int(taken[1]), drafts + of_line
     if not drafts:
         return None
-    source = f"{count} log lines of vLLM, 1 + accepted / drafts, weighed by drafts"
+    source = f"{counted(count, 'log line')} of vLLM, 1 + accepted / drafts, weighed by drafts"
     return Observed(1 + accepted / drafts, source, num_steps=steps.pop() if len(steps) == 1 else None)
 
 
@@ -119,8 +120,8 @@ def tensorrt_answers(answers: Iterable[object]) -> Observed | None:
     if not iterations:
         return None
     source = (
-        f"avg_decoded_tokens_per_iter of {told} answers of TensorRT-LLM, generated tokens / decoding iterations, the "
-        "prefill's among them"
+        f"avg_decoded_tokens_per_iter of {counted(told, 'answer')} of TensorRT-LLM, generated tokens / decoding "
+        "iterations, the prefill's among them"
     )
     return Observed(tokens / iterations, source)
 

@@ -55,7 +55,7 @@ class PromptFile:
 
     def where(self, row: PromptRow) -> str:
         """Where a row stands, as messages name it: ``prompts.jsonl line 3``."""
-        return f"{self.path} line {row.line}"
+        return f"{_named(self.path)} line {row.line}"
 
 
 def read_prompts(path: Path) -> PromptFile:
@@ -65,25 +65,30 @@ def read_prompts(path: Path) -> PromptFile:
     lines: dict[str, int] = {}
     seen = Seen()
     for number, value in _values(data, path):
-        where = f"{path} line {number}"
+        where = f"{_named(path)} line {number}"
         ours = as_our_row(value, number - 1, where, seen)
         if ours is None:
             continue
         row = _row(ours, number, len(rows), where)
         if row.request_id in lines:
             raise PromptError(
-                f"{path} line {number}: id {show(row.request_id)} is taken by line {lines[row.request_id]} "
+                f"{_named(path)} line {number}: id {show(row.request_id)} is taken by line {lines[row.request_id]} "
                 "(a row without id is named by its number, counted from 0): make the ids distinct"
             )
         if len(row.request_id) > MAX_ID:
             raise PromptError(
-                f"{path} line {number}: the id has {len(row.request_id)} characters, possible are {MAX_ID}"
+                f"{_named(path)} line {number}: the id has {len(row.request_id)} characters, possible are {MAX_ID}"
             )
         lines[row.request_id] = number
         rows.append(row)
     if not rows:
-        raise PromptError(f'{path} holds no rows: write one JSON object a line, such as {{"prompt": "Hello"}}')
+        raise PromptError(f'{_named(path)} holds no rows: write one JSON object a line, such as {{"prompt": "Hello"}}')
     return PromptFile(path, hashlib.sha256(data).hexdigest(), tuple(rows), tuple(seen.notes()))
+
+
+def _named(path: Path) -> str:
+    """How messages call it."""
+    return "standard input" if str(path) == STDIN else str(path)
 
 
 def _read(path: Path) -> bytes:
@@ -112,7 +117,7 @@ def _values(data: bytes, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             return
     for number, raw in enumerate(text.split(b"\n"), start=1):
         if raw.strip():
-            yield number, _parse(raw, f"{path} line {number}")
+            yield number, _parse(raw, f"{_named(path)} line {number}")
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, WiringError
-from replay.printable import html_table, one_line
+from replay.printable import counted, html_table, one_line
 from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
@@ -109,10 +109,8 @@ class Trace:
 
     def __repr__(self) -> str:
         part = f", {self.part}" if self.part else ""
-        taps = ",".join(self.header.taps)
-        return one_line(
-            f"Trace({str(self.path)!r}: {len(self)} requests of {self.header.target.name}, taps {taps}{part})"
-        )
+        held = f"{counted(len(self), 'request')} of {self.header.target.name}, taps {','.join(self.header.taps)}"
+        return one_line(f"Trace({str(self.path)!r}: {held}{part})")
 
     def _repr_html_(self) -> str:
         rows: dict[str, list[int]] = {}

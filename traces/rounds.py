@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import OutputError, TraceCorruptError, TraceError, TraceVersionError, UsageError
-from replay.printable import html_table
+from replay.printable import counted, html_table
 from replay.traces.agreement import Agreement, problem, read_agreement
 from replay.traces.fields import Fields, is_number, parse_json, show, some
 from replay.traces.files import PLAIN, as_path, describe_path
@@ -135,7 +135,8 @@ class Rounds:
 
     def __repr__(self) -> str:
         names = some([variant.name for variant in self.variants])
-        return f"Rounds({len(self.table)} rounds of {len(self.requests)} requests; variants {names or 'none'})"
+        held = f"{counted(len(self.table), 'round')} of {counted(len(self.requests), 'request')}"
+        return f"Rounds({held}; variants {names or 'none'})"
 
     def _repr_html_(self) -> str:
         rows = [

@@ -18,6 +18,7 @@ from replay.checkpoint.files import read_shapes, read_tensors
 from replay.checkpoint.hub import head_folder, spoken_name
 from replay.checkpoint.tensor_table import expected_tensors, optional_tensors, spell
 from replay.errors import CheckpointError, UsageError
+from replay.printable import counted
 from replay.traces.fields import show, show_name, some
 from replay.traces.files import as_path
 
@@ -37,9 +38,9 @@ class Checkpoint:
     notes: tuple[str, ...]
 
     def __repr__(self) -> str:
-        size = (
-            f"{self.config.num_layers} layers, {self.config.num_taps} taps, {self.config.draft_vocab_size} draft tokens"
-        )
+        counts = (self.config.num_layers, "layer"), (self.config.num_taps, "tap")
+        size = ", ".join(counted(*each) for each in counts)
+        size += f", {self.config.draft_vocab_size} draft tokens"
         return f"Checkpoint({self.name!r}: {size})"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.wiring import Wiring, dflash_ids, engine_ids
 from replay.errors import WiringError
+from replay.printable import counted
 from replay.simulator.binding import stated_wiring
 from replay.simulator.groups import Group
 from replay.simulator.variant import ResolvedVariant
@@ -138,8 +139,8 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
 def _unfinished(trace: Trace) -> Iterator[str]:
     if trace.header.state != "complete":
         yield (
-            f"The recording of the trace has not ended: {len(trace.requests)} requests are whole and are replayed, "
-            "what comes later may differ."
+            "The recording of the trace has not ended: what is whole is replayed, "
+            f"{counted(len(trace.requests), 'request')}, and what comes later may differ."
         )
 
 

@@ -43,8 +43,8 @@ def test_sharegpt_is_asked_its_first_turns(tmp_path: Path) -> None:
         ("3", ({"role": "system", "content": "Be short"}, {"role": "user", "content": "Hi"})),
     ]
     assert prompts.notes == (
-        "1 rows have later turns, which are not asked: only the first user turn is (QWJhYvA_0)",
-        "2 rows have no user turn and are left out (silent, empty)",
+        "1 row with later turns, which are not asked: only the first user turn is (QWJhYvA_0)",
+        "2 rows without a user turn, left out (silent, empty)",
     )
     assert [row.line for row in read_prompts(lines(tmp_path / "l", *SHAREGPT)).rows] == [1, 4]
 
@@ -58,8 +58,8 @@ def test_turns_batch_files_and_specforge_are_taken(tmp_path: Path) -> None:
     assert prompts.rows[1].messages == ({"role": "user", "content": "Add"},)
     assert prompts.rows[2].messages == tuple(BATCH["body"]["messages"])  # type: ignore[index]
     assert prompts.notes == (
-        "1 rows have later turns, which are not asked: only the first user turn is (81)",
-        "1 rows of a batch file say how to sample, which is not read: the command's options count (request-1)",
+        "1 row with later turns, which are not asked: only the first user turn is (81)",
+        "1 row of a batch file with settings of sampling, not read: the command's options count (request-1)",
     )
 
 
@@ -111,5 +111,6 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         buffer = io.BytesIO(b'{"prompt": "piped"}\n')
 
     monkeypatch.setattr(sys, "stdin", Stdin)
-    (row,) = read_prompts(Path("-")).rows
-    assert row.prompt == "piped"
+    prompts = read_prompts(Path("-"))
+    (row,) = prompts.rows
+    assert row.prompt == "piped" and prompts.where(row) == "standard input line 1"

@@ -75,7 +75,7 @@ def test_log_lines_of_vllm_are_weighed_by_their_drafts(tmp_path: Path) -> None:
     assert found.accept_length == pytest.approx(1 + 550 / 600)
     assert found.num_steps == 5 and found.source.startswith("2 log lines of vLLM, 1 + accepted / drafts")
     old = seen(VLLM_OLD_LOG, tmp_path)
-    assert (old.accept_length, old.num_steps) == (2.0, 2) and old.source.startswith("1 log lines")
+    assert (old.accept_length, old.num_steps) == (2.0, 2) and old.source.startswith("1 log line of vLLM,")
 
 
 def test_counters_of_vllm_give_a_histogram(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_row_that_is_too_long_is_left_out_by_name(row: dict[str, Any], says: s
     assert [one.request_id for one in encoded.requests] == ["0", "2"]
     assert list(encoded.left_out) == ["long"] and says in encoded.left_out["long"]
     (note,) = encoded.notes()
-    assert note.startswith("1 of 3 prompts are too long and left out (long); ") and "line 2" in note
+    assert note.startswith("left out as too long: 1 of 3 prompts (long); ") and "line 2" in note
     with pytest.raises(PromptError, match="line 1"):
         encode(write(tmp_path, row, row), limits)
 

@@ -54,7 +54,7 @@ def test_one_trace_that_is_typed_twice_is_one(folder: Path) -> None:
 def test_an_unfinished_trace_is_replayed_as_far_as_it_is_whole(folder: Path) -> None:
     typed = ("--draft", folder / "draft", "--steps", 1, "--json")
     found = json.loads(run("simulate", folder / "begun", *typed).stdout)
-    assert found["trace"]["requests"] == 2 and "2 requests are whole" in found["doubts"][0]
+    assert found["trace"]["requests"] == 2 and "replayed, 2 requests, and" in found["doubts"][0]
     refused = run("simulate", folder / "empty", *typed, exit_code=1)
     assert "holds no whole request yet; wait for one" in refused.stderr
 

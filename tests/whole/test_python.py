@@ -73,7 +73,7 @@ def test_every_object_has_a_short_repr_and_a_table(folder: Path, rounds: Rounds)
     assert repr(trace).endswith("4 requests of invented, taps 2,final)")
     assert repr(trace.take(replay.Part(limit=2))).endswith("taps 2,final, the first 2 (2 of 4))")
     assert repr(rare_diagnosis()) == "Diagnosis(engine: nothing explains it)"
-    assert repr(head) == "Checkpoint('draft': 1 layers, 2 taps, 48 draft tokens)"
+    assert repr(head) == "Checkpoint('draft': 1 layer, 2 taps, 48 draft tokens)"
 
 
 def test_rounds_know_the_facts_of_their_requests(rounds: Rounds) -> None:
