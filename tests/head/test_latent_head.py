@@ -170,7 +170,7 @@ def first_states(head: Head, pieces: tuple[tuple[int, int], ...] = (), prompt: i
     return first_pass(head, [item, item]).output.normed_RE
 
 
-@pytest.mark.parametrize("prefill_rows", [None, 4])
+@pytest.mark.parametrize("prefill_rows", [None, 4, PROMPT])
 @pytest.mark.parametrize("product_rows", [None, 4])
 def test_a_prompt_prefilled_whole_is_unabsorbed_and_nothing_else_is(
     product_rows: int | None, prefill_rows: int | None
@@ -186,7 +186,7 @@ def test_a_prompt_prefilled_whole_is_unabsorbed_and_nothing_else_is(
     assert torch.equal(by_row[first], unabsorbed[first]) and not torch.equal(by_row[first], absorbed[first])
     assert torch.equal(by_row[~first], absorbed[~first]) and not torch.equal(by_row[~first], unabsorbed[~first])
     # what the trace does not tell is taken from the rows that a server prefills at once
-    assert torch.equal(first_states(head)[first], (absorbed if prefill_rows else by_row)[first])
+    assert torch.equal(first_states(head)[first], (by_row if prefill_rows == PROMPT else absorbed)[first])
 
 
 def test_a_walk_begins_from_a_whole_prompt_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
