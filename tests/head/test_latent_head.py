@@ -189,6 +189,19 @@ def test_a_prompt_prefilled_whole_is_unabsorbed_and_nothing_else_is(
     assert torch.equal(first_states(head)[first], (by_row if prefill_rows == PROMPT else absorbed)[first])
 
 
+def test_a_prompt_prefilled_whole_sees_keys_and_values_as_they_were_made() -> None:
+    """In its last row (SGLang 0.5.23 forward_mha.py ``forward_normal_prepare``); the draft KV it leaves is rounded."""
+    checkpoint = latent_checkpoint(rope_parameters=DEEPSEEK_YARN)
+    sound, rounded = (
+        build(checkpoint, "sglang", precision=parse_precision(precision))
+        for precision in ("fp32", "fp32+kv=fp8_e4m3:scale=1")
+    )
+    apart_A = (first_states(sound, WHOLE) - first_states(rounded, WHOLE)).abs().amax(1)
+    first = torch.arange(len(apart_A)) % (len(apart_A) // 2) == 0
+    assert apart_A[first].max() == 0 < 1e-3 < apart_A[~first].min()
+    assert (first_states(sound, IN_TWO) - first_states(rounded, IN_TWO)).abs().amax(1)[first].min() > 1e-3
+
+
 def test_a_walk_begins_from_a_whole_prompt_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     head = build(latent_checkpoint(rope_parameters=DEEPSEEK_YARN), "sglang", Execution(torch.bfloat16))
     seen: list[Tensor] = []

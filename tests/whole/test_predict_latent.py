@@ -27,6 +27,7 @@ import replay
 from replay.analysis.compare.compare import compare_variants
 from replay.analysis.compare.pairing import pair_rounds
 from replay.analysis.compare.texts import Text
+from replay.traces.check import check_trace
 
 PROMPTS, NEW_TOKENS, STEPS = 8, 24, 3
 TOPK, NUM_DRAFT_TOKENS = 2, 6
@@ -76,6 +77,14 @@ def variant(**changes: Any) -> replay.Variant:
 
 def tree_variant(**changes: Any) -> replay.Variant:
     return variant(topk=TOPK, num_draft_tokens=NUM_DRAFT_TOKENS, **changes)
+
+
+def test_the_traces_pass_their_check(chains: Served, trees: Served) -> None:
+    """Those of two ranks and of Kimi's class too: lm_head(final) gives what was recorded."""
+    for trace, _ in (chains, trees):
+        assert [finding for finding in check_trace(trace) if finding.severity == "error"] == []
+    assert chains[0].header.target.architecture == "DeepseekV3ForCausalLM"
+    assert trees[0].header.target.architecture == "KimiK25ForConditionalGeneration"
 
 
 def test_every_chain_is_the_servers(chains: Served, record_property: Any) -> None:
