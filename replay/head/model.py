@@ -61,6 +61,10 @@ class TargetTables:
     lm_head_VE: Tensor | None = None
 
 
+def _as_made(kv_RMH: Tensor) -> Tensor:
+    return kv_RMH
+
+
 class Head:
     """A draft head ready to run: weights cast to one dtype on one device, in one rounding order."""
 
@@ -134,12 +138,13 @@ class Head:
 
         SGLang 0.5.23 runs the rows of a forward in which no request has earlier rows unabsorbed, where all others are
         absorbed (models/deepseek_common/attention_backend_handler.py ``handle_attention_triton``, which the CPU's
-        backend takes; those of GPUs prefill such rows unabsorbed too).
+        backend takes; those of GPUs prefill such rows unabsorbed too). They see keys and values as they were made, not
+        as the draft KV stores them (attention_forward_methods/forward_mha.py ``forward_normal_prepare``).
         """
         if not isinstance(self._attention, LatentAttention) or not self._attention.absorbed:
             return None
         other = copy(self)
-        other._attention = replace(self._attention, absorbed=False)
+        other._attention = replace(self._attention, absorbed=False, stored=_as_made)
         other._set_run()
         return other
 
