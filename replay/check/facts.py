@@ -19,6 +19,7 @@ from replay.check.server import Server
 from replay.check.sizes import Replaced, with_sizes
 from replay.checkpoint.config_classes import ConfigClass, class_called, class_of
 from replay.checkpoint.config_file import CONFIG, Settings, is_word, read_config, read_object
+from replay.checkpoint.eagle import is_eagle
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.checkpoint.hub import spoken_name
 from replay.engines.wiring import Wiring
@@ -188,6 +189,11 @@ def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, who
     name = spoken_name(folder)
     stated = Settings(_flat(document), f"{name}/{CONFIG}")
     weights = read_weights(folder, whole=whole)
+    shapes = {fact.original: fact.shape for fact in weights.tensors.values()}
+    if is_eagle(document, shapes, stated.where):
+        raise CheckpointError(
+            f"{name} is an EAGLE-1 or EAGLE-2 head, and check has rules for EAGLE-3 heads; type replay inspect {folder}"
+        )
     # A config without a model type is Llama's to the engines that take it at all.
     cls = _class_of_head(stated)
     config, replaced = with_sizes(stated, cls, weights.tensors, target.hidden_size, target.vocab_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.checkpoint.config import ARCHITECTURES, HeadConfig
+from replay.checkpoint.config import ARCHITECTURES, FAMILY_NAMES, HeadConfig
 from replay.checkpoint.config_file import CONFIG, is_word, read_config
 from replay.checkpoint.files import BINARY
 from replay.errors import CheckpointError, UsageError
@@ -65,6 +65,7 @@ class DraftFacts(_Table):
     """A draft head in numbers, and the layer ids that its config states."""
 
     path: str
+    family: str
     parameters: int
     bytes: int
     hidden_size: int
@@ -228,6 +229,7 @@ def draft_facts(path: Path) -> DraftFacts:
         rope += f", factor {config.rope.factor:g}"
     return DraftFacts(
         path=str(path),
+        family=FAMILY_NAMES[config.family],
         parameters=sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
         bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
         hidden_size=config.hidden_size,

@@ -46,12 +46,21 @@ class Checkpoint:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a draft head's folder. Raises CheckpointError naming the field or tensor."""
-    config, name = parse_config(read_config(path), name=str(path / CONFIG)), spoken_name(path)
-    if config.block is not None:
+    document, where, name = read_config(path), str(path / CONFIG), spoken_name(path)
+    stated = parse_config(document, name=where)  # what a config says wrong comes before what the tensors do
+    if stated.block is not None:
         check_folder(path)
-    if (shapes := read_shapes(path)) is not None:  # before anything is loaded: files may be as large as they like
-        _check_table(name, config, _rename(name, shapes, latent=config.latent is not None))
+    if (shapes := read_shapes(path)) is None:
+        tensors = read_tensors(path)
+        return check_checkpoint(name, parse_config(document, name=where, shapes=_shapes_of(tensors)), tensors)
+    config = parse_config(document, name=where, shapes=shapes)
+    _check_table(name, config, _rename(name, shapes, latent=config.latent is not None))  # before anything is loaded
     return check_checkpoint(name, config, read_tensors(path))
+
+
+def _shapes_of(tensors: "Mapping[str, torch.Tensor]") -> dict[str, tuple[int, ...]]:
+    """By the names in the file; what is no tensor is refused later (``check_checkpoint``)."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
 def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch.Tensor]") -> Checkpoint:
@@ -207,4 +216,4 @@ def head_from_tensors(
             )
     if not isinstance(name, str):
         raise UsageError(f"the name of a head must be a string, {show(name)} was given")
-    return check_checkpoint(name, parse_config(config), tensors)
+    return check_checkpoint(name, parse_config(config, shapes=_shapes_of(tensors)), tensors)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replay.checkpoint import modelopt, speculators
+from replay.checkpoint import eagle, modelopt, speculators
 from replay.checkpoint.config_file import Settings
 from replay.checkpoint.dflash import Block, read_block, read_layer_ids
 from replay.checkpoint.latent import Latent, read_latent, read_latent_taps
@@ -16,8 +16,10 @@ LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 BLOCK_ARCHITECTURE = "DFlashDraftModel"
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE, BLOCK_ARCHITECTURE,
-    *speculators.ARCHITECTURES,
+    *speculators.ARCHITECTURES, eagle.ARCHITECTURE,
 )  # fmt: skip
+# What families are called where people read of them.
+FAMILY_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1 or EAGLE-2", "dflash": "DFlash"}
 # More layers or taps than any head has: a config that asks for millions must not make us count to it.
 _MOST = 256
 
@@ -61,7 +63,7 @@ class HeadConfig:
 
     @property
     def fc_inputs(self) -> int:
-        """Input features of ``fc``."""
+        """Features of the target that ``fc`` takes in."""
         return self.num_taps * self.target_hidden_size
 
     @property
@@ -94,17 +96,22 @@ class HeadConfig:
         return self.head_dim if self.latent is None else self.latent.rope
 
 
-def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadConfig:
+def parse_config(
+    document: Mapping[str, Any], *, name: str = "config", shapes: eagle.Shapes | None = None
+) -> HeadConfig:
     """Read a draft config as SGLang 0.5.23 does, defaults of its class included.
 
     models/llama_eagle3.py and LlamaConfig, models/kimi_k25_eagle3.py for a latent head, models/dflash.py for DFlash. A
-    config of another dialect is read as its own program does (speculators.py).
+    config of another dialect is read as its own program does (speculators.py), and ``shapes`` of its tensors by the
+    names in the file tell families whose configs look alike (eagle.py); None: the config alone is read.
 
     Raises CheckpointError for another architecture, a wrong type, or what replay does not compute.
     """
     if speculators.is_speculators(document):
         plain = _parse_plain(Settings(speculators.flattened(document, name), name))
         return replace(plain, lm_head="own", **speculators.switches(document, name))
+    if eagle.is_eagle(document, shapes, name):
+        return replace(_parse_plain(Settings(eagle.plain(Settings(document, name)), name)), **eagle.SWITCHES)
     return _parse_plain(Settings(document, name))
 
 
@@ -117,8 +124,8 @@ def _parse_plain(config: Settings) -> HeadConfig:
     tied = bool(config.flag("tie_word_embeddings"))
     draft_vocab_size = config.size("draft_vocab_size", vocab_size)
     _check_vocabulary(name, tied, draft_vocab_size, vocab_size)
-    eagle = config.inner("eagle_config")
-    norm_before_fc, layer_ids = eagle.flag("norm_before_fc"), _layer_ids(eagle)
+    inner = config.inner("eagle_config")
+    norm_before_fc, layer_ids = inner.flag("norm_before_fc"), _layer_ids(inner)
     found = HeadConfig(
         hidden_size=hidden_size,
         target_hidden_size=config.size("target_hidden_size", hidden_size),
@@ -140,11 +147,11 @@ def _parse_plain(config: Settings) -> HeadConfig:
         norm_before_fc=bool(config.flag("norm_before_fc") if norm_before_fc is None else norm_before_fc),
         fc_norm=bool(config.flag("fc_norm") or config.flag("use_aux_norm")),
         norm_output=bool(config.flag("norm_output")),
-        use_aux_hidden_state=eagle.flag("use_aux_hidden_state") is not False,
+        use_aux_hidden_state=inner.flag("use_aux_hidden_state") is not False,
         layer_ids=layer_ids,
         dtype=config.text("dtype") or config.text("torch_dtype"),
     )
-    found = replace(found, **modelopt.read_switches(eagle))
+    found = replace(found, **modelopt.read_switches(inner))
     if latent:
         found = _as_latent(config, found)
     elif kind == BLOCK_ARCHITECTURE:

@@ -38,7 +38,8 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     if config.block is not None:
         return _block_tensors(config)
     E, F = config.hidden_size, config.intermediate_size
-    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, config.fc_inputs)}
+    joins_early = config.family == "eagle"  # fc takes in the embedding beside the state
+    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, 2 * E if joins_early else config.fc_inputs)}
     if config.last_norm:
         table["norm.weight"] = (E,)
     if config.fc_bias:
@@ -48,7 +49,7 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     if config.fc_norm:
         table |= {f"fc_norm.{tap}.weight": (config.target_hidden_size,) for tap in range(config.num_taps)}
     for layer in range(config.num_layers):
-        inputs = 2 * E if layer == 0 else E
+        inputs = E if layer or joins_early else 2 * E
         prefix = f"layers.{layer}."
         for norm in _layer_norms(config, layer):
             table[f"{prefix}{norm}.weight"] = (E,)
@@ -74,6 +75,8 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 def _layer_norms(config: HeadConfig, layer: int) -> tuple[str, ...]:
     """Those of one layer. SGLang's later layers have a norm that nobody reads, those of other programs do not."""
+    if config.family == "eagle" and layer == 0:
+        return ("post_attention_layernorm",)
     if layer and config.later_norm == "input_layernorm":
         return "input_layernorm", "post_attention_layernorm"
     return "input_layernorm", "hidden_norm", "post_attention_layernorm"

@@ -15,6 +15,11 @@ from replay.printable import shorten
 from replay.targets.rules import NEWEST, CaptureRule, NoRule, capture_rule
 from replay.traces.taps import FINAL, parse_taps, tap_index, tap_name
 
+# Targets that vLLM 0.32 runs by model_executor/models/deepseek_v2.py, which adds the residual of layer 0 before there
+# is one: with id 0 its first forward ends in a TypeError.
+VLLM_DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+VLLM_CRASH = "with id 0, the embedding, its DeepSeek crashes at the first forward"
+
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
@@ -186,7 +191,8 @@ def _each_engine(wiring: Wiring, rule: CaptureRule | NoRule, layers: int) -> Ite
     rising = all(low < high for low, high in pairwise(indices))
     order = "" if rising else "this engine feeds taps in layer order, each once"
     yield _sglang_ids(indices, order, rule, layers)
-    yield EngineIds(VLLM, tuple(indices) if rising else None, order)
+    crash = VLLM_CRASH if 0 in indices and rule.architecture in VLLM_DEEPSEEK else ""
+    yield EngineIds(VLLM, None if order or crash else tuple(indices), order or crash)
     if 0 in indices:
         yield EngineIds(SPECFORGE, None, "its ids are outputs of layers, so the embedding has none")
     elif len(indices) != 3:

@@ -85,6 +85,9 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
     "default ids as SGLang counts, served by vLLM": (
         "wiring.aux-layer-id", "warning", Case({"eagle_config": None, TOP_IDS: DEFAULT_IDS}, engine="vllm")),
     "ids only for vLLM's V1 runner": ("wiring.aux-layer-id", "warning", Case(ids(3, 16, 25), engine="vllm")),
+    "embedding of a DeepSeek target, served by vLLM": (
+        "wiring.aux-layer-id", "error",
+        Case(ids(0, 3, 16), target={"architectures": ["DeepseekV3ForCausalLM"]}, engine="vllm")),
     "negative id, served by vLLM": ("wiring.aux-layer-id", "error", Case(ids(-1, 2, 15), engine="vllm")),
     "ids served by EAGLE's own code": (
         "wiring.aux-layer-id", "error", Case({"eagle_config": None, TOP_IDS: [3, 16, 28]}, engine="eagle")),
