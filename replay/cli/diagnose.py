@@ -9,6 +9,7 @@ import click
 from replay.cli.options import (
     draft_option,
     json_option,
+    no_verify_option,
     open_trace,
     parse_wiring_option,
     read_draft,
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
 @click.option("--engine", metavar="PROFILE", help="sglang or eagle.  [default: sglang]")
 @click.option("--ladder/--no-ladder", default=True, help="Show the way from the training metric down to the server.")
 @target_option
+@no_verify_option
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
-    target: Path | None, as_json: bool,
+    target: Path | None, no_verify: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -59,7 +61,7 @@ def diagnose(
     from replay.diagnosis.diagnose import diagnose_server, served_variant
 
     told = None if observed is None else read_observed(observed)
-    opened = open_trace(trace, target)
+    opened = open_trace(trace, target, verify=not no_verify)
     layers = opened.header.target.layers
     checkpoint = read_draft(draft)
     served = served_variant(

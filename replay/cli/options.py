@@ -26,6 +26,9 @@ target_option = click.option(
     metavar="DIR",
     help="The target's checkpoint, if the trace lacks its weights (--no-weights) and it has moved.",
 )
+no_verify_option = click.option(
+    "--no-verify", is_flag=True, help="Read the trace as it is, without a look at its checksums."
+)
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )
@@ -40,14 +43,16 @@ def read_draft(path: Path) -> "Checkpoint":
     return read_checkpoint(path)
 
 
-def open_trace(path: Path, target: Path | None, *, allow_incomplete: bool = False) -> "Trace":
+def open_trace(
+    path: Path, target: Path | None = None, *, allow_incomplete: bool = False, verify: bool = True
+) -> "Trace":
     """The trace that was typed, and after --target where the target's checkpoint is now.
 
     Raises UsageError for the checkpoint of another target, and as ``Trace.open``.
     """
     from replay.traces.reader import Trace
 
-    opened = Trace.open(path, allow_incomplete=allow_incomplete, target=target)
+    opened = Trace.open(path, allow_incomplete=allow_incomplete, target=target, verify=verify)
     if target is not None:
         _check_target(target, opened)
     return opened

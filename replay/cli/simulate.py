@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, open_trace, read_draft, target_option, trace_argument
+from replay.cli.options import (
+    PATH,
+    json_option,
+    no_verify_option,
+    open_trace,
+    read_draft,
+    target_option,
+    trace_argument,
+)
 from replay.cli.progress import show_progress
 from replay.cli.show import show_ranking, show_rounds
 from replay.cli.terminal import refuse_existing, say
@@ -96,6 +104,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     "as long as the simulation itself.",
 )
 @target_option
+@no_verify_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @json_option
@@ -104,7 +113,7 @@ def simulate(
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
-    target: Path | None, output: Path | None, force: bool, as_json: bool,
+    target: Path | None, no_verify: bool, output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -121,7 +130,7 @@ def simulate(
     if output is not None:
         refuse_existing(output, force, ours=is_rounds_file)
     _check_device(device)
-    opened = open_trace(trace, target)
+    opened = open_trace(trace, target, verify=not no_verify)
     _check_temperature(temperature, opened.header.capture.temperature)
     layers = opened.header.target.layers
     checkpoints = {name: read_draft(path) for name, path in _name_drafts(drafts).items()}
