@@ -67,7 +67,7 @@ class Trace:
         verify: bool = True,
     ) -> None:
         self.path = path
-        self._target = target
+        self.target_folder = target
         self._verifier = Verifier(path) if verify else None
         self.header = header
         self.records = tuple(records)
@@ -143,7 +143,7 @@ class Trace:
         if self.header.embed != "lookup":
             return False
         try:
-            find_weight(self.path, self.header, EMBED, self._target)
+            find_weight(self.path, self.header, EMBED, self.target_folder)
         except TraceCorruptError:
             raise
         except TraceError:
@@ -305,7 +305,7 @@ class Trace:
     def _weight(self, which: str) -> "torch.Tensor":
         if self._verifier is not None and self.header.weights is not None:
             self._verifier.check(self.path / files.WEIGHTS, 0, self.header.weights.sha256)
-        return load_weight(self.path, self.header, which, self._target)
+        return load_weight(self.path, self.header, which, self.target_folder)
 
     def _finite(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
         tensor = self._rows(record, name, start, count)

@@ -29,6 +29,9 @@ target_option = click.option(
 no_verify_option = click.option(
     "--no-verify", is_flag=True, help="Read the trace as it is, without a look at its checksums."
 )
+cache_option = click.option(
+    "--cache", type=PATH, metavar="DIR", help="Keep what was replayed here, and replay nothing twice. Safe to delete."
+)
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )

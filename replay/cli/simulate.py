@@ -9,6 +9,7 @@ import click
 
 from replay.cli.options import (
     PATH,
+    cache_option,
     json_option,
     no_verify_option,
     open_trace,
@@ -105,6 +106,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 )
 @target_option
 @no_verify_option
+@cache_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @json_option
@@ -113,7 +115,7 @@ def simulate(
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
-    target: Path | None, no_verify: bool, output: Path | None, force: bool, as_json: bool,
+    target: Path | None, no_verify: bool, cache: Path | None, output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -122,6 +124,7 @@ def simulate(
     from replay.engines.precision import with_kv
     from replay.engines.wiring import parse_wiring
     from replay.faults.table import parse_faults
+    from replay.simulator.cache import check_cache_folder
     from replay.simulator.variant import sweep
     from replay.traces.rounds import is_rounds_file, write_rounds
 
@@ -129,6 +132,8 @@ def simulate(
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
     if output is not None:
         refuse_existing(output, force, ours=is_rounds_file)
+    if cache is not None:
+        check_cache_folder(cache)
     _check_device(device)
     opened = open_trace(trace, target, verify=not no_verify)
     _check_temperature(temperature, opened.header.capture.temperature)
@@ -154,7 +159,7 @@ def simulate(
 
         variants, ranked = one_by_one(variants, rank_precision, checkpoints)
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
-    rounds = run_simulation(opened, checkpoints, variants, device, agreement=agreement)
+    rounds = run_simulation(opened, checkpoints, variants, device, agreement=agreement, cache=cache)
     show_rounds(rounds, as_json) if ranked is None else show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
@@ -190,20 +195,27 @@ def run_simulation(
     device: str,
     *,
     agreement: bool = True,
+    cache: Path | None = None,
 ) -> "Rounds":
-    """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server."""
-    from replay.simulator.agreement import with_agreement
-    from replay.simulator.simulation import ReplayProgress, simulate
+    """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server.
+
+    ``cache`` is a folder of variants that were replayed before.
+    """
+    from replay.simulator.cache import open_cache, simulate_cached
+    from replay.simulator.simulation import ReplayProgress
 
     with show_progress("replaying") as progress:
 
         def on_event(event: ReplayProgress) -> None:
             progress.update(event.stage, event.done + event.part, event.total, "requests")
 
-        rounds = simulate(trace, checkpoints, variants, device=device, on_event=on_event)
-        if not agreement:
-            return rounds
-        return with_agreement(rounds, trace, checkpoints, variants, device=device, on_event=on_event)
+        def on_found(found: int) -> None:
+            progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
+
+        kept = None if cache is None else open_cache(cache, trace, checkpoints, device, agreement=agreement)
+        return simulate_cached(
+            kept, trace, checkpoints, variants, device=device, agreement=agreement, on_event=on_event, on_found=on_found
+        )
 
 
 def _check_device(device: str) -> None:

@@ -55,7 +55,7 @@ def group_variants(
     for number, variant in enumerate(variants):
         check_rule(variant.verify, trace)
         sampled = samples_drafts(variant.verify, trace)
-        alike.setdefault((_without_drafting(variant), variant.topk, variant.kv, sampled), []).append(number)
+        alike.setdefault((without_drafting(variant), variant.topk, variant.kv, sampled), []).append(number)
     firsts = [variants[members[0]] for members in alike.values()]
     subjects = [bind(first, checkpoints[first.draft], trace) for first in firsts]
     heads: dict[Hashable, Head] = {}
@@ -89,7 +89,7 @@ def _weights_key(variant: ResolvedVariant, subject: Subject) -> Hashable:
     )
 
 
-def _without_drafting(variant: ResolvedVariant) -> ResolvedVariant:
+def without_drafting(variant: ResolvedVariant) -> ResolvedVariant:
     """What the head itself depends on: the variant with its chain or tree, and their acceptance, taken away."""
     kv = CHAIN_KV if variant.topk > 1 else variant.kv
     return replace(variant, steps=1, topk=1, num_draft_tokens=2, kv=kv, verify=Rule())
