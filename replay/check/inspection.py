@@ -191,7 +191,7 @@ def trace_facts(trace: "Trace") -> TraceFacts:
         max_new_tokens=header.capture.max_new_tokens,
         observed_requests=int(requests["server_verify_rounds"].count()),
         fed_rows=trace.fed_rows,
-        missing=tuple(header.missing),
+        missing=(*header.missing, *filter(None, [header.uncovered])),
         bytes=sum(file.stat().st_size for file in os.scandir(trace.path) if file.is_file()),
     )
 

@@ -9,6 +9,7 @@ import click
 from replay.cli.options import (
     draft_option,
     json_option,
+    no_verify_option,
     observed_option,
     open_trace,
     parse_wiring_option,
@@ -46,12 +47,13 @@ if TYPE_CHECKING:
 @click.option("--ladder/--no-ladder", default=True, help="Show the way from the training metric down to the server.")
 @part_options
 @target_option
+@no_verify_option
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, target: Path | None,
-    as_json: bool,
+    no_verify: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -66,7 +68,7 @@ def diagnose(
     from replay.simulator.binding import stated_wiring
 
     told = None if observed is None else read_observed(observed)
-    opened = open_trace(trace, read_part(category, request, first_turn, limit), target)
+    opened = open_trace(trace, read_part(category, request, first_turn, limit), target, verify=not no_verify)
     checkpoint = read_draft(draft)
     profile = engine_profile(engine or "sglang")
 

@@ -42,6 +42,12 @@ observed_option = click.option(
     help="What a server accepted elsewhere: an accept length; or a log of SGLang, vLLM or llama.cpp, a /metrics page, "
     "a /server_info document, TensorRT-LLM's iteration statistics, or answers that have one.",
 )
+no_verify_option = click.option(
+    "--no-verify", is_flag=True, help="Read the trace as it is, without a look at its checksums."
+)
+cache_option = click.option(
+    "--cache", type=PATH, metavar="DIR", help="Keep what was replayed here, and replay nothing twice. Safe to delete."
+)
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )
@@ -70,24 +76,26 @@ def read_part(category: tuple[str, ...], request: tuple[str, ...], first_turn: b
     return Part(category, request, first_turn, limit)
 
 
-def open_whole(path: Path, target: Path | None, *, allow_incomplete: bool = False) -> "Trace":
+def open_whole(
+    path: Path, target: Path | None = None, *, allow_incomplete: bool = False, verify: bool = True
+) -> "Trace":
     """The trace that was typed, and after --target where the target's checkpoint is now.
 
     Raises UsageError for the checkpoint of another target, and as ``Trace.open``.
     """
     from replay.traces.reader import Trace
 
-    opened = Trace.open(path, allow_incomplete=allow_incomplete, target=target)
+    opened = Trace.open(path, allow_incomplete=allow_incomplete, target=target, verify=verify)
     if target is not None:
         _check_target(target, opened)
     return opened
 
 
-def open_trace(path: Path, part: "Part", target: Path | None = None) -> "Trace":
+def open_trace(path: Path, part: "Part", target: Path | None = None, *, verify: bool = True) -> "Trace":
     """The part of a trace that is asked for; of an unfinished one what is whole. Raises as ``open_whole``."""
     from replay.errors import TraceIncompleteError
 
-    opened = open_whole(path, target, allow_incomplete=True)
+    opened = open_whole(path, target, allow_incomplete=True, verify=verify)
     if not opened.records and opened.header.state != "complete":
         raise TraceIncompleteError(f"{path} holds no whole request yet; wait for one, or capture with --resume")
     return opened.take(part)

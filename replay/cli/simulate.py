@@ -9,7 +9,9 @@ import click
 
 from replay.cli.options import (
     PATH,
+    cache_option,
     json_option,
+    no_verify_option,
     observed_option,
     open_trace,
     parse_wiring_option,
@@ -115,6 +117,8 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @by_option
 @observed_option
 @target_option
+@no_verify_option
+@cache_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @json_option
@@ -125,7 +129,8 @@ def simulate(
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
-    target: Path | None, observed: str | None, output: Path | None, force: bool, as_json: bool,
+    observed: str | None, target: Path | None, no_verify: bool, cache: Path | None, output: Path | None, force: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -137,6 +142,7 @@ def simulate(
     from replay.engines.precision import with_kv
     from replay.faults.table import parse_faults
     from replay.simulator.binding import check_one_target, distinct
+    from replay.simulator.cache import check_cache_folder
     from replay.simulator.variant import default_steps, sweep
     from replay.traces.rounds import is_rounds_file, write_rounds
     from replay.traces.rounds_sets import pool_rounds
@@ -145,10 +151,12 @@ def simulate(
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 or DFlash head")
     if output is not None:
         refuse_existing(output, force, ours=is_rounds_file)
+    if cache is not None:
+        check_cache_folder(cache)
     _check_device(device)
     seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)
-    every = {name: open_trace(path, part, target) for name, path in _name_folders(traces).items()}
+    every = {name: open_trace(path, part, target, verify=not no_verify) for name, path in _name_folders(traces).items()}
     opened = next(iter(every.values()))
     check_one_target(every)
     for one in every.values():
@@ -181,7 +189,8 @@ def simulate(
         variants, ranked = one_by_one(variants, rank_precision, checkpoints)
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
     apart = {
-        name: run_simulation(one, checkpoints, variants, device, agreement=agreement) for name, one in every.items()
+        name: run_simulation(one, checkpoints, variants, device, agreement=agreement, cache=cache)
+        for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
     show_rounds(rounds, as_json, by=by, observed=seen) if ranked is None else show_ranking(rounds, ranked, as_json)
@@ -221,20 +230,27 @@ def run_simulation(
     device: str,
     *,
     agreement: bool = True,
+    cache: Path | None = None,
 ) -> "Rounds":
-    """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server."""
-    from replay.simulator.agreement import with_agreement
-    from replay.simulator.simulation import ReplayProgress, simulate
+    """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server.
+
+    ``cache`` is a folder of variants that were replayed before.
+    """
+    from replay.simulator.cache import open_cache, simulate_cached
+    from replay.simulator.simulation import ReplayProgress
 
     with show_progress("replaying") as progress:
 
         def on_event(event: ReplayProgress) -> None:
             progress.update(event.stage, event.done + event.part, event.total, "requests")
 
-        rounds = simulate(trace, checkpoints, variants, device=device, on_event=on_event)
-        if not agreement:
-            return rounds
-        return with_agreement(rounds, trace, checkpoints, variants, device=device, on_event=on_event)
+        def on_found(found: int) -> None:
+            progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
+
+        kept = None if cache is None else open_cache(cache, trace, checkpoints, device, agreement=agreement)
+        return simulate_cached(
+            kept, trace, checkpoints, variants, device=device, agreement=agreement, on_event=on_event, on_found=on_found
+        )
 
 
 def _check_device(device: str) -> None:

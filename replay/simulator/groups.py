@@ -56,9 +56,8 @@ def group_variants(
     for number, variant in enumerate(variants):
         check_rule(variant.verify, trace)
         sampled = samples_drafts(variant.verify, trace)
-        alone = checkpoints[variant.draft].config.block is not None
-        key = _without_drafting(variant, variant.steps if alone else 1)
-        alike.setdefault((key, variant.topk, variant.kv, sampled), []).append(number)
+        block = checkpoints[variant.draft].config.block is not None
+        alike.setdefault((without_drafting(variant, block), variant.topk, variant.kv, sampled), []).append(number)
     firsts = [variants[members[0]] for members in alike.values()]
     subjects = [bind(first, checkpoints[first.draft], trace) for first in firsts]
     heads: dict[Hashable, Head] = {}
@@ -92,11 +91,13 @@ def _weights_key(variant: ResolvedVariant, subject: Subject) -> Hashable:
     )
 
 
-def _without_drafting(variant: ResolvedVariant, steps: int) -> ResolvedVariant:
-    """What the head itself depends on: the variant with its chain or tree, and their acceptance, taken away; and the
-    ``steps``, where another number is another run."""
+def without_drafting(variant: ResolvedVariant, block: bool) -> ResolvedVariant:
+    """What the head itself depends on: the variant with its chain or tree, and their acceptance, taken away.
+
+    Of a head that drafts a ``block`` another number of steps is another run.
+    """
     kv = CHAIN_KV if variant.topk > 1 else variant.kv
-    return replace(variant, steps=steps, topk=1, num_draft_tokens=2, kv=kv, verify=Rule())
+    return replace(variant, steps=variant.steps if block else 1, topk=1, num_draft_tokens=2, kv=kv, verify=Rule())
 
 
 def _size(variant: ResolvedVariant) -> TreeSize:

@@ -78,7 +78,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.3)
         return real(*given, on_event=on_event, **named)
 
-    monkeypatch.setattr("replay.simulator.simulation.simulate", simulate)
+    monkeypatch.setattr("replay.simulator.cache.simulate", simulate)
     monkeypatch.setattr(module.show_progress.__wrapped__, "__kwdefaults__", {"first": 0.1, "every": 0.1})
     monkeypatch.setattr(module, "VERBOSE", 0.02)
 
