@@ -84,10 +84,21 @@ def readings(draft: Draft, target: Target, server: Server | None = None) -> dict
         verbatim,
         _verbatim(VLLM_2, layers, (ids.top, TOP), (ids.inner, INNER), default=default),
         Reading(EAGLE, default, None),
-        Reading(SPECFORGE, tuple(index + 1 for index in ids.nested) if ids.nested else default,
-                NESTED if ids.nested else None),
+        _specforge(ids.nested, default),
     ]  # fmt: skip
     return {reading.engine: reading for reading in listed}
+
+
+def _specforge(ids: tuple[int, ...] | None, default: tuple[int, ...]) -> Reading:
+    """Outputs of three layers; what it does with more ids or an id below 0 is to stop.
+
+    SpecForge 0.2.0 algorithms/model_providers.py ``resolve_eagle_capture_layers``.
+    """
+    if ids is None:
+        return Reading(SPECFORGE, default, None)
+    if len(ids) != 3 or min(ids) < 0:
+        return Reading(SPECFORGE, None, NESTED, f"{SPECFORGE} takes three ids from 0 up, the ids are {list(ids)}")
+    return Reading(SPECFORGE, tuple(index + 1 for index in ids), NESTED)
 
 
 def indices_of(wiring: Wiring) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ inside its functions.
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from replay.cli.report import report
 from replay.cli.serve import serve
 from replay.cli.simulate import simulate
 from replay.cli.terminal import say
+from replay.cli.typed import refuse_repeats
 from replay.errors import ReplayError
 from replay.printable import one_line
 
@@ -38,13 +40,27 @@ class _Refusal(click.ClickException):
     """One sentence on stderr, exit code 1."""
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"replay: {self.message}", err=True)
+        say(f"replay: {self.message}")
+
+
+class _Interruption(_Refusal):
+    """Ctrl-C; the exit code is that of a program that the signal ends."""
+
+    exit_code = 128 + signal.SIGINT
 
 
 class _Group(click.Group):
     def make_context(self, *arguments: Any, **named: Any) -> click.Context:
         with _plain_usage_errors():
             return super().make_context(*arguments, **named)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None:
+            refuse_repeats(command, rest)
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -55,7 +71,7 @@ class _Group(click.Group):
         except MemoryError as error:
             raise _Refusal("the memory does not suffice for this; give less at once, or a larger machine") from error
         except KeyboardInterrupt as error:
-            raise _Refusal("interrupted; what was whole before is kept, nothing half is left behind") from error
+            raise _Interruption("interrupted; what was whole before is kept, nothing half is left behind") from error
         except OSError as error:
             if error.filename is None:
                 raise
@@ -92,7 +108,7 @@ def main() -> None:
     """Entry point of the ``replay`` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not a traceback
     try:
         cli()
     except OSError as error:

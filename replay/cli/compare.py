@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option
+from replay.cli.options import PATH, json_option, sort_option, top_option
 from replay.cli.terminal import print_json, print_rich
 
 
@@ -13,8 +13,13 @@ from replay.cli.terminal import print_json, print_rich
 @click.argument("rounds_b", type=PATH, metavar="[ROUNDS_B]", required=False)
 @click.option("--variant-a", metavar="NAME", help="Variant A.  [default: of one file its first, of two the only one]")
 @click.option("--variant-b", metavar="NAME", help="Variant B.  [default: each that is not A]")
+@sort_option
+@top_option
 @json_option
-def compare(rounds_a: Path, rounds_b: Path | None, variant_a: str | None, variant_b: str | None, as_json: bool) -> None:
+def compare(
+    rounds_a: Path, rounds_b: Path | None, variant_a: str | None, variant_b: str | None, sort: str | None,
+    top: int | None, as_json: bool,
+) -> None:  # fmt: skip
     """Compare two variants on the same requests and the same anchors: better, worse, equal or cannot tell.
 
     Of one rounds file every variant is held against the first, of two those of the second against that of the first.
@@ -22,6 +27,7 @@ def compare(rounds_a: Path, rounds_b: Path | None, variant_a: str | None, varian
     from replay.analysis.compare.compare import compare_variants
     from replay.analysis.compare.pairing import pair_rounds
     from replay.analysis.compare.report import render_comparison
+    from replay.analysis.view import View
     from replay.traces.rounds import read_rounds
 
     second = None if rounds_b is None else read_rounds(rounds_b)
@@ -31,4 +37,4 @@ def compare(rounds_a: Path, rounds_b: Path | None, variant_a: str | None, varian
     if as_json:
         print_json(comparison.to_json())
     else:
-        print_rich(render_comparison(comparison, joined))
+        print_rich(render_comparison(comparison, joined, View(sort, top)))

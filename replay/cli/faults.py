@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from replay.cli.options import json_option
-from replay.cli.terminal import print_json
+from replay.cli.terminal import print_json, print_text
 
 if TYPE_CHECKING:
     from replay.faults.change import FaultKind
@@ -22,7 +22,7 @@ def faults(as_json: bool) -> None:
         return
     for kind in FAULTS.values():  # a paragraph each: in a table 80 columns would cut the names
         default = "" if kind.default is None else f"  [default: {kind.default}]"
-        click.echo(f"{kind.name}={kind.values}{default}\n    {kind.what}")
+        print_text(f"{kind.name}={kind.values}{default}\n    {kind.what}")
 
 
 def _document(kind: "FaultKind") -> dict[str, Any]:

@@ -17,6 +17,12 @@ draft_option = click.option("--draft", required=True, type=PATH, metavar="DIR", 
 trained_wiring_option = click.option(
     "--wiring", metavar="W", help="What the head was trained on, e.g. embed,3,31, if you know it."
 )
+sort_option = click.option(
+    "--sort",
+    type=click.Choice(("typed", "length")),
+    help="Rows of the table as typed, or by accept length.  [default: typed, of more than 12 variants length]",
+)
+top_option = click.option("--top", type=click.IntRange(min=1), metavar="N", help="Show the first N rows only.")
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )

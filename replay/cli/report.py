@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option
+from replay.cli.options import PATH, json_option, sort_option, top_option
 from replay.cli.show import show_rounds, write_html
 from replay.cli.terminal import refuse_existing
 
@@ -14,14 +14,18 @@ from replay.cli.terminal import refuse_existing
 @click.option("--html", type=PATH, metavar="FILE", help="Write the report as a web page as well.")
 @click.option("--peers", is_flag=True, help="Add the metrics of other projects, made from the same rounds.")
 @click.option("--force", is_flag=True, help="Replace an existing web page.")
+@sort_option
+@top_option
 @json_option
-def report(rounds: Path, html: Path | None, peers: bool, force: bool, as_json: bool) -> None:
+def report(
+    rounds: Path, html: Path | None, peers: bool, force: bool, sort: str | None, top: int | None, as_json: bool
+) -> None:
     """Show the report of a rounds file that simulate -o wrote."""
     from replay.traces.rounds import read_rounds
 
     if html is not None:
         refuse_existing(html, force)
     table = read_rounds(rounds)
-    show_rounds(table, as_json, peers=peers)
+    show_rounds(table, as_json, peers=peers, sort=sort, top=top)
     if html is not None:
         write_html(table, html, peers)

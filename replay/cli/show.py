@@ -15,48 +15,65 @@ if TYPE_CHECKING:
     from replay.traces.rounds import Rounds
 
 
-def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False) -> None:
-    """The report of ``rounds``, or its JSON; ``peers`` adds the metrics of other projects."""
-    from replay.analysis.summary import summarise, to_json
+def show_rounds(
+    rounds: "Rounds", as_json: bool, *, peers: bool = False, sort: str | None = None, top: int | None = None
+) -> None:
+    """The report of ``rounds``, or its JSON; ``peers`` adds the metrics of other projects.
+
+    ``sort`` and ``top`` say which rows the report's table has (analysis/view.py); the JSON has all.
+    """
+    from replay.analysis.summary import summarise
 
     summaries = summarise(rounds)
     if as_json:
-        body = {**to_json(rounds, summaries), "doubts": list(_doubts(rounds, summaries))}
+        body = _body(rounds, summaries)
         if peers:
             from replay.analysis.report.peers import peer_metrics
 
             body["peers"] = [peer_metrics(rounds, variant.name) for variant in rounds.variants]
         print_json(body)
     else:
-        print_rich(_render(rounds, summaries, peers))
+        print_rich(_render(rounds, summaries, peers, sort, top))
 
 
 def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
     """The ranking of ``tensors``, quantised one by one as `one_by_one` gave the variants, or its JSON."""
     from replay.analysis.report.precision_ranking import rank_tensors, render_ranking
-    from replay.analysis.summary import summarise, to_json
+    from replay.analysis.summary import summarise
 
     summaries = summarise(rounds)
     ranking = rank_tensors(rounds, summaries, tensors)
     if as_json:
-        doubts = list(_doubts(rounds, summaries))
-        print_json({**to_json(rounds, summaries), "doubts": doubts, "ranking": [*ranking.rows, ranking.together]})
+        print_json({**_body(rounds, summaries), "ranking": [*ranking.rows, ranking.together]})
     else:
         print_rich(render_ranking(ranking))
 
 
-def _doubts(rounds: "Rounds", summaries: "Sequence[VariantSummary]") -> tuple[str, ...]:
+def _body(rounds: "Rounds", summaries: "Sequence[VariantSummary]") -> dict[str, Any]:
     from replay.analysis.report.report import assess
+    from replay.analysis.summary import to_json
 
-    return assess(rounds, summaries).doubts
+    report = assess(rounds, summaries)
+    return {
+        **to_json(rounds, summaries),
+        "best": [row.name for row in report.together],
+        "doubts": list(report.doubts),
+    }
 
 
-def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", peers: bool) -> "RenderableType":
+def _render(
+    rounds: "Rounds",
+    summaries: "Sequence[VariantSummary]",
+    peers: bool,
+    sort: str | None = None,
+    top: int | None = None,
+) -> "RenderableType":
     from rich.console import Group
 
     from replay.analysis.report.report import render
+    from replay.analysis.view import View
 
-    parts: list[Any] = [render(rounds, summaries)]
+    parts: list[Any] = [render(rounds, summaries, View(sort, top))]
     if peers:
         from replay.analysis.report.peers import peer_metrics, render_peers
 

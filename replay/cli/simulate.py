@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, read_draft, trace_argument
+from replay.cli.options import PATH, json_option, read_draft, sort_option, top_option, trace_argument
 from replay.cli.show import show_ranking, show_rounds
 from replay.cli.terminal import refuse_existing, say, show_progress
 from replay.errors import UsageError
@@ -96,13 +96,15 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 )
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
+@sort_option
+@top_option
 @json_option
 def simulate(
     trace: Path, drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...], topk: tuple[int, ...],
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
-    output: Path | None, force: bool, as_json: bool,
+    output: Path | None, force: bool, sort: str | None, top: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -117,6 +119,8 @@ def simulate(
 
     if not drafts:
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
+    if rank_precision is not None and (sort or top):
+        raise UsageError("a ranking is sorted by what each tensor costs, and whole; leave --sort and --top out")
     if output is not None:
         refuse_existing(output, force)
     opened = Trace.open(trace)
@@ -144,7 +148,10 @@ def simulate(
         variants, ranked = one_by_one(variants, rank_precision, checkpoints)
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
     rounds = run_simulation(opened, checkpoints, variants, device, agreement=agreement)
-    show_rounds(rounds, as_json) if ranked is None else show_ranking(rounds, ranked, as_json)
+    if ranked is None:
+        show_rounds(rounds, as_json, sort=sort, top=top)
+    else:
+        show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
 
