@@ -21,6 +21,7 @@ from replay.cli.check import check
 from replay.cli.compare import compare
 from replay.cli.demo import demo
 from replay.cli.diagnose import diagnose
+from replay.cli.examples import epilog
 from replay.cli.faults import faults
 from replay.cli.import_dumps import import_dumps
 from replay.cli.inspect import inspect
@@ -101,6 +102,8 @@ def cli() -> None:
 
 
 for _command in (serve, capture, import_dumps, simulate, faults, report, compare, inspect, diagnose, check, demo):
+    assert _command.name is not None
+    _command.epilog = epilog(_command.name)
     cli.add_command(_command)
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option, sort_option, top_option
+from replay.cli.options import PATH, format_option, json_option, sort_option, top_option
 from replay.cli.show import show_rounds, write_html
+from replay.cli.table_formats import refuse_two_forms
 from replay.cli.terminal import refuse_existing
 
 
@@ -16,16 +17,19 @@ from replay.cli.terminal import refuse_existing
 @click.option("--force", is_flag=True, help="Replace an existing web page.")
 @sort_option
 @top_option
+@format_option
 @json_option
 def report(
-    rounds: Path, html: Path | None, peers: bool, force: bool, sort: str | None, top: int | None, as_json: bool
-) -> None:
+    rounds: Path, html: Path | None, peers: bool, force: bool, sort: str | None, top: int | None,
+    table_format: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Show the report of a rounds file that simulate -o wrote."""
     from replay.traces.rounds import read_rounds
 
+    refuse_two_forms(table_format, as_json)
     if html is not None:
         refuse_existing(html, force)
     table = read_rounds(rounds)
-    show_rounds(table, as_json, peers=peers, sort=sort, top=top)
+    show_rounds(table, as_json, peers=peers, sort=sort, top=top, table_format=table_format)
     if html is not None:
         write_html(table, html, peers)

@@ -5,27 +5,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replay.cli.table_formats import print_table
 from replay.cli.terminal import Visible, print_json, print_rich
 from replay.errors import OutputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from replay.analysis.flat import FlatRow
     from replay.analysis.summary import VariantSummary
     from replay.traces.rounds import Rounds
 
 
 def show_rounds(
-    rounds: "Rounds", as_json: bool, *, peers: bool = False, sort: str | None = None, top: int | None = None
-) -> None:
-    """The report of ``rounds``, or its JSON; ``peers`` adds the metrics of other projects.
+    rounds: "Rounds", as_json: bool, *, peers: bool = False, sort: str | None = None, top: int | None = None,
+    table_format: str | None = None,
+) -> None:  # fmt: skip
+    """The report of ``rounds``, its JSON, or its table alone; ``peers`` adds the metrics of other projects.
 
-    ``sort`` and ``top`` say which rows the report's table has (analysis/view.py); the JSON has all.
+    ``sort`` and ``top`` say which rows the table has (analysis/view.py); the JSON has all.
     """
     from replay.analysis.summary import summarise
 
     summaries = summarise(rounds)
-    if as_json:
+    if table_format is not None:
+        print_table(_flat(rounds, summaries, sort, top), table_format)
+    elif as_json:
         body = _body(rounds, summaries)
         if peers:
             from replay.analysis.report.peers import peer_metrics
@@ -47,6 +52,17 @@ def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
         print_json({**_body(rounds, summaries), "ranking": [*ranking.rows, ranking.together]})
     else:
         print_rich(render_ranking(ranking))
+
+
+def _flat(
+    rounds: "Rounds", summaries: "Sequence[VariantSummary]", sort: str | None, top: int | None
+) -> "list[FlatRow]":
+    from replay.analysis.report.flat import variant_rows
+    from replay.analysis.report.report import assess
+    from replay.analysis.view import View
+
+    shown = View(sort, top).rows(summaries, lambda row: row.accept_length)
+    return variant_rows(assess(rounds, summaries), shown)
 
 
 def _body(rounds: "Rounds", summaries: "Sequence[VariantSummary]") -> dict[str, Any]:

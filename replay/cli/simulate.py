@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, read_draft, sort_option, top_option, trace_argument
+from replay.cli.options import PATH, format_option, json_option, read_draft, sort_option, top_option, trace_argument
 from replay.cli.show import show_ranking, show_rounds
+from replay.cli.table_formats import refuse_two_forms
 from replay.cli.terminal import refuse_existing, say, show_progress
 from replay.errors import UsageError
 
@@ -98,13 +99,15 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @sort_option
 @top_option
+@format_option
 @json_option
 def simulate(
     trace: Path, drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...], topk: tuple[int, ...],
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
-    output: Path | None, force: bool, sort: str | None, top: int | None, as_json: bool,
+    output: Path | None, force: bool, sort: str | None, top: int | None, table_format: str | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -119,8 +122,9 @@ def simulate(
 
     if not drafts:
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
-    if rank_precision is not None and (sort or top):
-        raise UsageError("a ranking is sorted by what each tensor costs, and whole; leave --sort and --top out")
+    refuse_two_forms(table_format, as_json)
+    if rank_precision is not None and (sort or top or table_format):
+        raise UsageError("a ranking is sorted by what each tensor costs; leave --sort, --top and --format out")
     if output is not None:
         refuse_existing(output, force)
     opened = Trace.open(trace)
@@ -149,7 +153,7 @@ def simulate(
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
     rounds = run_simulation(opened, checkpoints, variants, device, agreement=agreement)
     if ranked is None:
-        show_rounds(rounds, as_json, sort=sort, top=top)
+        show_rounds(rounds, as_json, sort=sort, top=top, table_format=table_format)
     else:
         show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only

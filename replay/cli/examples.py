@@ -1,0 +1,50 @@
+"""What may be typed, at the end of each command's help. A test reads every line with the command it belongs to."""
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "serve": (
+        "replay serve --trace trace -- --model-path target --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path head",
+        "replay serve --trace trace --wiring embed,3,31 -- --model-path target --speculative-algorithm EAGLE3",
+    ),
+    "capture": (
+        "replay capture --model path/to/target --prompts prompts.jsonl -o trace",
+        "replay capture --server http://127.0.0.1:30000 --prompts prompts.jsonl -o trace --max-new-tokens 256",
+        "replay capture --model path/to/target --prompts prompts.jsonl -o trace --resume",
+    ),
+    "import": ("replay import path/to/dump --target path/to/target -o trace",),
+    "simulate": (
+        "replay simulate trace --draft path/to/head -o rounds.parquet",
+        "replay simulate trace --draft epoch-1 --draft epoch-9 --steps 3 --steps 5 --top 5",
+        "replay simulate trace --draft path/to/head --wiring embed,3,31 --wiring 3,31,59 --format csv",
+        "replay simulate trace --draft path/to/head --fault none --fault kv.rollback=stale",
+    ),
+    "faults": ("replay faults", "replay faults --format md"),
+    "report": (
+        "replay report rounds.parquet",
+        "replay report rounds.parquet --sort length --top 5",
+        "replay report rounds.parquet --format csv > variants.csv",
+        "replay report rounds.parquet --peers --html report.html",
+    ),
+    "compare": (
+        "replay compare before.parquet after.parquet",
+        "replay compare rounds.parquet --variant-a embed,3,31",
+        "replay compare rounds.parquet --format csv > pairs.csv",
+    ),
+    "inspect": ("replay inspect trace --check", "replay inspect path/to/head"),
+    "diagnose": (
+        "replay diagnose trace --draft path/to/head",
+        "replay diagnose trace --draft path/to/head --observed 1.85 --steps 5",
+        "replay diagnose trace --draft path/to/head --observed server.log --wiring embed,3,31",
+    ),
+    "check": (
+        "replay check --draft path/to/head --target path/to/target",
+        'replay check --draft path/to/head --target path/to/target --server-args "--speculative-num-steps 5"',
+        "replay check --draft path/to/head --target path/to/target --server http://127.0.0.1:30000",
+    ),
+    "demo": ("replay demo", "replay demo -o demo --max-new-tokens 64"),
+}
+
+
+def epilog(command: str) -> str:
+    """The examples of a command as click prints them: a line each, not joined."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[command])])
