@@ -17,9 +17,9 @@ from replay.analysis.compare.common_anchors import CommonAnchors, common_anchors
 from replay.analysis.compare.pairing import PairedRounds, pair_rounds
 from replay.analysis.compare.texts import TextAgreement, agree
 from replay.analysis.counts import ACCEPTED, CUT, DRAFTED, ROUNDS, Counts, Mask, per_request, ratio
-from replay.analysis.gaps import Gap, paired_gaps
+from replay.analysis.gaps import Gap, adjusted_verdict, paired_gaps
 from replay.analysis.json_document import JsonObject, object_json
-from replay.analysis.p_values import LEVEL, holm
+from replay.analysis.p_values import holm
 from replay.printable import html_table
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 
@@ -160,11 +160,6 @@ def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DE
     return Comparison(len(joined.rounds.requests), joined.only_a, joined.only_b, pairs, seed, resamples, texts)
 
 
-def verdict(gap: Gap, p_holm: float) -> str:
-    """The rule that ``Pair`` states."""
-    return gap.verdict if gap.verdict == "equal" or p_holm <= LEVEL else "cannot tell"
-
-
 def within(gap: Gap, length_a: float, length_b: float) -> bool | None:
     """Whether the interval lies within 1 % of the smaller accept length; None without an interval."""
     low, high = gap.ci95
@@ -197,7 +192,7 @@ def _pair(
         ci95=gap.ci95,
         p_value=gap.p_value,
         p_holm=p_holm,
-        verdict=verdict(gap, p_holm),
+        verdict=adjusted_verdict(gap, p_holm),
         within_1_percent=within(gap, side_a.accept_length, side_b.accept_length),
         anchors=common_anchors(joined.rounds, joined.a, b, shared=joined.shared, seed=seed, resamples=resamples),
         categories=_categories(joined, b, counts_a, counts_b, both, seed=seed, resamples=resamples),

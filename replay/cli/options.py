@@ -48,6 +48,18 @@ no_verify_option = click.option(
 cache_option = click.option(
     "--cache", type=PATH, metavar="DIR", help="Keep what was replayed here, and replay nothing twice. Safe to delete."
 )
+sort_option = click.option(
+    "--sort",
+    type=click.Choice(("typed", "length")),
+    help="Rows of the table as typed, or by accept length.  [default: typed, of more than 12 variants length]",
+)
+top_option = click.option("--top", type=click.IntRange(min=1), metavar="N", help="Show the first N rows only.")
+format_option = click.option(
+    "--format",
+    "table_format",
+    type=click.Choice(("csv", "md", "parquet")),
+    help="Print the table alone, in this form, instead of the report.",
+)
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
 )

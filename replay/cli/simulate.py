@@ -10,6 +10,7 @@ import click
 from replay.cli.options import (
     PATH,
     cache_option,
+    format_option,
     json_option,
     no_verify_option,
     observed_option,
@@ -18,10 +19,13 @@ from replay.cli.options import (
     part_options,
     read_draft,
     read_part,
+    sort_option,
     target_option,
+    top_option,
 )
 from replay.cli.progress import show_progress
-from replay.cli.show import by_option, show_ranking, show_rounds
+from replay.cli.show import Wanted, by_option, show_ranking, show_rounds
+from replay.cli.table_formats import refuse_two_forms
 from replay.cli.terminal import refuse_existing, say
 from replay.errors import UsageError
 
@@ -121,6 +125,9 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @cache_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
+@sort_option
+@top_option
+@format_option
 @json_option
 def simulate(
     traces: tuple[Path, ...], drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...],
@@ -130,6 +137,7 @@ def simulate(
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
     observed: str | None, target: Path | None, no_verify: bool, cache: Path | None, output: Path | None, force: bool,
+    sort: str | None, top: int | None, table_format: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
@@ -149,6 +157,9 @@ def simulate(
 
     if not drafts:
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 or DFlash head")
+    refuse_two_forms(table_format, as_json)
+    if rank_precision is not None and (sort or top or table_format):
+        raise UsageError("a ranking is sorted by what each tensor costs; leave --sort, --top and --format out")
     if output is not None:
         refuse_existing(output, force, ours=is_rounds_file)
     if cache is not None:
@@ -193,7 +204,10 @@ def simulate(
         for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
-    show_rounds(rounds, as_json, by=by, observed=seen) if ranked is None else show_ranking(rounds, ranked, as_json)
+    if ranked is None:
+        show_rounds(rounds, as_json, Wanted(by=by, observed=seen, sort=sort, top=top, table_format=table_format))
+    else:
+        show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
 
