@@ -53,11 +53,14 @@ def diagnose(
     from replay.analysis.diagnosis.verdict import to_json
     from replay.capture.observed import read_observed
     from replay.diagnosis.diagnose import diagnose_server, served_variant
+    from replay.simulator.variant import default_steps
     from replay.traces.reader import Trace
 
     opened = Trace.open(trace)
     layers = opened.header.target.layers
     checkpoint = read_draft(draft)
+    if steps is None and checkpoint.config.block is not None:
+        steps = default_steps(checkpoint)  # a server drafts whole blocks unless it is told otherwise
     served = served_variant(
         opened, checkpoint.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
         precision=precision, engine=engine,
