@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from replay.analysis.json_document import JsonObject, object_json
 from replay.check import (
     rules_acceptance,
+    rules_block,
     rules_config,
     rules_depth,
     rules_parallel,
@@ -33,6 +34,7 @@ from replay.check.server import check_engine, parse_server_arguments
 from replay.checkpoint.hub import head_folder
 from replay.engines.wiring import Wiring
 from replay.printable import html_table
+from replay.targets.rules import NEWEST
 from replay.traces.fields import some
 from replay.traces.files import as_path
 
@@ -101,6 +103,23 @@ RULES: tuple[CheckRule, ...] = (
     CheckRule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
 )
 
+# Of a head that drafts blocks, in place of those above: what both kinds have, and what is its own.
+BLOCK_RULES: tuple[CheckRule, ...] = (
+    CheckRule("types of config fields", rules_config.field_types),
+    CheckRule("names of dtypes", rules_config.dtypes),
+    CheckRule("config of blocks", rules_block.config),
+    CheckRule("target layer ids", rules_block.layer_ids),
+    CheckRule("width and vocabulary of the target", rules_block.fits),
+    CheckRule("tensor names of a DFlash head", rules_block.tensors),
+    CheckRule("tensor shapes of a DFlash head", rules_block.shapes),
+    CheckRule("NaN and zeros in samples", rules_values.sampled),
+    CheckRule("launch line", rules_server.launch_line, _stated, _SERVER),
+    CheckRule("algorithm of blocks", rules_block.algorithm, _stated, _SERVER),
+    CheckRule("load format", rules_server.load_format, _stated, _SERVER),
+    CheckRule("size of blocks", rules_block.block_size, _stated, _SERVER),
+    CheckRule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -134,17 +153,20 @@ def check(facts: Facts) -> Outcome:
     findings: list[Finding] = []
     checked: list[str] = []
     unchecked: dict[str, tuple[str, ...]] = {}
-    for rule in RULES:
+    blocks = rules_block.drafts_blocks(facts.draft)
+    for rule in BLOCK_RULES if blocks else RULES:
         if rule.needs(facts):
             checked.append(rule.what)
             findings += rule.find(facts)
         else:
             unchecked[rule.lacks] = (*unchecked.get(rule.lacks, ()), rule.what)
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable: in the order of rules within
-    if rules_positions.undecided_theta(facts):
+    if not blocks and rules_positions.undecided_theta(facts):
         unchecked[_BY_REPLAY] = ("whether the head was trained at its rope theta or at 10000",)
     fed = {}
-    if facts.draft.uses_aux:
+    if blocks:
+        fed = {f"SGLang {NEWEST}": rules_block.fed_by_sglang(facts)}
+    elif facts.draft.uses_aux:
         fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target, facts.server).items()}
     return Outcome(tuple(findings), tuple(checked), unchecked, fed)
 

@@ -66,11 +66,14 @@ def diagnose(
     from replay.diagnosis.diagnose import diagnose as run
     from replay.engines.profiles import engine_profile
     from replay.simulator.binding import stated_wiring
+    from replay.simulator.variant import default_steps
 
     told = None if observed is None else read_observed(observed)
     opened = open_trace(trace, read_part(category, request, first_turn, limit), target, verify=not no_verify)
     checkpoint = read_draft(draft)
     profile = engine_profile(engine or "sglang")
+    if steps is None and checkpoint.config.block is not None:
+        steps = default_steps(checkpoint)  # a server drafts whole blocks unless it is told otherwise
 
     def typed(text: str | None) -> "Wiring | None":
         found = parse_wiring_option(text, opened.header.target)

@@ -220,7 +220,8 @@ def _fix(case: Case, item: Scored | Gain, name: str, wirings: set[str]) -> str:
         return ""
     whole = item.value in wirings and "," in item.value
     wiring = parse_wiring(item.value, layers=target.layers) if whole else case.right_wiring
-    return remedy(name, wiring, architecture=target.architecture, layers=target.layers)
+    blocks = case.checkpoint.config.block is not None
+    return remedy(name, wiring, architecture=target.architecture, layers=target.layers, blocks=blocks)
 
 
 # ---- where to look ----

@@ -103,9 +103,6 @@ def served_variant(trace: Trace, draft: str, **given: object) -> Variant:
     ):
         if (count := count_of(details.get(key, ""))) is not None:
             told[name] = count
-    if details.get("speculative_algorithm", "").upper() == "DFLASH" and "num_draft_tokens" in told:
-        # SGLang 0.5.23 arg_groups/speculative_hook.py ``_handle_dflash``: the steps are 1, the block counts.
-        told["steps"] = int(str(told["num_draft_tokens"])) - 1
     stored = details.get("speculative_draft_kv_cache_dtype") or details.get("kv_cache_dtype")
     if stored in ("fp8_e4m3", "fp8_e5m2"):
         told["precision"] = f"kv={stored}"

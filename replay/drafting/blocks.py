@@ -7,8 +7,8 @@ drafted at once.
 Suffixes as in head/block.py: A anchors, B rows of a block.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,36 +26,33 @@ _ROWS = 8192
 
 def block_states(head: Head, first: FirstPass, steps: int) -> Iterator[Tensor]:
     """Of each drafted token of a block, ``steps`` of them, the states [A, E] that give its logits."""
-    parts: list[Tensor] = []
-    start = 0
-    for committed in first.attention.of_requests():
-        stop = start + len(committed.reach_A)
-        parts += _request_blocks(
-            head, committed, first.output.normed_RE[start:stop], first.anchor_rows_A[start:stop], steps
-        )
-        start = stop
-    yield from torch.cat(parts).unbind(1)
-
-
-def _request_blocks(
-    head: Head, committed: CommittedKV, known_AE: Tensor, anchor_rows_A: Tensor, steps: int
-) -> Iterator[Tensor]:
-    """Normed states [A, steps, E] of the anchors of one request, a piece of them at a time."""
     size = head.behaviour.block_size or steps + 1
     anchors = max(1, _ROWS // size)
-    for start in range(0, len(known_AE), anchors):
-        part = slice(start, start + anchors)
-        normed_ABE = _one_pass(head, committed, part, known_AE[part], anchor_rows_A[part], size)
-        yield normed_ABE[:, 1 : steps + 1]
+    requests = first.attention.of_requests()
+    parts = [
+        _one_pass(head, first, _segments(requests, start, start + anchors), slice(start, start + anchors), size)
+        for start in range(0, len(first.anchor_rows_A), anchors)
+    ]
+    yield from torch.cat(parts)[:, 1 : steps + 1].unbind(1)
 
 
-def _one_pass(
-    head: Head, committed: CommittedKV, part: slice, known_AE: Tensor, anchor_rows_A: Tensor, size: int
-) -> Tensor:
+def _segments(requests: Sequence[CommittedKV], start: int, stop: int) -> list[CommittedKV]:
+    """Of the anchors from ``start`` to before ``stop``, counted over all requests, those of each request."""
+    found, before = [], 0
+    for committed in requests:
+        reach_A = committed.reach_A[max(0, start - before) : max(0, stop - before)]
+        if len(reach_A):
+            found.append(replace(committed, reach_A=reach_A))
+        before += len(committed.reach_A)
+    return found
+
+
+def _one_pass(head: Head, first: FirstPass, segments: Sequence[CommittedKV], part: slice, size: int) -> Tensor:
+    """Normed states [A, B, E] of the blocks of some anchors, those of ``segments``."""
+    anchor_rows_A = first.anchor_rows_A[part]
     positions_AB = torch.stack([drafted_positions(anchor_rows_A, row + 1, head.behaviour) for row in range(size)], 1)
-    attention = BlocksOfAnchors(head, committed, part, size)
-    embeds_RE = _embed_blocks(head, known_AE, size).flatten(0, 1)
-    output = head.forward(embeds_RE, embeds_RE, positions_AB.flatten(), attention)
+    embeds_RE = _embed_blocks(head, first.output.normed_RE[part], size).flatten(0, 1)
+    output = head.forward(embeds_RE, embeds_RE, positions_AB.flatten(), BlocksOfAnchors(head, segments, size))
     normed_ABE: Tensor = output.normed_RE.unflatten(0, (-1, size))
     return normed_ABE
 
@@ -70,32 +67,33 @@ def _embed_blocks(head: Head, known_AE: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlocksOfAnchors:
-    """Attention of the blocks of some anchors of one request."""
+    """Attention of the blocks of some anchors, request by request: each segment has its own context."""
 
     head: Head
-    committed: CommittedKV
-    part: slice
+    segments: Sequence[CommittedKV]
     size: int
 
     def __call__(self, layer: int, q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
         """Mixed values of every row of every block."""
-        q_ABNH, k_ABMH, v_ABMH = (rows.unflatten(0, (-1, self.size)) for rows in (q_RNH, k_RMH, v_RMH))
-        mixed_ABI = attend_context_and_block(
-            q_ABNH, self.committed.kv[layer], KeyValues(k_ABMH, v_ABMH), self._sight(layer), self.head.numerics
-        )
-        return mixed_ABI.flatten(0, 1)
+        counts = [len(segment.reach_A) for segment in self.segments]
+        split = (rows.unflatten(0, (-1, self.size)).split(counts) for rows in (q_RNH, k_RMH, v_RMH))
+        mixed = [
+            attend_context_and_block(
+                q_ABNH, segment.kv[layer], KeyValues(k_ABMH, v_ABMH), self._sight(segment, layer), self.head.numerics
+            )
+            for segment, q_ABNH, k_ABMH, v_ABMH in zip(self.segments, *split, strict=True)
+        ]
+        return torch.cat(mixed).flatten(0, 1)
 
-    def _sight(self, layer: int) -> BlockSight:
-        block, behaviour = self.head.config.block, self.head.behaviour
+    def _sight(self, segment: CommittedKV, layer: int) -> BlockSight:
+        block, behaviour, reach_A = self.head.config.block, self.head.behaviour, segment.reach_A
         assert block is not None
-        reach_A = self.committed.reach_A[self.part]
         causal = block.causal[layer] if behaviour.block_attention is None else behaviour.block_attention == "causal"
-        first_AB = _first_rows(reach_A, self.size, block.windows[layer], behaviour)
         return BlockSight(
-            first_AB=first_AB,
+            first_AB=_first_rows(reach_A, self.size, block.windows[layer], behaviour),
             stop_A=torch.zeros_like(reach_A) if behaviour.alone else reach_A - behaviour.late_context,
             seen_BB=_seen_rows(self.size, causal, block.windows[layer], reach_A.device),
-            blank_R=self.committed.blank_R,
+            blank_R=segment.blank_R,
             masked=behaviour.blank_fill == "masked",
         )
 

@@ -30,7 +30,17 @@ def size(value: str) -> Change:
 
 
 def attention(value: str) -> Change:
-    return choice("block.attention", value, {kind: behave(block_attention=kind) for kind in BLOCK_ATTENTIONS})
+    def change(subject: Subject) -> Subject:
+        block = subject.config.block
+        if block is not None and set(block.causal) == {value == "causal"}:
+            other = next(kind for kind in BLOCK_ATTENTIONS if kind != value)
+            raise CheckpointError(
+                f"draft head {subject.checkpoint.name} has blocks that are {value} already; type "
+                f"block.attention={other}"
+            )
+        return subject.with_behaviour(block_attention=value)
+
+    return choice("block.attention", value, dict.fromkeys(BLOCK_ATTENTIONS, change))
 
 
 def late_context(value: str) -> Change:

@@ -135,7 +135,7 @@ def test_every_kind_of_blocks_has_a_case() -> None:
 
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = logits_of(subject("sliding"))
-    monkeypatch.setattr(blocks, "_ROWS", 2 * SIZE)
+    monkeypatch.setattr(blocks, "_ROWS", 3 * SIZE)  # a piece holds anchors of two requests
     monkeypatch.setattr(block_head, "_PIECE_SCORES", 1)
     assert torch.allclose(logits_of(subject("sliding")), whole, atol=1e-5)  # attention is in fp32
 

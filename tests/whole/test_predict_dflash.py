@@ -157,3 +157,10 @@ def test_what_has_no_meaning_for_a_block_is_refused(
     ran = run("simulate", trace, "--draft", draft, *options)
     assert ran.exit_code != 0
     assert re.search(message, " ".join(ran.output.split())), ran.output
+
+
+def test_diagnose_takes_the_whole_block(draft: Path, trace: Path) -> None:
+    """Six requests are too few to judge an accept length by, which is said before anything is tried."""
+    ran = run("diagnose", trace, "--draft", draft, "--observed", 1.3)
+    assert ran.exit_code == 1
+    assert "leave the replay's accept length open between" in " ".join(ran.output.split())
