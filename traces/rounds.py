@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import OutputError, TraceCorruptError, TraceError, TraceVersionError, UsageError
+from replay.printable import counted
 from replay.traces.agreement import Agreement, problem, read_agreement
 from replay.traces.fields import Fields, is_number, parse_json, show, some
 from replay.traces.files import PLAIN, as_path, describe_path
@@ -346,7 +347,9 @@ def _check(rounds: Rounds, path: Path) -> None:
 
 def _check_expected(name: str, expected: Expected, requests: int, path: Path) -> None:
     if len(expected.sums) != requests or any(len(row) != EXPECTED_COLUMNS for row in expected.sums):
-        raise _corrupt(path, f"variant {name!r} expects sums of {len(expected.sums)} requests where {requests} belong")
+        raise _corrupt(
+            path, f"variant {name!r} expects sums of {counted(len(expected.sums), 'request')} where {requests} belong"
+        )
     if any(not (math.isfinite(value) and value >= 0) for row in expected.sums for value in row):
         raise _corrupt(path, f"variant {name!r} expects a negative or endless number of tokens")
 
