@@ -38,6 +38,15 @@ def json_text(text: str) -> str:
     return _LINES.sub(_json_escaped, text)
 
 
+def counted(number: int, noun: str) -> str:
+    """How many of what, the noun in its number.
+
+    >>> counted(1, "round"), counted(1290, "round")
+    ('1 round', '1,290 rounds')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def shorten(text: str, most: int) -> str:
     """``text`` where it has at most ``most`` characters, else its two ends with dots between them."""
     if len(text) <= most:

@@ -15,6 +15,7 @@ from replay.capture.options import CaptureOptions, check_options, check_output_f
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.target_files import fingerprint_target
 from replay.errors import CaptureError
+from replay.printable import counted
 from replay.traces.header import EngineInfo, TapInfo, TargetInfo, TraceHeader
 from replay.traces.place import check_equal
 from replay.traces.taps import EMBED, FINAL, default_taps, parse_taps, sort_taps
@@ -77,7 +78,7 @@ def _notes(requests: Sequence[EncodedRequest], options: CaptureOptions) -> Itera
     short = [one for one in requests if one.forced_ids is None and one.max_new_tokens < options.max_new_tokens]
     if short:
         yield (
-            f"{len(short)} of {len(requests)} requests reach the end of the target's context before "
+            f"{len(short)} of {counted(len(requests), 'request')} reach the end of the target's context before "
             f"{options.max_new_tokens} new tokens ({short[0].request_id!r} after {short[0].max_new_tokens})"
         )
 
@@ -191,8 +192,8 @@ class _Recorder:
             self.writer.finish()
         except KeyboardInterrupt:
             raise CaptureError(
-                f"interrupted: {self.requests_done} of {self.requests} requests are safe in {self.options.out}; "
-                f"{self.options.go_on} to go on"
+                f"interrupted: {self.requests_done} of {counted(self.requests, 'request')} are safe in "
+                f"{self.options.out}; {self.options.go_on} to go on"
             ) from None
         seconds = time.monotonic() - self.started
         result = CaptureResult(
@@ -219,7 +220,7 @@ class _Recorder:
             )
         except torch.cuda.OutOfMemoryError as error:
             raise CaptureError(
-                f"the device has no memory for a batch of {len(batch)} requests, {self.requests_done} of "
+                f"the device has no memory for a batch of {counted(len(batch), 'request')}, {self.requests_done} of "
                 f"{self.requests} are safe: {self.options.go_on} and a smaller --concurrency"
             ) from error
         self.writer.add(rows)
