@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from replay.cli.options import (
+    cache_option,
     draft_option,
     json_option,
     no_verify_option,
@@ -44,11 +45,12 @@ if TYPE_CHECKING:
 @click.option("--ladder/--no-ladder", default=True, help="Show the way from the training metric down to the server.")
 @target_option
 @no_verify_option
+@cache_option
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
-    target: Path | None, no_verify: bool, as_json: bool,
+    target: Path | None, no_verify: bool, cache: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -59,7 +61,10 @@ def diagnose(
     from replay.analysis.diagnosis.verdict import to_json
     from replay.capture.observed import read_observed
     from replay.diagnosis.diagnose import diagnose_server, served_variant
+    from replay.simulator.cache import check_cache_folder
 
+    if cache is not None:
+        check_cache_folder(cache)
     told = None if observed is None else read_observed(observed)
     opened = open_trace(trace, target, verify=not no_verify)
     layers = opened.header.target.layers
@@ -77,6 +82,7 @@ def diagnose(
             trained=parse_wiring_option(wiring, layers),
             observed=told,
             ladder=ladder,
+            cache=cache,
             on_event=on_event,
         )
     )
