@@ -64,11 +64,6 @@ def _json_escaped(match: re.Match[str]) -> str:
     return "".join(f"\\u{units[place : place + 2].hex()}" for place in range(0, len(units), 2))
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 row``, ``290 rows``."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 def html_table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of a notebook: a line above, the names of its columns, a row for each of ``rows``; all of it as text."""
 
