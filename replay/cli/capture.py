@@ -116,7 +116,7 @@ def capture(
 def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
     """Capture, and show on stderr how far it is: tokens done, rate, time left."""
     from replay.capture.client.capture import capture_server
-    from replay.capture.events import CaptureProgress, Event, Loading, Noted, Planned
+    from replay.capture.events import CaptureProgress, Event, Loading, Noted, Planned, Sized
     from replay.capture.local.record import capture_local
     from replay.capture.options import CaptureOptions
 
@@ -126,6 +126,8 @@ def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
             match event:
                 case Noted(text):
                     progress.note(one_line(f"note: {text}"))
+                case Sized(room):
+                    progress.note(one_line(f"{'note' if room.fits else 'warning'}: {room.sentence()}"))
                 case Loading():
                     progress.update("loading the target", 0, None, "")
                 case Planned():
