@@ -7,7 +7,7 @@ from replay.analysis import wording
 from replay.analysis.json_document import JsonObject, object_json
 from replay.analysis.plan.benchmarks import read_benchmark
 from replay.analysis.plan.costs import typed_costs
-from replay.analysis.plan.lengths import Length, lengths_of_rounds, lengths_of_timings, with_bounds
+from replay.analysis.plan.lengths import Length, drafts_blocks, lengths_of_rounds, lengths_of_timings, with_bounds
 from replay.analysis.plan.plan import Plan, make_plan
 from replay.analysis.plan.policies import Played, Rule, depth_lengths
 from replay.analysis.plan.report import answer, doubts
@@ -41,6 +41,7 @@ class Planned:
 
     plan: Plan
     provenance: tuple[tuple[str, str], ...]
+    requests: int | None = None  # behind the accept lengths, where they were replayed
 
     def to_json(self) -> JsonObject:
         """The body of `replay plan --json`."""
@@ -54,7 +55,7 @@ class Planned:
             "misfit": plan.misfit,
             "schedules": None if steps is None else {"sglang": sglang_schedule(steps), "vllm": vllm_schedule(steps)},
             "rules": [_rule_json(rule) for rule in plan.rules],
-            "doubts": list(doubts(plan)),
+            "doubts": list(doubts(plan, self.requests)),
             "provenance": [{"what": what, "said": said} for what, said in self.provenance],
         }
 
@@ -86,15 +87,24 @@ def answer_question(
     lengths = _known_lengths(asked, rounds, played, timings)
     depths = [] if played else [make_setting(count) for count in listed(asked.steps, "--steps", MOST_STEPS)]
     timed = [timing.setting for timing in timings if timing.setting.speculates]
-    lengths = with_bounds(lengths, [*depths, *timed])
+    if rounds is not None and drafts_blocks(rounds, asked.variant):
+        if any(depth not in lengths for depth in depths):
+            raise UsageError(
+                "a DFlash head's accept length at one depth says nothing of others; simulate each of --steps"
+            )
+    else:
+        lengths = with_bounds(lengths, [*depths, *timed])
     plan = make_plan(timings, costs, lengths, loads, played=played)
-    return Planned(plan, tuple(_provenance(rounds, called, lengths, timings, costs)))
+    requests = len(rounds.requests) if rounds is not None else len(played[0][0].counts) if played else None
+    return Planned(plan, tuple(_provenance(called, lengths, timings, costs)), requests)
 
 
 def _known_lengths(
     asked: Question, rounds: Rounds | None, played: Sequence[tuple[Played, Length]], timings: Sequence[Timing]
 ) -> dict[Setting, Length]:
     """Raises UsageError where none is known, and where there are two sources."""
+    if rounds is None and asked.variant is not None:
+        raise UsageError("--variant names a variant of a rounds file, and none was given; leave it out, or type ROUNDS")
     if (rounds is not None or played) and asked.lengths:
         raise UsageError("accept lengths come from a file or from --length, not from both; leave one out")
     if rounds is not None:
@@ -118,6 +128,8 @@ def _at(timing: Timing, context: int) -> Timing:
 def _loads(asked: Question, timings: Sequence[Timing]) -> list[Load]:
     """Those that were typed, else those that were timed; the context too."""
     contexts = {timing.load.context for timing in timings}
+    if len(contexts) > 1 and asked.context is None and (asked.batch or None in contexts):
+        raise UsageError("the timings are of several contexts, or some say none; type --context N to plan for one")
     context = asked.context or (next(iter(contexts)) if len(contexts) == 1 else None)
     batches = listed(asked.batch, "--batch", MOST_BATCH)
     if batches:
@@ -137,7 +149,6 @@ def listed(text: str, option: str, most: int) -> list[int]:
 
 
 def _provenance(
-    rounds: Rounds | None,
     called: str,
     lengths: Mapping[Setting, Length],
     timings: Sequence[Timing],

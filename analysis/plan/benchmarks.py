@@ -36,6 +36,7 @@ from replay.traces.fields import is_integer, is_number, parse_json
 from replay.traces.files import as_path, read_small
 
 _MOST = 1 << 26  # bytes of a file that is read
+_PRINTED = 0.005  # half of the last digit of an accept length in a log
 _TYPED = {name: name for name in ("batch", "steps", "topk", "draft_tokens")}
 _FORMS = "JSON of bench_speculative, bench_serving or vllm bench serve, or an SGLang log with decode lines"
 _RUNNING = re.compile(r"#running-req: (\d{1,9})", re.ASCII)
@@ -95,6 +96,8 @@ def _documents(text: str) -> list[Mapping[str, Any]] | None:
 
 def _from_document(document: Mapping[str, Any], path: Path, said: Mapping[str, float]) -> Timing | None:
     if "step_time" in document:
+        if said:
+            raise UsageError(f"{path} says batch and steps of every line itself; type its name alone")
         return _from_bench_speculative(document, path)
     if "mean_tpot_ms" in document:
         return _from_bench_serving(document, path, said)
@@ -128,7 +131,10 @@ def _from_bench_serving(document: Mapping[str, Any], path: Path, said: Mapping[s
     accept = next((length for length in told if length is not None), None)
     if tpot is None:
         return None
-    setting = PLAIN if accept is None else _setting(_server_arguments(document), said, path)
+    arguments = _server_arguments(document)
+    if accept is None and (said.get("steps") or arguments.get("num_steps")):
+        raise UsageError(f"{path} has no accept length, though its server drafted; type --time with accept=L instead")
+    setting = PLAIN if accept is None else _setting(arguments, said, path)
     length = check_accept(setting, accept) or 1.0
     return Timing(setting, Load(_batch(document, said, path)), tpot * length / 1000, length, path.name)
 
@@ -159,8 +165,8 @@ def _setting(arguments: Mapping[str, int], said: Mapping[str, float], path: Path
     if not steps:
         raise UsageError(f"{path} does not say how many steps were drafted; type {path}:steps=N")
     topk = whole(said, "topk", arguments.get("eagle_topk", 1), 1, MOST_NODES)
-    nodes = whole(said, "draft_tokens", arguments.get("num_draft_tokens", steps + 1), 2, MOST_NODES)
-    return make_setting(steps, topk, nodes)
+    nodes = whole(said, "draft_tokens", arguments.get("num_draft_tokens", 0), 0, MOST_NODES)
+    return make_setting(steps, topk, nodes or None)
 
 
 def _from_log(text: str, path: Path, said: Mapping[str, float]) -> Iterator[Timing]:
@@ -185,5 +191,11 @@ def _from_line(
 ) -> Timing:
     told = _LENGTH.search(line)
     setting = _setting(arguments, said, path) if told else PLAIN
-    accept = min(max(float(told[1]), 1.0), setting.most) if told else 1.0
+    accept = float(told[1]) if told else 1.0
+    if not 1 - _PRINTED <= accept <= setting.most + _PRINTED:
+        raise UsageError(
+            f"{path} has accept length {accept:g}, and {setting.spelled} accept {setting.most} at most; type the steps "
+            f"that its server drafted as {path}:steps=N"
+        )
+    accept = min(max(accept, 1.0), setting.most)
     return Timing(setting, load, round_seconds(load, accept, speed), accept, f"log {path.name}")

@@ -1,35 +1,40 @@
 """Accept lengths of settings: replayed, measured, or bounded by those of other depths.
 
-A chain of k steps takes the first k tokens of a longer one. Let L be the accept length of the longer chain with K
-steps. The share of rounds with at least j accepted falls with j. So over the same anchors the shorter chain's accept
-length lies between 1 + (L - 1) k / K and the smaller of L and k + 1. A longer chain lies between L and L + (K' - K)(L -
-1) / K. Served rounds start elsewhere under another depth; that moves these bounds by what the walk's choice of anchors
-does.
+A chain of k steps takes the first k tokens of a longer one; the blocks of a DFlash head do not. Let L be the accept
+length of the longer chain with K steps. The share of rounds with at least j accepted falls with j. So over the same
+anchors the shorter chain's accept length lies between 1 + (L - 1) k / K and the smaller of L and k + 1. A longer chain
+lies between L and L + (K' - K)(L - 1) / K. Served rounds start elsewhere under another depth; that moves these bounds
+by what the walk's choice of anchors does.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from replay.analysis import wording
-from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats, percentile_interval
-from replay.analysis.counts import ACCEPTED, ROUNDS, lengths, per_request, stacked_sums
+from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats
+from replay.analysis.counts import ACCEPTED, ROUNDS, length_interval, lengths, per_request, stacked_sums
 from replay.analysis.plan.settings import PLAIN, Setting
 from replay.analysis.plan.timings import Timing
 from replay.errors import UsageError
 from replay.traces.rounds import Rounds, VariantInfo
 
-# Facts of a variant that may differ between the depths of one plan.
+# Facts of a variant that may differ between the depths of one plan. ``kv`` may where it is what a healthy chain or tree
+# has (simulator/variant.py).
 _DEPTH = ("steps", "topk", "num_draft_tokens")
+_HEALTHY_KV = ("refresh", "slot", "path")
+DFLASH = "DFlash"  # what the drafts of a rounds file call the family that drafts blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
     """The accept length of one setting: its value, its interval, and draws [D] of it where requests were resampled.
 
-    ``draws`` of all settings come from the same resampled requests, so they may be compared draw by draw. ``source`` is
-    ``rounds``, ``timing`` or ``bounds``; of ``bounds`` the value is the middle.
+    The interval is (nan, nan) where rounds of one request alone are known. ``draws`` of all settings with the source
+    ``rounds`` come from the same resampled requests, so they may be compared draw by draw. Other sources are
+    ``timing`` and ``bounds``; of ``bounds`` the value is the middle.
     """
 
     value: float
@@ -56,9 +61,8 @@ def lengths_of_rounds(rounds: Rounds, variant: str | None, *, seed: int = 0) -> 
         draws = lengths(drawn)
         draws = draws[np.isfinite(draws)]
         setting = Setting(info.steps, info.topk, info.num_draft_tokens)
-        found[setting] = Length(
-            float((total[ACCEPTED] + total[ROUNDS]) / total[ROUNDS]), percentile_interval(draws), draws, "rounds"
-        )
+        value = float((total[ACCEPTED] + total[ROUNDS]) / total[ROUNDS])
+        found[setting] = Length(value, length_interval(draws, rows[:, ROUNDS] > 0), draws, "rounds")
     return found
 
 
@@ -68,7 +72,7 @@ def _same_but_depth(rounds: Rounds, variant: str | None) -> list[VariantInfo]:
         names = wording.listed([info.name for info in rounds.variants[:8]])
         raise UsageError(f"no variant is called {variant}; these rounds have {names}")
     facts = [name for name in wording.FACTS if name not in _DEPTH]
-    same = [info for info in rounds.variants if all(getattr(info, name) == getattr(first, name) for name in facts)]
+    same = [info for info in rounds.variants if all(_fact(info, name) == _fact(first, name) for name in facts)]
     if variant is None and len(same) < len(rounds.variants):
         other = next(info.name for info in rounds.variants if info not in same)
         raise UsageError(
@@ -76,6 +80,17 @@ def _same_but_depth(rounds: Rounds, variant: str | None) -> list[VariantInfo]:
             "with --variant, and its other depths come along"
         )
     return same
+
+
+def _fact(info: VariantInfo, name: str) -> object:
+    value: object = getattr(info, name)
+    return _HEALTHY_KV if name == "kv" and value in _HEALTHY_KV else value
+
+
+def drafts_blocks(rounds: Rounds, variant: str | None) -> bool:
+    """Whether the planned variants' head drafts blocks, of which a shorter one is no beginning of a longer one."""
+    head = rounds.drafts.get(_same_but_depth(rounds, variant)[0].draft)
+    return isinstance(head, dict) and head.get("family") == DFLASH
 
 
 def lengths_of_timings(timings: Sequence[Timing]) -> dict[Setting, Length]:
@@ -103,11 +118,18 @@ def with_bounds(known: Mapping[Setting, Length], asked: Sequence[Setting]) -> di
 
 
 def _bounds(steps: int, chains: Mapping[int, Length]) -> tuple[float, float]:
+    """Raises UsageError where what is known of other depths cannot be true together."""
     low, high = 1.0, steps + 1.0
     for other, length in chains.items():
-        least, most = length.ci95
+        least, most = (length.value if math.isnan(end) else end for end in length.ci95)
         if other > steps:
             low, high = max(low, 1 + (least - 1) * steps / other), min(high, most)
         else:
             low, high = max(low, least), min(high, most + (steps - other) * (most - 1) / other)
-    return (low, high) if low <= high else (high, low)
+    if low > high:
+        told = wording.listed([f"{length.value:.3g} with {k}" for k, length in sorted(chains.items())])
+        raise UsageError(
+            f"the accept lengths ({told} steps) leave none for {steps} steps, since more steps accept no less; check "
+            f"them, or leave {steps} out of --steps"
+        )
+    return low, high

@@ -8,7 +8,7 @@ which nobody knows: "better" means better under every cost model that is possibl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf, isnan, nan
 
 import numpy as np
 
@@ -195,7 +195,7 @@ def _quotient(a: Range, b: Range) -> Range:
 def _choose(load: Load, rows: Sequence[Row], speeds: Mapping[Setting, Floats]) -> Choice:
     known = [row for row in rows if row.tokens_per_second.value == row.tokens_per_second.value]
     best = max(known, key=lambda row: row.tokens_per_second.value)
-    alike = [row for row in known if row is not best and not _slower(speeds[row.setting], speeds[best.setting])]
+    alike = [row for row in known if row is not best and (_untold(row, best) or not _slower(speeds, row, best))]
     alike.sort(key=lambda row: -row.tokens_per_second.value)
     drafting = [row.setting.speculates for row in (best, *alike)]
     advice = "cannot tell" if len(set(drafting)) > 1 else "speculate" if drafting[0] else "do not speculate"
@@ -204,13 +204,24 @@ def _choose(load: Load, rows: Sequence[Row], speeds: Mapping[Setting, Floats]) -
     return Choice(load, advice, best, tuple(row.setting for row in alike), measure)
 
 
-def _slower(one_MD: Floats, best_MD: Floats) -> bool:
-    """Whether ``one`` is slower than ``best`` under every machine, in 97.5 % of the draws."""
-    if one_MD.shape[1] == best_MD.shape[1]:
-        behind_MD = one_MD / best_MD
-    else:  # draws that do not belong together: the worst of one against the best of the other
-        behind_MD = _upper(one_MD)[:, None] / _lower(best_MD)[:, None]
+def _untold(one: Row, other: Row) -> bool:
+    """Whether an accept length has no interval, as that of a single request."""
+    return isnan(one.accept_length.low) or isnan(other.accept_length.low)
+
+
+def _slower(speeds: Mapping[Setting, Floats], one: Row, best: Row) -> bool:
+    """Whether ``one`` is slower than ``best`` under every machine, in 97.5 % of the draws.
+
+    Of draws that do not belong together the best of one is held against the worst of the other.
+    """
+    one_MD, best_MD = speeds[one.setting], speeds[best.setting]
+    behind_MD = one_MD / best_MD if _paired(one, best) else _upper(one_MD)[:, None] / _lower(best_MD)[:, None]
     return bool((np.quantile(behind_MD, 0.975, axis=1) < 1).all())
+
+
+def _paired(one: Row, other: Row) -> bool:
+    """Whether draws of both belong together: of the same requests, or exactly known."""
+    return all(row.length_source == "rounds" or row.accept_length.low == row.accept_length.high for row in (one, other))
 
 
 def _upper(speeds_MD: Floats) -> Floats:

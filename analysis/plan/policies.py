@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats, percentile_interval, ratios, resampled_sums
+from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats, ratios, resampled_sums
+from replay.analysis.counts import length_interval
 from replay.analysis.plan.costs import Machines, round_columns
 from replay.analysis.plan.lengths import Length
 from replay.analysis.plan.settings import PLAIN, Load, Setting, make_setting
@@ -67,7 +68,8 @@ def with_lengths(played: Sequence[Played], *, seed: int = 0) -> list[tuple[Playe
         rounds, accepted = (int(total) for total in one.counts.sum(axis=0))
         draws = ratios(sums[:, place, 1] + sums[:, place, 0], sums[:, place, 0])
         draws = draws[np.isfinite(draws)]
-        found.append((one, Length((accepted + rounds) / rounds, percentile_interval(draws), draws, "rounds")))
+        interval = length_interval(draws, one.counts[:, 0] > 0)
+        found.append((one, Length((accepted + rounds) / rounds, interval, draws, "rounds")))
     return found
 
 

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from replay.analysis import wording
+from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.plan.plan import MISFIT, Choice, Plan, Range, Row, untimed_plain
 from replay.analysis.plan.policies import Rule
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
@@ -24,7 +25,7 @@ _TERMS = {
 _SOURCES = {"rounds": "", "timing": "measured", "bounds": "bounded"}
 
 
-def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]]) -> RenderableType:
+def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]], requests: int | None = None) -> RenderableType:
     """The report of a plan, which adapts to the console's width."""
     parts: list[RenderableType] = [Text(answer(plan, choice), style="bold") for choice in plan.choices]
     for choice in plan.choices:
@@ -37,7 +38,7 @@ def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]]) -> Renderable
         parts += [Text(), heading("Stopping by the head's own confidence"), _rules(plan), Text()]
         parts += [Text(rule_sentence(rule)) for rule in plan.rules]
     parts += [Text(), heading("Doubts")]
-    parts += [bullet(doubt) for doubt in doubts(plan)] or [Text("  none of the checks raised one")]
+    parts += [bullet(doubt) for doubt in doubts(plan, requests)] or [Text("  none of the checks raised one")]
     return Group(*parts, Text(), heading("Provenance"), pairs(list(provenance)))
 
 
@@ -73,12 +74,17 @@ def shares(plan: Plan, choice: Choice) -> str:
     )
 
 
-def doubts(plan: Plan) -> tuple[str, ...]:
-    """The sentences that apply."""
-    return tuple(_doubts(plan))
+def doubts(plan: Plan, requests: int | None = None) -> tuple[str, ...]:
+    """The sentences that apply; ``requests`` stand behind accept lengths that were replayed."""
+    return tuple(_doubts(plan, requests))
 
 
-def _doubts(plan: Plan) -> Iterator[str]:
+def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
+    if requests is not None and requests < FEW_REQUESTS:
+        yield (
+            f"Accept lengths come from {wording.counted(requests, 'request')}, and an interval from fewer than "
+            f"{FEW_REQUESTS} is often too narrow: capture more."
+        )
     if plan.misfit > MISFIT:
         yield (
             f"No cost model of this kind meets the timings within {wording.percent(plan.misfit, 0)}: some were "

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, open_whole, parse_wiring_option, read_draft
+from replay.cli.options import (
+    PATH,
+    json_option,
+    no_verify_option,
+    open_whole,
+    parse_wiring_option,
+    read_draft,
+    target_option,
+)
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
 from replay.errors import UsageError
@@ -52,6 +60,8 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
 @click.option("--draft", type=PATH, metavar="DIR", help="Draft head's folder, beside a TRACE.")
 @click.option("--wiring", metavar="W", help="Of that head.  [default: what it states]")
 @click.option("--variant", metavar="NAME", help="The variant of ROUNDS whose depths are planned.")
+@target_option
+@no_verify_option
 @json_option
 def plan(
     source: Path | None,
@@ -65,6 +75,8 @@ def plan(
     draft: Path | None,
     wiring: str | None,
     variant: str | None,
+    target: Path | None,
+    no_verify: bool,
     as_json: bool,
 ) -> None:
     """Say whether speculation pays, and at which depth and batch.
@@ -80,16 +92,20 @@ def plan(
     is_trace = source is not None and source.is_dir()
     if is_trace != (draft is not None) or (wiring is not None and not is_trace):
         raise UsageError("--draft and --wiring go with a trace; type a trace's folder and --draft DIR, or neither")
-    played = _played(source, draft, wiring, steps) if source is not None and draft is not None else ()
+    played = (
+        _played(source, draft, wiring, steps, target, no_verify) if source is not None and draft is not None else ()
+    )
     table = None if source is None or is_trace else read_rounds(source)
     found = answer_question(asked, table, "" if source is None else str(source), played)
     if as_json:
         print_json(found.to_json())
     else:
-        print_rich(render_plan(found.plan, found.provenance))
+        print_rich(render_plan(found.plan, found.provenance, found.requests))
 
 
-def _played(trace: Path, draft: Path, wiring: str | None, steps: str) -> "list[tuple[Played, Length]]":
+def _played(
+    trace: Path, draft: Path, wiring: str | None, steps: str, target: Path | None, no_verify: bool
+) -> "list[tuple[Played, Length]]":
     """The rounds of every depth that was asked for, and of every threshold, of one replay of the trace."""
     from replay.analysis.plan.ask import listed
     from replay.analysis.plan.policies import THRESHOLDS, with_lengths
@@ -97,7 +113,7 @@ def _played(trace: Path, draft: Path, wiring: str | None, steps: str) -> "list[t
     from replay.simulator.confidence import draft_anchors, play_depths, play_thresholds
     from replay.simulator.variant import Variant
 
-    opened, checkpoint = open_whole(trace, None), read_draft(draft)
+    opened, checkpoint = open_whole(trace, target, verify=not no_verify), read_draft(draft)
     depths = sorted(listed(steps or _DEEPEST, "--steps", MOST_STEPS))
     fed = parse_wiring_option(wiring, opened.header.target)
     variant = Variant(checkpoint.name, wiring=fed, steps=depths[-1])

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from replay.analysis.plan.policies import Played
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.drafting.confidence import draft_with_confidence
+from replay.drafting.product_sizes import served_spans
 from replay.errors import UsageError
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.inputs import draft_input, read_packs
 from replay.simulator.simulation import ReplayProgress
-from replay.simulator.variant import ResolvedVariant, Variant
+from replay.simulator.variant import CHAIN_KV, ResolvedVariant, Variant
 from replay.traces.reader import RequestRows, Trace
 from replay.verify.accept import continuations, count_accepted, served_walk
 
@@ -49,20 +50,26 @@ def draft_anchors(
 ) -> list[AnchorDrafts]:
     """The chains of ``variant`` at every anchor of every request; a pack of requests is in memory at a time.
 
-    Raises UsageError for a variant that is no greedy chain, follows the walk or hands states from request to request,
-    WiringError or CheckpointError where head, wiring and trace do not fit.
+    Raises UsageError for a variant that is no healthy greedy chain and for a head that drafts blocks, WiringError or
+    CheckpointError where head, wiring and trace do not fit.
     """
     resolved = resolve(variant, checkpoint, trace)
-    head = build_head(checkpoint, resolved, trace, device)
-    greedy = resolved.verify.name == "greedy" and trace.header.capture.temperature == 0
-    if variant.topk > 1 or not greedy or head.behaviour.follows_walk or head.behaviour.crosses:
+    if checkpoint.config.block is not None:
         raise UsageError(
-            "a plan from a trace needs greedy chains without faults that follow the walk; plan from ROUNDS"
+            f"draft head {checkpoint.name} drafts blocks, and a shorter block is no beginning of a longer one; plan "
+            "from a rounds file of replay simulate with each --steps"
         )
+    greedy = resolved.verify.name == "greedy" and trace.header.capture.temperature == 0
+    if variant.topk > 1 or not greedy:
+        raise UsageError("a plan from a trace plays greedy chains; plan from a rounds file for trees and other rules")
+    if resolved.faults or resolved.kv != CHAIN_KV:
+        raise UsageError("a plan from a trace plays a healthy head; plan from a rounds file to plan with a fault")
+    head = build_head(checkpoint, resolved, trace, device)
+    spans = served_spans(trace.served_rounds()) if head.execution.product_rows is not None else {}
     found: list[AnchorDrafts] = []
     with torch.inference_mode():
         for pack in read_packs(trace, resolved.wiring.taps):
-            inputs = [draft_input(rows, resolved.wiring) for rows in pack]
+            inputs = [draft_input(rows, resolved.wiring, spans=spans.get(rows.request_id, ())) for rows in pack]
             for rows, drafts in zip(pack, draft_with_confidence(head, inputs, variant.steps), strict=True):
                 found.append(_counted(rows, drafts.drafted_AK.numpy(), drafts.chance_AK.numpy()))
             on_event(ReplayProgress(len(found), len(trace.requests)))

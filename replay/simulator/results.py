@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replay.checkpoint.checkpoint import Checkpoint
+from replay.checkpoint.config import FAMILY_NAMES
 from replay.engines.wiring import Wiring, dflash_ids, engine_ids
 from replay.errors import WiringError
 from replay.printable import counted
@@ -174,6 +175,7 @@ def describe_head(
         for note in [*group.head.notes, *group.head.emulation.notes()]
     ]
     return {
+        "family": FAMILY_NAMES[config.family],
         "taps": config.num_taps,
         "layers": config.num_layers,
         "draft_vocab_size": config.draft_vocab_size,

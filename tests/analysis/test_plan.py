@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +205,39 @@ def test_settings_that_requests_do_not_tell_apart_are_named_together() -> None:
     assert {setting.steps for setting in (dearer.best.setting, *dearer.alike)} == {1, 2}
 
 
+def test_bounded_depths_are_not_told_apart_by_their_middles() -> None:
+    """3 and 7 steps are bounded by 5: what is possible at 3 steps beats what is possible at 7."""
+    choice = plan(lengths=["steps=5,accept=3"], costs=["pass=30,draft=1.5"], steps="3,7").plan.choices[0]
+    assert {setting.steps for setting in (choice.best.setting, *choice.alike)} == {3, 5, 7}
+
+
+def test_accept_lengths_that_cannot_be_together_leave_no_bound() -> None:
+    with pytest.raises(UsageError, match="leave none for 3 steps"):
+        plan(lengths=["steps=2,accept=2.9", "steps=5,accept=2"], costs=["pass=30"], steps="3")
+
+
+def test_a_single_request_tells_no_settings_apart() -> None:
+    table = make_rounds({make_variant(f"k{k}", steps=k): [[min(c, k) for c in (3, 0, 5, 1)]] for k in (1, 5)})
+    planned = answer_question(Question(costs=["pass=20,draft=1"]), table, "rounds")
+    assert {row.setting.steps for row in planned.plan.rows if math.isnan(row.accept_length.low)} == {1, 5}
+    choice = planned.plan.choices[0]
+    assert choice.advice == "cannot tell" and {0, 1, 5} == {s.steps for s in (choice.best.setting, *choice.alike)}
+    assert any("1 request" in doubt for doubt in doubts(planned.plan, planned.requests))
+
+
+def test_chains_and_trees_of_one_sweep_are_planned_together() -> None:
+    tree = make_variant("tree", steps=3, topk=2, num_draft_tokens=8, kv="slot")
+    table = make_rounds({make_variant("chain", steps=3): [[1, 2], [0, 3]], tree: [[2, 2], [1, 3]]})
+    assert set(lengths_of_rounds(table, None)) == {PLAIN, make_setting(3), Setting(3, 2, 8)}
+
+
+def test_depths_of_a_head_that_drafts_blocks_do_not_bound_each_other() -> None:
+    table = make_rounds({make_variant("k3", steps=3): [[1, 2], [0, 3]]})
+    table = replace(table, drafts={table.variants[0].draft: {"family": "DFlash"}})
+    with pytest.raises(UsageError, match="says nothing of others"):
+        answer_question(Question(costs=["pass=20"], steps="2"), table, "rounds")
+
+
 # ---- what is typed ----
 
 
@@ -247,6 +281,8 @@ def test_a_cost_that_means_nothing_is_refused(typed: str) -> None:
         ({"lengths": ["steps=3"], "costs": ["pass=1"]}, "accept=L"),
         ({"costs": ["pass=1"], "lengths": ["steps=3,accept=2"], "batch": "1,x"}, "--batch"),
         ({"costs": ["pass=1"], "lengths": ["steps=3,accept=2"], "steps": "0"}, "--steps"),
+        ({"times": ["ms=9,context=10", "ms=8", "steps=3,accept=2,ms=9"], "batch": "1"}, "several contexts"),
+        ({"costs": ["pass=1"], "lengths": ["steps=3,accept=2"], "variant": "v"}, "--variant"),
         ({"costs": ["pass=100"], "times": ["ms=1"], "lengths": ["steps=3,accept=2"]}, "no server has all"),
     ],
 )

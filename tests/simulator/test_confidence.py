@@ -93,9 +93,11 @@ def test_lengths_are_over_the_same_resampled_requests(anchors: list[AnchorDrafts
     assert first.ci95[0] <= first.value <= first.ci95[1]
 
 
-@pytest.mark.parametrize("variant", [{"topk": 2, "num_draft_tokens": 6}, {"kv": "stale"}])
-def test_what_is_no_plain_chain_is_refused(trace: Trace, variant: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="greedy chains"):
+@pytest.mark.parametrize(
+    ("variant", "words"), [({"topk": 2, "num_draft_tokens": 6}, "greedy chains"), ({"kv": "stale"}, "healthy head")]
+)
+def test_what_is_no_plain_chain_is_refused(trace: Trace, variant: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
         draft_anchors(trace, make_checkpoint(), Variant("head", wiring=WIRING, steps=3, **variant))  # type: ignore[arg-type]
 
 
