@@ -4,7 +4,7 @@ Nothing is skipped in silence: a tensor is used, is on the list of deliberate dr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,12 +27,16 @@ _Held = TypeVar("_Held")  # what is known of a tensor: itself, or its shape
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A head as it lies on disk or came in memory: names already in SGLang's spelling, nothing cast."""
+    """A head as it lies on disk or came in memory: names already in SGLang's spelling, nothing cast.
+
+    ``path`` is the folder that it was read from; None in memory.
+    """
 
     name: str
     config: HeadConfig
     tensors: "Mapping[str, torch.Tensor]"
     notes: tuple[str, ...]
+    path: str | None = None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -40,7 +44,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     config, name = parse_config(read_config(path), name=str(path / CONFIG)), path.name or str(path)
     if (shapes := read_shapes(path)) is not None:  # before anything is loaded: files may be as large as they like
         _check_table(name, config, _rename(name, shapes, latent=config.latent is not None))
-    return check_checkpoint(name, config, read_tensors(path))
+    return replace(check_checkpoint(name, config, read_tensors(path)), path=str(path))
 
 
 def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch.Tensor]") -> Checkpoint:

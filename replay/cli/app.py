@@ -26,6 +26,7 @@ from replay.cli.inspect import inspect
 from replay.cli.plan import plan
 from replay.cli.report import report
 from replay.cli.serve import serve
+from replay.cli.show import show
 from replay.cli.simulate import simulate
 from replay.cli.terminal import say
 from replay.cli.trace import trace
@@ -87,7 +88,7 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    serve, capture, import_dumps, simulate, faults, report, compare, plan, inspect, diagnose, check, demo, trace,
+    serve, capture, import_dumps, simulate, faults, report, show, compare, plan, inspect, diagnose, check, demo, trace,
 )  # fmt: skip
 for _command in _COMMANDS:
     cli.add_command(_command)

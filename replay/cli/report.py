@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from replay.cli.options import PATH, json_option, part_options, read_part
-from replay.cli.show import by_option, is_web_page, show_rounds, write_html
+from replay.cli.rounds_output import by_option, is_web_page, show_rounds, write_html
 from replay.cli.terminal import refuse_existing
 
 

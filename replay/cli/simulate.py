@@ -17,7 +17,7 @@ from replay.cli.options import (
     read_part,
     target_option,
 )
-from replay.cli.show import by_option, show_ranking, show_rounds
+from replay.cli.rounds_output import by_option, show_ranking, show_rounds
 from replay.cli.terminal import refuse_existing, say, show_progress
 from replay.errors import UsageError
 

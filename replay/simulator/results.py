@@ -168,6 +168,7 @@ def describe_head(
         for note in [*group.head.notes, *group.head.emulation.notes()]
     ]
     return {
+        "path": checkpoint.path,
         "taps": config.num_taps,
         "layers": config.num_layers,
         "draft_vocab_size": config.draft_vocab_size,
