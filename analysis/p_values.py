@@ -53,6 +53,11 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     return adjusted
 
 
+def requests_needed(comparisons: int) -> int:
+    """The fewest requests that can tell any two of so many comparisons apart, however large the difference is."""
+    return 1 + math.ceil(math.log2(comparisons / LEVEL))
+
+
 def two_sided(t: float, freedom: int) -> float:
     """The chance that Student's t with ``freedom`` degrees of freedom lies at least as far from 0 as ``t``.
 

@@ -5,6 +5,7 @@ accept length = sum(accepted + 1) / rounds; ``histogram[a]`` = rounds with exact
 counts as a round like every other. ``nan`` stands where a ratio has no denominator; JSON says null there.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from replay.analysis.counts import (
 )
 from replay.analysis.expected_length import ExpectedSummary, summarise_expected
 from replay.analysis.json_document import JsonObject, object_json
+from replay.printable import html_table
 from replay.traces.agreement import Agreement
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
 
@@ -72,17 +74,50 @@ class VariantSummary(VariantSettings):
     cut_rounds: int
     anchors: int
 
+    def __repr__(self) -> str:
+        low, high = self.accept_length_ci95
+        within = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
+        counted = f"{self.accepted} of {self.drafted} drafted tokens in {self.rounds} rounds of {self.played_requests}"
+        return f"VariantSummary({self.name!r}: accept length {self.accept_length:.3f}{within}, {counted} requests)"
+
     @property
     def accept_rate(self) -> float:
         """Accepted / drafted tokens; nan without drafted tokens."""
         return ratio(self.accepted, self.drafted)
 
 
+class Summaries(list[VariantSummary]):
+    """Summaries that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [row.name, f"{row.accept_length:.3f}", _within(row), f"{row.accept_rate:.1%}", str(row.accepted),
+             str(row.drafted), str(row.rounds), str(row.played_requests)]
+            for row in self
+        ]  # fmt: skip
+        names = (
+            "variant",
+            "accept length",
+            "95 % interval",
+            "accept rate",
+            "accepted",
+            "drafted",
+            "rounds",
+            "requests",
+        )
+        return html_table(f"{len(self)} variants", names, rows)
+
+
+def _within(row: VariantSummary) -> str:
+    low, high = row.accept_length_ci95
+    return "" if math.isnan(low) else f"{low:.2f} to {high:.2f}"
+
+
 # Needed to explain a summary, not part of the documented JSON.
 _NOT_IN_JSON = ("played_requests", "cut_rounds", "anchors")
 
 
-def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> list[VariantSummary]:
+def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Summaries:
     """One summary for each variant, in the order of ``rounds.variants``.
 
     The interval is a percentile bootstrap over the requests that have a round, the same draws for all variants;
@@ -91,7 +126,7 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
     counts = per_request(rounds)
     intervals = _intervals(rounds, counts, seed=seed, resamples=resamples)
     spread = histograms(rounds)
-    return [
+    return Summaries(
         _summary(
             variant,
             rounds.requests,
@@ -101,7 +136,7 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
             _expected(variant, seed=seed, resamples=resamples),
         )
         for variant in rounds.variants
-    ]
+    )
 
 
 def _expected(variant: VariantInfo, *, seed: int, resamples: int) -> ExpectedSummary | None:

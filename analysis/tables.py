@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2
+# As rich's SIMPLE_HEAD on every terminal: it would draw other lines, and wider, where the encoding is not UTF-8.
+_LINES = box.Box(str(box.SIMPLE_HEAD), ascii=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,7 @@ def _width(columns: Sequence[Column]) -> int:
 
 
 def _table(columns: Sequence[Column]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold"
-    )
+    table = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column.heading, justify=column.justify, overflow="fold", vertical="bottom")
     for cells in zip(*(column.cells for column in columns), strict=True):

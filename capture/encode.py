@@ -1,13 +1,13 @@
 """Prompt rows to token ids, by a target's tokenizer and limits. It needs no model: call it before one is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.prompts import PromptFile, PromptRow
 from replay.errors import PromptError
-from replay.printable import one_line
-from replay.traces.fields import show
+from replay.printable import counted, one_line
+from replay.traces.fields import show, some
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +41,28 @@ class TargetLimits:
     context: int | None  # max_position_embeddings; None where the target states none
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Requests in file order, one at least, and the rows that are too long for the target, with the reason of each."""
+
+    requests: tuple[EncodedRequest, ...]
+    left_out: Mapping[str, str]
+
+    def notes(self) -> Iterator[str]:
+        """What the user should know."""
+        if self.left_out:
+            rows = len(self.requests) + len(self.left_out)
+            first = next(iter(self.left_out.values()))
+            yield (
+                f"left out as too long: {len(self.left_out)} of {counted(rows, 'prompt')} "
+                f"({some(list(self.left_out))}); {first}"
+            )
+
+
+class _TooLong(PromptError):
+    """Of one row: the others can be asked."""
+
+
 def encode_prompts(
     prompts: PromptFile,
     tokenizer: "PreTrainedTokenizerBase | None",
@@ -48,14 +70,23 @@ def encode_prompts(
     *,
     raw: bool,
     max_new_tokens: int,
-) -> list[EncodedRequest]:
+) -> Encoded:
     """Token ids of every row, in file order; ``tokenizer`` may be None where all rows hold ids.
 
-    Generation is cut so that prompt and output fit the context. Raises PromptError naming file and line for a row that
-    has no text the tokenizer or its template takes, an id outside the vocabulary, or a prompt or forced output that
-    is too long.
+    Generation is cut so that prompt and output fit the context; a row whose prompt or forced output does not fit is
+    left out. Raises PromptError naming file and line for a row that has no text the tokenizer or its template takes, or
+    an id outside the vocabulary, and where every row is too long.
     """
-    return [_encode(row, prompts.where(row), tokenizer, limits, raw, max_new_tokens) for row in prompts.rows]
+    requests: list[EncodedRequest] = []
+    left_out: dict[str, str] = {}
+    for row in prompts.rows:
+        try:
+            requests.append(_encode(row, prompts.where(row), tokenizer, limits, raw, max_new_tokens))
+        except _TooLong as error:
+            left_out[row.request_id] = str(error)
+    if not requests:
+        raise PromptError(next(iter(left_out.values())))
+    return Encoded(tuple(requests), left_out)
 
 
 def _encode(
@@ -74,12 +105,12 @@ def _encode(
     if limits.context is not None:
         room = min(room, limits.context - len(prompt_ids))
         if room < 1:
-            raise PromptError(
+            raise _TooLong(
                 f"{where}: the prompt has {len(prompt_ids)} tokens and the target's context is {limits.context}, "
                 "one of which the output needs: shorten the prompt or take the row out"
             )
         if forced_ids is not None and len(prompt_ids) + len(forced_ids) > limits.context:
-            raise PromptError(
+            raise _TooLong(
                 f"{where}: prompt and forced output have {len(prompt_ids)} + {len(forced_ids)} tokens and the target's "
                 f"context is {limits.context}: shorten them or take the row out"
             )

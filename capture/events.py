@@ -49,7 +49,8 @@ class CaptureResult:
     """What a finished capture has written; tokens and seconds are those of this run.
 
     ``taps`` are those whose rows are stored: none where a server without the plugin gave answers only. ``refused``:
-    requests that the server did not take, with its reasons; they are no part of the trace.
+    requests that the server did not take, with its reasons; they are no part of the trace. ``left_out``: prompts that
+    are too long for the target, with the reasons; they are not asked and not counted.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class CaptureResult:
     taps: tuple[str, ...]
     embed: str
     refused: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_trace(self) -> bool:

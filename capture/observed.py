@@ -1,9 +1,10 @@
 """Accept length as a server has reported it: from its log, /metrics, /server_info, answers, or a plain number.
 
-Parsers are pure functions on text. They read SGLang's own definition (0.5.23, managers/scheduler_components/
-metrics_reporter.py): a log line's accept length is 1 + the mean accepted drafts of its interval; with overlap
-scheduling it counts one verify beyond the end of each request, which the per-request counters do not. A log line does
-not say over how many rounds it was taken, so a mean over lines is a mean of lines, and is called so.
+What other engines than SGLang print is read by observed_engines.py. Parsers are pure functions on text. They read
+SGLang's own definition (0.5.23, managers/scheduler_components/metrics_reporter.py): a log line's accept length is 1 +
+the mean accepted drafts of its interval; with overlap scheduling it counts one verify beyond the end of each request,
+which the per-request counters do not. A log line does not say over how many rounds it was taken, so a mean over lines
+is a mean of lines, and is called so.
 """
 
 import codecs
@@ -13,6 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from replay.capture.observed_engines import (
+    llama_log,
+    tensorrt_answers,
+    tensorrt_statistics,
+    vllm_log,
+    vllm_metrics,
+)
+from replay.capture.observed_number import Observed
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.fields import is_number, parse_json
 from replay.traces.files import as_path, read_small
@@ -34,18 +43,6 @@ class LogLine:
     running: int
     accept_length: float
     accept_rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """What a server reported. ``histogram`` and ``rounds`` where it counted them, else None; ``source`` in words."""
-
-    accept_length: float
-    source: str
-    rounds: int | None = None
-    histogram: tuple[int, ...] | None = None
-    num_steps: int | None = None
-    num_draft_tokens: int | None = None
 
 
 def parse_log(text: str) -> list[LogLine]:
@@ -75,15 +72,8 @@ def observed_metrics(text: str) -> Observed | None:
     With several ranks or models the gauges of those that drafted are averaged.
     """
     values: dict[str, list[float]] = {}
-    for line in _lines(text):
-        match = _METRIC.match(line.strip()) if line.lstrip().startswith("sglang:spec_") else None
-        if match:
-            try:
-                value = float(match["value"])
-            except ValueError:
-                continue
-            if math.isfinite(value):
-                values.setdefault(match["name"], []).append(value)
+    for name, _, value in _samples(text, "sglang:spec_"):
+        values.setdefault(name, []).append(value)
     lengths = [value for value in values.get("sglang:spec_accept_length", []) if value > 0]
     if not lengths:
         return None
@@ -94,6 +84,19 @@ def observed_metrics(text: str) -> Observed | None:
         num_steps=int(steps[0]) if steps else None,
         num_draft_tokens=int(nodes[0]) if nodes else None,
     )
+
+
+def _samples(text: str, prefix: str) -> Iterator[tuple[str, str, float]]:
+    """Name, labels and finite value of each sample of a /metrics page whose name begins so."""
+    for line in _lines(text):
+        match = _METRIC.match(line.strip()) if line.lstrip().startswith(prefix) else None
+        if match:
+            try:
+                value = float(match["value"])
+            except ValueError:
+                continue
+            if math.isfinite(value):
+                yield match["name"], match["labels"] or "", value
 
 
 def observed_server_info(info: Mapping[str, Any]) -> Observed | None:
@@ -145,7 +148,10 @@ def read_observed(source: str) -> Observed:
 
     Raises CaptureError where it says nothing of an accept length.
     """
-    possible = "a number, an SGLang log, a /metrics page, a /server_info document, or answers as JSON lines"
+    possible = (
+        "a number, a log of SGLang, vLLM or llama.cpp, a /metrics page, a /server_info document, TensorRT-LLM's "
+        "iteration statistics, or answers as JSON lines"
+    )
     try:
         number = float(source)
     except ValueError:
@@ -162,8 +168,14 @@ def read_observed(source: str) -> Observed:
     except (TraceCorruptError, ValueError) as error:
         said = str(error) if isinstance(error, TraceCorruptError) else f"{path} cannot be read: {error}"
         raise CaptureError(f"{said}; give a part of it, or {possible}") from error
-    found = _from_json(text) or observed_metrics(text) or observed_log(text)
+    found = _from_json(text) or observed_metrics(text) or vllm_metrics(_samples(text, "vllm:spec_decode_"))
+    found = found or observed_log(text) or vllm_log(_lines(text)) or llama_log(_lines(text))
     if found is None:
+        if "draft acceptance rate = " in text:
+            raise CaptureError(
+                f"{path} says llama.cpp's draft acceptance rate, accepted / drafted tokens, and no number of rounds, "
+                'so no accept length follows: give a log that has its lines "statistics ...: #gen drafts = ..." too'
+            )
         if text.lstrip().startswith("{"):
             parse_json(text, str(path), CaptureError, constants=True)  # says what keeps it from being read
         raise CaptureError(f"{path} says nothing of an accept length: give {possible}")
@@ -190,13 +202,14 @@ def _from_json(text: str) -> Observed | None:
         document = parse_json(text, "it", ValueError, constants=True)
     except ValueError:
         try:
-            values = (parse_json(line, "it", ValueError, constants=True) for line in _lines(text))
-            return observed_counters(_metas(values))
+            values = [parse_json(line, "it", ValueError, constants=True) for line in _lines(text)]
         except ValueError:
             return None
-    if isinstance(document, dict) and "internal_states" in document:
-        return observed_server_info(document)
-    return observed_counters(_metas(document if isinstance(document, list) else [document]))
+    else:
+        if isinstance(document, dict) and "internal_states" in document:
+            return observed_server_info(document)
+        values = document if isinstance(document, list) else [document]
+    return observed_counters(_metas(values)) or tensorrt_statistics(values) or tensorrt_answers(values)
 
 
 def _metas(values: Iterable[object]) -> Iterator[Mapping[str, Any]]:

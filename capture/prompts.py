@@ -8,19 +8,24 @@ A row holds exactly one of
 
 and optionally ``id`` (a string, becomes the request id; otherwise the row's number counted from 0), ``category``, and
 one of ``response`` (text) or ``output_ids`` (token ids), which the target then follows instead of generating.
-Other keys are left alone. Blank lines are skipped.
+Other keys are left alone. Blank lines are skipped. Rows as others write them (foreign_rows.py) are taken too, and so
+is a file that is one JSON array of rows. ``-`` is standard input.
 """
 
 import hashlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replay.capture.foreign_rows import Seen, as_our_row
 from replay.errors import PromptError, TraceCorruptError
 from replay.traces.fields import parse_json, show, some
 from replay.traces.files import read_small
 
 MAX_ID = 1024  # characters of a request id, as the trace format has it
+STDIN = "-"  # typed for standard input
 _MOST = 1 << 28  # bytes of a file
 _KINDS = ("prompt", "messages", "input_ids")
 
@@ -29,7 +34,7 @@ _KINDS = ("prompt", "messages", "input_ids")
 class PromptRow:
     """One row as written: one of prompt, messages, input_ids is set, and at most one of response, output_ids."""
 
-    line: int  # of the file, counted from 1
+    line: int  # of the file, or its place in the array that the file is, counted from 1
     request_id: str
     category: str | None
     prompt: str | None
@@ -46,42 +51,80 @@ class PromptFile:
     path: Path
     sha256: str  # of the file's bytes
     rows: tuple[PromptRow, ...]
+    notes: tuple[str, ...] = ()  # what the user should know of the rows, a sentence each
 
     def where(self, row: PromptRow) -> str:
         """Where a row stands, as messages name it: ``prompts.jsonl line 3``."""
-        return f"{self.path} line {row.line}"
+        return f"{_named(self.path)} line {row.line}"
 
 
 def read_prompts(path: Path) -> PromptFile:
     """Read and check a prompt file. Raises PromptError naming the file and the line."""
-    try:
-        data = read_small(path, _MOST, follow=True)
-    except TraceCorruptError as error:
-        raise PromptError(f"{error}: give --prompts a file of JSON lines") from error
+    data = _read(path)
     rows: list[PromptRow] = []
     lines: dict[str, int] = {}
-    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not raw.strip():
+    seen = Seen()
+    for number, value in _values(data, path):
+        where = f"{_named(path)} line {number}"
+        ours = as_our_row(value, number - 1, where, seen)
+        if ours is None:
             continue
-        row = _row(_parse(raw, f"{path} line {number}"), number, len(rows), f"{path} line {number}")
+        row = _row(ours, number, len(rows), where)
         if row.request_id in lines:
             raise PromptError(
-                f"{path} line {number}: id {show(row.request_id)} is taken by line {lines[row.request_id]} "
+                f"{_named(path)} line {number}: id {show(row.request_id)} is taken by line {lines[row.request_id]} "
                 "(a row without id is named by its number, counted from 0): make the ids distinct"
             )
         if len(row.request_id) > MAX_ID:
             raise PromptError(
-                f"{path} line {number}: the id has {len(row.request_id)} characters, possible are {MAX_ID}"
+                f"{_named(path)} line {number}: the id has {len(row.request_id)} characters, possible are {MAX_ID}"
             )
         lines[row.request_id] = number
         rows.append(row)
     if not rows:
-        raise PromptError(f'{path} holds no rows: write one JSON object a line, such as {{"prompt": "Hello"}}')
-    return PromptFile(path, hashlib.sha256(data).hexdigest(), tuple(rows))
+        raise PromptError(f'{_named(path)} holds no rows: write one JSON object a line, such as {{"prompt": "Hello"}}')
+    return PromptFile(path, hashlib.sha256(data).hexdigest(), tuple(rows), tuple(seen.notes()))
+
+
+def _named(path: Path) -> str:
+    """How messages call it."""
+    return "standard input" if str(path) == STDIN else str(path)
+
+
+def _read(path: Path) -> bytes:
+    if str(path) == STDIN:
+        data = sys.stdin.buffer.read(_MOST + 1)
+        if len(data) > _MOST:
+            raise PromptError(f"standard input holds more than {_MOST} bytes: give --prompts a part of it")
+        return data
+    try:
+        return read_small(path, _MOST, follow=True)
+    except TraceCorruptError as error:
+        raise PromptError(f"{error}: give --prompts a file of JSON lines") from error
+
+
+def _values(data: bytes, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each row with its number, from 1: of lines, or of the array that the whole file is."""
+    text = data.removeprefix(b"\xef\xbb\xbf")
+    if text.lstrip().startswith(b"["):
+        try:
+            array = parse_json(text, str(path), PromptError, constants=True)
+        except PromptError:
+            array = None  # the line says what is wrong
+        if isinstance(array, list) and array and isinstance(array[0], dict):
+            for number, value in enumerate(array, start=1):
+                yield number, _object(value, f"{path} row {number}")
+            return
+    for number, raw in enumerate(text.split(b"\n"), start=1):
+        if raw.strip():
+            yield number, _parse(raw, f"{_named(path)} line {number}")
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    value = parse_json(raw, where, _no_row, constants=True)  # pandas writes NaN for what is missing
+    return _object(parse_json(raw, where, _no_row, constants=True), where)  # pandas writes NaN for what is missing
+
+
+def _object(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _no_row(f"{where} is {show(value)}")
     return value

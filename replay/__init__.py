@@ -27,41 +27,64 @@ _HOMES = {
     "write_rounds": "replay.traces.rounds",
     "summarise": "replay.analysis.summary",
     "render": "replay.analysis.report.report",
+    "compare": "replay.analysis.compare.compare",
+    "diagnose": "replay.diagnosis.diagnose",
+    "check_head": "replay.check.run",
+    "inspect": "replay.check.inspection",
+    "Part": "replay.traces.parts",
+    "take_part": "replay.traces.rounds_sets",
+    "pool_rounds": "replay.traces.rounds_sets",
+    "summarise_by": "replay.analysis.report.by_group",
 }
 
 __all__ = [
     "CaptureOptions",
+    "Part",
     "ReplayError",
     "Rounds",
     "Trace",
     "Variant",
     "Wiring",
     "capture_local",
+    "check_head",
+    "compare",
+    "diagnose",
     "head_from_tensors",
+    "inspect",
     "load_head",
     "parse_faults",
     "parse_wiring",
+    "pool_rounds",
     "read_rounds",
     "render",
     "simulate",
     "summarise",
+    "summarise_by",
     "sweep",
+    "take_part",
     "write_rounds",
 ]
 
 if TYPE_CHECKING:
+    from replay.analysis.compare.compare import compare
+    from replay.analysis.report.by_group import summarise_by
     from replay.analysis.report.report import render
     from replay.analysis.summary import summarise
     from replay.capture.local.record import capture_local
     from replay.capture.options import CaptureOptions
+    from replay.check.inspection import inspect
+    from replay.check.run import check_head
     from replay.checkpoint.checkpoint import head_from_tensors, load_head
+    from replay.diagnosis.diagnose import diagnose
     from replay.engines.wiring import Wiring, parse_wiring
     from replay.errors import ReplayError
     from replay.faults.table import parse_faults
     from replay.simulator.simulation import simulate
     from replay.simulator.variant import Variant, sweep
+    from replay.traces.parts import Part
     from replay.traces.reader import Trace
     from replay.traces.rounds import Rounds, read_rounds, write_rounds
+    from replay.traces.rounds_sets import pool_rounds, take_part
 
 
 def __getattr__(name: str) -> object:

@@ -3,7 +3,9 @@
 File names, tensor names, architectures, request ids and what servers say are written by others.
 """
 
+import html
 import re
+from collections.abc import Sequence
 
 MOST_SENTENCE = 1000  # characters of a refusal: the longest of ours has some 400
 
@@ -51,3 +53,23 @@ def _escaped(match: re.Match[str]) -> str:
 def _json_escaped(match: re.Match[str]) -> str:
     units = match[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[place : place + 2].hex()}" for place in range(0, len(units), 2))
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 row``, ``290 rows``."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def html_table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of a notebook: a line above, the names of its columns, a row for each of ``rows``; all of it as text."""
+
+    def cells(kind: str, texts: Sequence[str]) -> str:
+        return "".join(f"<{kind}>{_plain(text)}</{kind}>" for text in texts)
+
+    head = f"<thead><tr>{cells('th', names)}</tr></thead>" if names else ""
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<p>{_plain(title)}</p><table>{head}<tbody>{body}</tbody></table>"
+
+
+def _plain(text: str) -> str:
+    return html.escape(one_line(text))

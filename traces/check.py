@@ -44,6 +44,8 @@ def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -
     never as an exception; the last findings, of severity "note", say how much was checked.
     """
     yield from _checksums(trace)
+    yield from _uncovered(trace)
+    trace = trace.unverified()  # its shards have just been read
     shared = SharedRows()
     whole = []
     widths: set[int] = set()
@@ -82,6 +84,12 @@ def _checksums(trace: Trace) -> Iterator[TraceFinding]:
     yield TraceFinding(
         NOTE, None, f"{len(wanted) - bad} of {len(wanted)} files have the bytes that their checksums name"
     )
+
+
+def _uncovered(trace: Trace) -> Iterator[TraceFinding]:
+    """What no checksum holds, of a trace that an earlier replay wrote."""
+    if what := trace.header.uncovered:
+        yield TraceFinding(NOTE, None, f"it lacks {what}")
 
 
 def _checksum_problem(path: Path, start: int, sha256: str) -> Iterator[str]:

@@ -4,7 +4,9 @@ Reading is strict: every field is checked for type and size before anything else
 TraceCorruptError names the field, what it held and what was possible.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +29,10 @@ MAX_WIDTH = 1 << 20
 MAX_VOCAB = (1 << 31) - 1  # token ids are int32
 MAX_TOPK = 4_096
 MAX_COUNT = 1 << 40
+
+# The header's own checksum: of its bytes, with these digits in place of itself.
+_NO_SUM = "0" * 64
+_OWN_SUM = re.compile(rb'("header_sha256"\s*:\s*")([0-9a-f]{64})(")')
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +114,31 @@ class TraceHeader:
     requests_sha256: str | None = None
     rounds: bool = False
     rounds_sha256: str | None = None
+    shard_headers_sha256: str | None = None
     state: str = "recording"
     version: int = VERSION
+    header_sha256: str | None = field(default=None, compare=False)  # as it was read; None where a file has none
+
+    @property
+    def uncovered(self) -> str:
+        """Which checksum the trace lacks, in a sentence; empty where it lacks none."""
+        if self.header_sha256 is not None:
+            return ""
+        return "a checksum of trace.json: an earlier replay wrote it, and an edit of it is not noticed"
 
     def to_json(self) -> str:
         """The text of ``trace.json``. Reading it back gives an equal header."""
-        body = asdict(self)
-        order = ("version", "state")
+        body = asdict(self) | {"header_sha256": _NO_SUM}
+        order = ("version", "state", "header_sha256")
         first = {"format": FORMAT, **{name: body.pop(name) for name in order}}
         body["missing"] = list(self.missing)
-        return json.dumps({**first, **body}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps({**first, **body}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        own = hashlib.sha256(text.encode()).hexdigest()
+        return _OWN_SUM.sub(lambda match: match[1] + own.encode() + match[3], text.encode(), count=1).decode()
 
     @classmethod
-    def from_json(cls, text: str | bytes, source: str = "trace.json") -> "TraceHeader":
-        """Parse and check ``text``; ``source`` names it in messages.
+    def from_json(cls, text: str | bytes, source: str = "trace.json", *, verify: bool = True) -> "TraceHeader":
+        """Parse and check ``text``; ``source`` names it in messages. Without ``verify`` its own checksum may differ.
 
         Raises TraceVersionError for another format or version, TraceCorruptError for anything else that is wrong.
         """
@@ -143,11 +160,30 @@ class TraceHeader:
             requests_sha256=root.optional_sha256("requests_sha256"),
             rounds=root.flag("rounds"),
             rounds_sha256=root.optional_sha256("rounds_sha256"),
+            shard_headers_sha256=_later_sum(root, "shard_headers_sha256"),
             state=root.choice("state", STATES),
             version=VERSION,
+            header_sha256=_later_sum(root, "header_sha256"),
         )
         _check_agreement(header, source)
+        if verify and header.header_sha256 is not None:
+            _check_own_sum(text if isinstance(text, bytes) else text.encode(), header.header_sha256, source)
         return header
+
+
+def _later_sum(root: Fields, name: str) -> str | None:
+    """A checksum that version 1 did not have at first."""
+    return root.optional_sha256(name) if name in root.values else None
+
+
+def _check_own_sum(data: bytes, told: str, source: str) -> None:
+    """Raises TraceCorruptError where ``data`` has changed since it was written."""
+    blank, places = _OWN_SUM.subn(lambda match: match[1] + _NO_SUM.encode() + match[3], data)
+    if places != 1 or hashlib.sha256(blank).hexdigest() != told:
+        raise TraceCorruptError(
+            f"{source} has changed since it was written, its checksum header_sha256 is that of another text: fetch or "
+            "capture the trace again, or read it as it is with --no-verify"
+        )
 
 
 def _check_version(root: Fields, source: str) -> None:
@@ -251,7 +287,7 @@ def _check_agreement(header: TraceHeader, source: str) -> None:
         raise TraceCorruptError(f"{source}: rounds is {header.rounds} but rounds_sha256 is {header.rounds_sha256!r}")
 
 
-def read_header(folder: Path) -> TraceHeader:
-    """The header of the trace in ``folder``. Raises TraceVersionError, TraceCorruptError."""
+def read_header(folder: Path, *, verify: bool = True) -> TraceHeader:
+    """The header of the trace in ``folder``, as ``from_json`` reads it. Raises TraceVersionError, TraceCorruptError."""
     path = folder / files.HEADER
-    return TraceHeader.from_json(files.read_small(path, MAX_HEADER_FILE), str(path))
+    return TraceHeader.from_json(files.read_small(path, MAX_HEADER_FILE), str(path), verify=verify)

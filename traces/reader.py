@@ -1,5 +1,6 @@
 """Reading a trace: everything distrusted at opening, rows mapped one request at a time. See SPEC.md, 8."""
 
+import copy
 import hashlib
 import os
 from collections import Counter
@@ -10,15 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, WiringError
+from replay.printable import counted, html_table, one_line
 from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
 from replay.traces.header import TraceHeader, read_header
-from replay.traces.parts import Part, choose
-from replay.traces.records import Piece, RequestRecord, check_same, read_table, scan_shards, to_frame
+from replay.traces.parts import NO_CATEGORY, Part, choose
+from replay.traces.records import Piece, RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.taps import EMBED, sort_taps
 from replay.traces.tensors import Layout, map_rows
+from replay.traces.verify import Verifier
 from replay.traces.weights import find_weight, load_weight
 
 if TYPE_CHECKING:
@@ -62,9 +65,11 @@ class Trace:
         records: Sequence[RequestRecord],
         layouts: Sequence[Layout],
         target: Path | None = None,
+        verify: bool = True,
     ) -> None:
         self.path = path
-        self._target = target
+        self.target_folder = target
+        self._verifier = Verifier(path) if verify else None
         self.header = header
         self.records = tuple(records)
         self._layouts = {layout.path.name: layout for layout in layouts}
@@ -72,10 +77,18 @@ class Trace:
         self.part = ""
 
     @classmethod
-    def open(cls, path: str | Path, *, allow_incomplete: bool = False, target: str | Path | None = None) -> Self:
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        allow_incomplete: bool = False,
+        target: str | Path | None = None,
+        verify: bool = True,
+    ) -> Self:
         """Open the trace in the folder ``path``; headers and the request table are read and checked, rows are not.
 
         ``target`` is the folder of the target's checkpoint, where it has moved and the trace holds none of its weights.
+        With ``verify`` the header is held against its checksum now, and each shard when the first of its rows is read.
 
         Raises TraceError where there is none, TraceVersionError for another version, TraceIncompleteError where its
         recording has not ended (unless ``allow_incomplete``), TraceCorruptError for anything that disagrees.
@@ -85,13 +98,18 @@ class Trace:
             raise TraceError(
                 f"{folder} holds no {files.HEADER}, so it is no trace: give the folder that a capture wrote"
             )
-        header = read_header(folder)
+        header = read_header(folder, verify=verify)
         layouts, records = scan_shards(folder, header)
         if header.state == "complete":
             _check_table(folder, header, records)
+            if verify and header.shard_headers_sha256 not in (None, headers_sha256(layouts)):
+                raise TraceCorruptError(
+                    f"the headers of the shards of {folder} have changed since they were written: fetch or capture the "
+                    "trace again, or read it as it is with --no-verify"
+                )
         elif not allow_incomplete:
             raise TraceIncompleteError(_say_unfinished(folder, len(records)))
-        return cls(folder, header, records, layouts, None if target is None else files.as_path(target))
+        return cls(folder, header, records, layouts, None if target is None else files.as_path(target), verify)
 
     def take(self, part: Part) -> Self:
         """The part of this trace that is asked for: a trace of its requests alone, which reads the same files.
@@ -101,15 +119,36 @@ class Trace:
         if part.whole:
             return self
         ids = choose(part, self.records)
-        taken = type(self)(self.path, self.header, self._every, self.layouts)
+        verify = self._verifier is not None
+        taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, verify)
         taken.records = tuple(record for record in self.records if record.request_id in ids)
         taken.part = f"{part} ({len(taken.records)} of {len(self.records)})"
         return taken
+
+    def __repr__(self) -> str:
+        part = f", {self.part}" if self.part else ""
+        held = f"{counted(len(self), 'request')} of {self.header.target.name}, taps {','.join(self.header.taps)}"
+        return one_line(f"Trace({str(self.path)!r}: {held}{part})")
+
+    def _repr_html_(self) -> str:
+        rows: dict[str, list[int]] = {}
+        for record in self.records:
+            counts = rows.setdefault(record.category or NO_CATEGORY, [0, 0, 0])
+            for column, number in enumerate((1, record.prompt_tokens, record.output_tokens)):
+                counts[column] += number
+        names = ("category", "requests", "prompt tokens", "output tokens")
+        return html_table(repr(self), names, [[name, *map(str, counts)] for name, counts in rows.items()])
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """The parsed headers of its shards, in order."""
         return tuple(self._layouts.values())
+
+    def unverified(self) -> Self:
+        """The same trace, whose shards are read without a look at their checksums."""
+        other = copy.copy(self)
+        other._verifier = None
+        return other
 
     def __len__(self) -> int:
         return len(self.records)
@@ -135,7 +174,7 @@ class Trace:
         if self.header.embed != "lookup":
             return False
         try:
-            find_weight(self.path, self.header, EMBED, self._target)
+            find_weight(self.path, self.header, EMBED, self.target_folder)
         except TraceCorruptError:
             raise
         except TraceError:
@@ -187,7 +226,7 @@ class Trace:
         for index, chosen in rows.items():
             record = self.records[index]
             wanted.setdefault(record.shard, []).extend(record.row_start + row for row in chosen)
-        parts = [map_rows(self._layouts[shard], f"tap.{tap}")[places] for shard, places in wanted.items()]
+        parts = [map_rows(self._layout(shard), f"tap.{tap}")[places] for shard, places in wanted.items()]
         return torch.cat(parts)
 
     def logits(self, index: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
@@ -211,7 +250,7 @@ class Trace:
         """
         record = self.records[index]
         number, requests = self._in_shard[record.request_id]
-        return read_feed(self._layouts[record.shard], number, requests, record.tokens)
+        return read_feed(self._layout(record.shard), number, requests, record.tokens)
 
     @property
     def fed_rows(self) -> int:
@@ -267,13 +306,13 @@ class Trace:
 
     @cached_property
     def _embed(self) -> "torch.Tensor":
-        return load_weight(self.path, self.header, "embed", self._target)
+        return self._weight("embed")
 
     @cached_property
     def _lm_head(self) -> "torch.Tensor":
         if self.header.target.tie_word_embeddings:
             return self._embed
-        return load_weight(self.path, self.header, "lm_head", self._target)
+        return self._weight("lm_head")
 
     def _tap(self, record: RequestRecord, tap: str, tokens: "torch.Tensor") -> "torch.Tensor":
         if tap in self.header.taps:
@@ -289,7 +328,19 @@ class Trace:
         return WiringError(f"{self.path} holds no tap {tap}; it holds {', '.join(self.taps)}: choose among these")
 
     def _rows(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
-        return map_rows(self._layouts[record.shard], name, start, start + count)
+        return map_rows(self._layout(record.shard), name, start, start + count)
+
+    def _layout(self, shard: str) -> Layout:
+        """A shard whose rows are about to be read. Raises TraceCorruptError where its bytes are not those it names."""
+        layout = self._layouts[shard]
+        if self._verifier is not None:
+            self._verifier.check(layout.path, layout.data_start, layout.metadata["data_sha256"])
+        return layout
+
+    def _weight(self, which: str) -> "torch.Tensor":
+        if self._verifier is not None and self.header.weights is not None:
+            self._verifier.check(self.path / files.WEIGHTS, 0, self.header.weights.sha256)
+        return load_weight(self.path, self.header, which, self.target_folder)
 
     def _finite(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
         tensor = self._rows(record, name, start, count)

@@ -4,6 +4,7 @@ A shard carries the records of its own requests (so that one rename makes a batc
 gathers all of them when the trace is finished. Both say the same, and a reader checks that they do.
 """
 
+import hashlib
 import io
 import itertools
 import json
@@ -309,6 +310,11 @@ def scan_shards(folder: Path, header: TraceHeader) -> tuple[list[Layout], list[R
         records.extend(shard_records(layout, header))
     check_distinct(records, str(folder))
     return layouts, records
+
+
+def headers_sha256(layouts: Sequence[Layout]) -> str:
+    """One checksum over the headers of all shards, in their order."""
+    return hashlib.sha256("".join(layout.head_sha256 for layout in layouts).encode()).hexdigest()
 
 
 def check_same(table: Sequence[RequestRecord], shards: Sequence[RequestRecord], where: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import OutputError, TraceCorruptError, TraceError, TraceVersionError, UsageError
+from replay.printable import counted, html_table
 from replay.traces.agreement import Agreement, problem, read_agreement
 from replay.traces.fields import Fields, is_number, parse_json, show, some
 from replay.traces.files import PLAIN, as_path, describe_path
@@ -131,6 +132,43 @@ class Rounds:
     requests: tuple[RequestInfo, ...]
     trace: JsonObject
     drafts: JsonObject
+
+    def __repr__(self) -> str:
+        names = some([variant.name for variant in self.variants])
+        held = f"{counted(len(self.table), 'round')} of {counted(len(self.requests), 'request')}"
+        return f"Rounds({held}; variants {names or 'none'})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [name, str(rounds), str(drafted), str(accepted), f"{1 + accepted / rounds:.3f}" if rounds else ""]
+            for name, rounds, drafted, accepted in self._counts()
+        ]
+        return html_table(repr(self), ("variant", "rounds", "drafted", "accepted", "accept length"), rows)
+
+    def _counts(self) -> list[tuple[str, int, int, int]]:
+        import polars as pl
+
+        drafted, accepted = pl.col("drafted").list.len().sum(), pl.col("accepted").sum()
+        counted = self.table.group_by("variant").agg(pl.len(), drafted.alias("d"), accepted)
+        found = {name: counts for name, *counts in counted.iter_rows()}
+        return [(one.name, *found.get(one.name, (0, 0, 0))) for one in self.variants]
+
+    def with_requests(self) -> "pl.DataFrame":
+        """The table, each round with the facts of its request: category, prompt_tokens, output_tokens, source,
+        temperature, loop_tokens and trace.
+
+        >>> rounds.with_requests().columns[7:10]
+        ['category', 'prompt_tokens', 'output_tokens']
+        """
+        import polars as pl
+
+        kinds = {
+            "request_id": pl.String(), "category": pl.String(), "prompt_tokens": pl.Int64(),
+            "output_tokens": pl.Int64(), "source": pl.String(), "temperature": pl.Float64(),
+            "loop_tokens": pl.Int64(), "trace": pl.String(),
+        }  # fmt: skip
+        facts = pl.DataFrame([[getattr(one, name) for name in kinds] for one in self.requests], kinds, orient="row")
+        return self.table.join(facts, on="request_id", how="left", maintain_order="left")
 
 
 def table_schema() -> "dict[str, pl.DataType]":

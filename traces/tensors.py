@@ -5,6 +5,7 @@ header, the tensors' bytes without holes. Own code rather than the library's bec
 the tensor and the numbers it refuses, and map single rows.
 """
 
+import hashlib
 import json
 import math
 import mmap
@@ -45,13 +46,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A parsed header: tensors by name, the free-text metadata, where data begins, and the file's size in bytes."""
+    """A parsed header: tensors by name, the free-text metadata, where data begins, and the file's size in bytes.
+
+    ``head_sha256`` is that of the bytes before the data.
+    """
 
     path: Path
     tensors: Mapping[str, Place]
     metadata: Mapping[str, str]
     data_start: int
     size: int
+    head_sha256: str
 
 
 def pack_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
@@ -103,7 +108,8 @@ def parse_layout(path: Path) -> Layout:
     metadata = root.object("__metadata__") if "__metadata__" in root.values else Fields(str(path), {})
     places = {name: _place(root.object(name), 8 + length, size) for name in root.values if name != "__metadata__"}
     _check_no_holes(path, places, 8 + length, size)
-    return Layout(path, places, {name: metadata.text(name) for name in metadata.values}, 8 + length, size)
+    return Layout(path, places, {name: metadata.text(name) for name in metadata.values}, 8 + length, size,
+                  hashlib.sha256(first + text).hexdigest())  # fmt: skip
 
 
 def _place(fields: Fields, data_start: int, size: int) -> Place:

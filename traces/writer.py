@@ -16,7 +16,15 @@ from replay.traces.captured import CapturedRequest, ServerCounters, check_reques
 from replay.traces.feed import feed_tensors
 from replay.traces.header import TraceHeader, WeightsInfo, read_header
 from replay.traces.place import FORCE, NEW, RESUME, check_agreement, names_in, no_folder, refuse_foreign
-from replay.traces.records import RequestRecord, expected_tensors, placed, scan_shards, shard_metadata, to_frame
+from replay.traces.records import (
+    RequestRecord,
+    expected_tensors,
+    headers_sha256,
+    placed,
+    scan_shards,
+    shard_metadata,
+    to_frame,
+)
 from replay.traces.server_rounds import merge_rounds, read_served, rounds_of
 from replay.traces.tensors import joined_shapes, pack_header, tensor_bytes
 
@@ -108,9 +116,11 @@ class TraceWriter:
                 (self.path / name).unlink()
         self._scan()
 
-    def _scan(self) -> None:
+    def _scan(self) -> str:
+        """Read what is on disk; the checksum of the shards' headers."""
         layouts, self._records = scan_shards(self.path, self.header)
         self._shards = len(layouts)
+        return headers_sha256(layouts)
 
     @property
     def done_ids(self) -> frozenset[str]:
@@ -217,11 +227,11 @@ class TraceWriter:
         """
         self._check_open()
         with self._saying():
-            self._scan()  # what is on disk counts, whatever this process remembers
+            sums = self._scan()  # what is on disk counts, whatever this process remembers
             table = _parquet(to_frame(self._records))
             rounds = self._rounds()
             header = replace(self.header, requests=len(self._records), requests_sha256=_sha256(table), state="complete")
-            header = replace(header, rounds=False, rounds_sha256=None)
+            header = replace(header, rounds=False, rounds_sha256=None, shard_headers_sha256=sums)
             if rounds is not None:
                 kept = _parquet(rounds_of(rounds, self.done_ids))
                 self._write_bytes(files.ROUNDS, kept)
@@ -271,7 +281,8 @@ class TraceWriter:
 
 def _unfinished(header: TraceHeader) -> TraceHeader:
     """``header`` without what only ``finish`` can say."""
-    open_ended = replace(header, state="recording", requests=None, requests_sha256=None)
+    open_ended = replace(header, state="recording", requests=None, requests_sha256=None,
+                         shard_headers_sha256=None)  # fmt: skip
     return replace(open_ended, rounds=False, rounds_sha256=None)
 
 

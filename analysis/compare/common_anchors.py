@@ -1,5 +1,9 @@
-"""Rounds of two variants that start at the same anchor of the same request: the same tokens, another draft."""
+"""Rounds of two variants that start at the same anchor of the same request: the same tokens, another draft.
 
+In two recordings of a prompt only those anchors count up to whose known token both texts are the same.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -69,10 +73,19 @@ class CommonAnchors:
 
 
 def common_anchors(
-    rounds: Rounds, a: VariantInfo, b: VariantInfo, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES
+    rounds: Rounds,
+    a: VariantInfo,
+    b: VariantInfo,
+    *,
+    shared: Mapping[str, int] | None = None,
+    seed: int = 0,
+    resamples: int = DEFAULT_RESAMPLES,
 ) -> CommonAnchors:
-    """Compare the common rounds of variants ``a`` and ``b`` of ``rounds``."""
-    common = _common(rounds, a, b)
+    """Compare the common rounds of variants ``a`` and ``b`` of ``rounds``.
+
+    ``shared``: tokens that both texts of a request begin with; None where both have the same text.
+    """
+    common = _common(rounds, a, b, shared)
     accepted_a, accepted_b = (common[name].cast(int).to_numpy() for name in ("accepted", "accepted_b"))
     joint = np.zeros((a.steps + 1, b.steps + 1), dtype=np.int64)
     np.add.at(joint, (accepted_a, accepted_b), 1)
@@ -96,11 +109,17 @@ def common_anchors(
     )
 
 
-def _common(rounds: Rounds, a: VariantInfo, b: VariantInfo) -> "pl.DataFrame":
+def _common(rounds: Rounds, a: VariantInfo, b: VariantInfo, shared: Mapping[str, int] | None) -> "pl.DataFrame":
     """One row for each common round: request_id, anchor, drafted and accepted of A, drafted_b and accepted_b."""
+    import polars as pl
+
     own = ["request_id", "anchor", "drafted", "accepted"]
     parts = [rounds.table.filter(rounds.table["variant"] == variant.name).select(own) for variant in (a, b)]
-    return parts[0].join(parts[1], on=["request_id", "anchor"], suffix="_b", maintain_order="left")
+    common = parts[0].join(parts[1], on=["request_id", "anchor"], suffix="_b", maintain_order="left")
+    if shared is None:
+        return common
+    # A round at anchor S knows the tokens 0..S.
+    return common.filter(common["anchor"] < common["request_id"].replace_strict(shared, return_dtype=pl.Int64))
 
 
 def _gap(

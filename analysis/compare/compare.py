@@ -2,7 +2,8 @@
 
 Every difference is B minus A. Served walks diverge after the first round in which they accept unequally and may meet
 again, so two tables are made: of all rounds, as a server would show them, and of the common anchors, the rounds of
-both that start with the same tokens, where nothing differs but the draft.
+both that start with the same tokens, where nothing differs but the draft. In two recordings of the same prompts the
+target differs there too, in the rows that the head is fed and in what it accepts.
 """
 
 import math
@@ -13,16 +14,19 @@ import numpy as np
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.compare.common_anchors import CommonAnchors, common_anchors
-from replay.analysis.compare.pairing import PairedRounds
+from replay.analysis.compare.pairing import PairedRounds, pair_rounds
+from replay.analysis.compare.texts import TextAgreement, agree
 from replay.analysis.counts import ACCEPTED, CUT, DRAFTED, ROUNDS, Counts, Mask, per_request, ratio
-from replay.analysis.gaps import Gap, paired_gaps
+from replay.analysis.gaps import Gap, adjusted_verdict, paired_gaps
 from replay.analysis.json_document import JsonObject, object_json
-from replay.analysis.p_values import LEVEL, holm
-from replay.traces.rounds import RequestInfo, VariantInfo
+from replay.analysis.p_values import holm
+from replay.printable import html_table
+from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 
 # Near enough for a reader who asks whether a change costs anything that matters.
 WITHIN = 0.01
 MOST_REQUESTS = 10
+_MOST_SAID = 3  # pairs of a repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Every pair that was compared. ``only_a`` and ``only_b`` name requests that are in one file only."""
+    """Every pair that was compared. ``only_a`` and ``only_b`` name requests that are in one file only.
+
+    ``texts``: how far two recordings of the same prompts agree; None where the rounds are of one trace.
+    """
 
     requests: int
     only_a: tuple[str, ...]
@@ -96,10 +103,45 @@ class Comparison:
     pairs: tuple[Pair, ...]
     seed: int
     resamples: int
+    texts: TextAgreement | None = None
 
     def to_json(self) -> JsonObject:
         """The body of ``replay compare --json``."""
         return object_json(self)
+
+    def __repr__(self) -> str:
+        said = [f"{pair.b.variant!r} is {_judged(pair)} {pair.a.variant!r}" for pair in self.pairs[:_MOST_SAID]]
+        more = [f"{len(self.pairs) - _MOST_SAID} more"] if len(self.pairs) > _MOST_SAID else []
+        return f"Comparison({'; '.join([*said, *more])})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [pair.b.variant, f"{pair.b.accept_length:.3f}", pair.a.variant, f"{pair.a.accept_length:.3f}",
+             f"{pair.difference:+.3f}", f"{pair.ci95[0]:+.3f} to {pair.ci95[1]:+.3f}", pair.verdict]
+            for pair in self.pairs
+        ]  # fmt: skip
+        names = ("variant", "accept length", "against", "its accept length", "difference", "95 % interval", "verdict")
+        return html_table(f"{self.requests} requests", names, rows)
+
+
+def _judged(pair: Pair) -> str:
+    joined = {"better": "better than", "worse": "worse than", "equal": "equal to"}
+    judged = joined.get(pair.verdict, "not to be told from")
+    return f"{judged} ({pair.difference:+.3f}, {pair.ci95[0]:+.3f} to {pair.ci95[1]:+.3f})"
+
+
+def compare(
+    first: Rounds, second: Rounds | None = None, *, variant_a: str | None = None, variant_b: str | None = None
+) -> Comparison:
+    """Every other variant of ``first`` against its first, or those of ``second`` against that of ``first``.
+
+    ``variant_a`` and ``variant_b`` choose by name. Raises UsageError and TraceError as ``pair_rounds``.
+
+    >>> comparison = replay.compare(rounds, rounds)
+    >>> comparison.pairs[0].verdict
+    'equal'
+    """
+    return compare_variants(pair_rounds(first, second, variant_a=variant_a, variant_b=variant_b))
 
 
 def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPLES) -> Comparison:
@@ -112,12 +154,10 @@ def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DE
         _pair(joined, b, against, counts[b.name], gaps[b.name], adjusted[b.name], seed=seed, resamples=resamples)
         for b in joined.others
     )
-    return Comparison(len(joined.rounds.requests), joined.only_a, joined.only_b, pairs, seed, resamples)
-
-
-def verdict(gap: Gap, p_holm: float) -> str:
-    """The rule that ``Pair`` states."""
-    return gap.verdict if gap.verdict == "equal" or p_holm <= LEVEL else "cannot tell"
+    texts = None
+    if joined.texts is not None and joined.shared is not None:
+        texts = agree(joined.texts, joined.shared, against, counts[joined.others[0].name])
+    return Comparison(len(joined.rounds.requests), joined.only_a, joined.only_b, pairs, seed, resamples, texts)
 
 
 def within(gap: Gap, length_a: float, length_b: float) -> bool | None:
@@ -152,9 +192,9 @@ def _pair(
         ci95=gap.ci95,
         p_value=gap.p_value,
         p_holm=p_holm,
-        verdict=verdict(gap, p_holm),
+        verdict=adjusted_verdict(gap, p_holm),
         within_1_percent=within(gap, side_a.accept_length, side_b.accept_length),
-        anchors=common_anchors(joined.rounds, joined.a, b, seed=seed, resamples=resamples),
+        anchors=common_anchors(joined.rounds, joined.a, b, shared=joined.shared, seed=seed, resamples=resamples),
         categories=_categories(joined, b, counts_a, counts_b, both, seed=seed, resamples=resamples),
         most_different=_most_different(joined.rounds.requests, counts_a, counts_b, both),
     )

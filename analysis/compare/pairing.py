@@ -1,9 +1,14 @@
-"""Rounds of one or two files brought together for a comparison, refused where they are not of one trace."""
+"""Rounds of one or two files brought together for a comparison, refused where they are not of one trace.
 
-from collections.abc import Sequence
+With the texts of two traces, they may be two recordings of the same prompts (texts.py).
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from replay.analysis.compare.texts import Texts, check_told, shared_tokens
+from replay.analysis.json_document import JsonObject
 from replay.errors import TraceError, UsageError
 from replay.traces.rounds import Rounds, VariantInfo, VariantSettings
 
@@ -22,6 +27,9 @@ class PairedRounds:
     many rounds files they came from.
 
     ``only_a`` and ``only_b`` name the requests that were left out because one of the two does not have them.
+    ``texts`` are those of two recordings, and ``shared`` the tokens that both begin with, by request in the order of
+    ``rounds.requests``; both are None where the rounds are of one trace. ``traces``: what those of A and B say of
+    themselves.
     """
 
     rounds: Rounds
@@ -31,6 +39,9 @@ class PairedRounds:
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     files: int = 1
+    texts: tuple[Texts, Texts] | None = None
+    shared: Mapping[str, int] | None = None
+    traces: tuple[JsonObject, ...] = ()
 
 
 def pair_rounds(
@@ -40,10 +51,12 @@ def pair_rounds(
     variant_a: str | None = None,
     variant_b: str | None = None,
     called: Sequence[str] = ("the first rounds file", "the second rounds file"),
+    texts: tuple[Texts, Texts] | None = None,
 ) -> PairedRounds:
     """A from ``first``, every B from ``second``; from one alone its first variant is A and every other a B.
 
-    ``called``: what messages call the two, such as the names of their files.
+    ``called``: what messages call the two, such as the names of their files. ``texts`` of the traces that the two files
+    were simulated on, where these are two recordings of the same prompts.
 
     Raises UsageError for a variant that is not there or not named where there are several, and where there is nothing
     to compare; TraceError where the two are not of one trace.
@@ -54,15 +67,21 @@ def pair_rounds(
     else:
         others = _choose_others(second, variant_b, called[1], leave=None)
     source = first if second is None else second
-    if second is not None:
+    if second is not None and texts is None:
         _check_trace(first, second)
     ids_a, ids_b = ([request.request_id for request in rounds.requests] for rounds in (first, source))
     common = set(ids_a) & set(ids_b)
     if not common:
         raise UsageError(f"no request is in both, the first has {len(ids_a)} and the second {len(ids_b)} of other "
                          "names; give two rounds files that simulate wrote from one trace")  # fmt: skip
-    if second is not None:
-        _check_requests(first, second)
+    shared = None
+    if second is not None and texts is not None:
+        for rounds, own, name in zip((first, second), texts, called, strict=True):
+            check_told(rounds, own, name)
+        _check_requests(first, second, ("source", "temperature"))
+        shared = shared_tokens(*texts, [name for name in ids_a if name in common])
+    elif second is not None:
+        _check_requests(first, second, _REQUEST_FACTS)
         _check_tokens(first, a, second, others[0])
     letters = ["B"] if len(others) == 1 else [f"B{number}" for number in range(1, len(others) + 1)]
     renamed = [replace(a, name="A"), *(replace(b, name=name) for b, name in zip(others, letters, strict=True))]
@@ -77,7 +96,8 @@ def pair_rounds(
     )
     shown = dict(zip((new.name for new in renamed), _own_names([a, *others]), strict=True))
     only = [tuple(name for name in names if name not in common) for names in (ids_a, ids_b)]
-    return PairedRounds(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1], 1 if second is None else 2)
+    files, traces = (1, (first.trace,)) if second is None else (2, (first.trace, second.trace))
+    return PairedRounds(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1], files, texts, shared, traces)
 
 
 def _own_names(variants: Sequence[VariantInfo]) -> list[str]:
@@ -136,15 +156,15 @@ def _check_trace(first: Rounds, second: Rounds) -> None:
         if one != other:
             raise TraceError(
                 f"the rounds are of two traces: {fact.replace('_', ' ')} is {one!r} in the first and {other!r} in the "
-                "second; simulate both on one trace"
+                "second; simulate both on one trace, or name the two by --trace-a and --trace-b"
             )
 
 
-def _check_requests(first: Rounds, second: Rounds) -> None:
+def _check_requests(first: Rounds, second: Rounds, facts: Sequence[str]) -> None:
     others = {request.request_id: request for request in second.requests}
     for request in first.requests:
         twin = others.get(request.request_id)
-        for fact in _REQUEST_FACTS if twin is not None else ():
+        for fact in facts if twin is not None else ():
             one, other = getattr(request, fact), getattr(twin, fact)
             if one != other:
                 raise TraceError(

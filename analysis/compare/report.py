@@ -9,10 +9,12 @@ from rich.text import Text
 from replay.analysis import wording
 from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.compare.common_anchors import CommonDrafts
-from replay.analysis.compare.compare import CategoryGap, Comparison, Pair
+from replay.analysis.compare.compare import MOST_REQUESTS, CategoryGap, Comparison, Pair, Side
 from replay.analysis.compare.pairing import PairedRounds
-from replay.analysis.p_values import LEVEL
+from replay.analysis.compare.texts import TextAgreement
+from replay.analysis.p_values import LEVEL, requests_needed
 from replay.analysis.tables import Fitted, bullet, column, heading, pairs
+from replay.analysis.view import LONG, WHOLE, View
 
 # Common rounds below this share of all are told apart from what a server shows.
 FEW_COMMON = 0.25
@@ -31,16 +33,27 @@ _RULE = (
 _HOLM = "; Holm p: adjusted for {count} comparisons"
 
 
-def render_comparison(comparison: Comparison, joined: PairedRounds) -> RenderableType:
-    """The report of ``joined``, which adapts to the console's width; details where there is one pair."""
-    parts: list[RenderableType] = [Text(answer(comparison), style="bold"), Text(), _pair_table(comparison, joined)]
+def render_comparison(comparison: Comparison, joined: PairedRounds, view: View = WHOLE) -> RenderableType:
+    """The report of ``joined``, which adapts to the console's width; details where there is one pair.
+
+    ``view`` says which of several pairs have a row, and in which order; A's stands above them.
+    """
+    first = Text(answer(comparison), style="bold")
+    shown = view.rows(list(enumerate(comparison.pairs, start=1)), lambda row: row[1].b.accept_length)
+    parts: list[RenderableType] = [first, Text(), _pair_table(shown, comparison.pairs[0].a, joined)]
+    if left := len(comparison.pairs) - len(shown):
+        parts += [Text(), Text(f"{wording.count(left)} more {'variant is' if left == 1 else 'variants are'} not shown")]
     rule = _RULE + (_HOLM.format(count=len(comparison.pairs)) if len(comparison.pairs) > 1 else "")
     parts += [Text(), Text(rule, style="dim")]
     if len(comparison.pairs) == 1:
         parts += _details(comparison.pairs[0])
+    if comparison.texts is not None:
+        parts += [Text(), heading("Text by text"), Text(_text_sentence(comparison.texts)), Text()]
+        parts.append(_texts(comparison.texts))
     parts += [Text(), heading("Doubts")]
     parts += [bullet(doubt) for doubt in doubts(comparison)] or [Text("  none of the checks raised one")]
-    return Group(*parts, Text(), heading("Provenance"), pairs(list(_provenance(comparison, joined))))
+    parts += [Text(), heading("Provenance"), pairs(list(_provenance(comparison, joined)))]
+    return Group(*parts, Text(), first) if len(shown) > LONG else Group(*parts)
 
 
 def answer(comparison: Comparison) -> str:
@@ -95,7 +108,7 @@ def _doubts(comparison: Comparison) -> Iterator[str]:
 
 def _resolution_doubts(found: Sequence[Pair], fewest: int) -> Iterator[str]:
     """Where the number of requests or of comparisons, not the difference, decides that nothing is told apart."""
-    needed = 1 + math.ceil(math.log2(len(found) / LEVEL)) if found else 0
+    needed = requests_needed(len(found))
     if fewest < needed:
         yield (
             f"{wording.counted(fewest, 'request')} cannot call any difference better or worse among "
@@ -151,20 +164,21 @@ def _interval(bounds: tuple[float, float]) -> str:
     return wording.NOTHING if math.isnan(bounds[0]) else " to ".join(map(_signed, bounds))
 
 
-def _pair_table(comparison: Comparison, joined: PairedRounds) -> Fitted:
-    """A's row, then one for each B."""
-    found, first = comparison.pairs, comparison.pairs[0]
-    sides = [first.a, *(pair.b for pair in found)]
-    letters = [variant.name for variant in joined.rounds.variants]
-    labels = [f"{letter:<{len(letters[-1])}}  {side.variant}" for letter, side in zip(letters, sides, strict=True)]
+def _pair_table(shown: Sequence[tuple[int, Pair]], a: Side, joined: PairedRounds) -> Fitted:
+    """A's row, then one for each B, with the letter of its place among all."""
+    found = [pair for _, pair in shown]
+    sides = [a, *(pair.b for pair in found)]
+    named = [variant.name for variant in joined.rounds.variants]
+    letters = [named[place] for place in (0, *(place for place, _ in shown))]
+    labels = [f"{letter:<{len(named[-1])}}  {side.variant}" for letter, side in zip(letters, sides, strict=True)]
     near = [{True: "yes", False: "no", None: wording.NOTHING}[pair.within_1_percent] for pair in found]
     columns = [
         column("accept\nlength", [wording.decimal(side.accept_length) for side in sides]),
         column("difference", ["", *(_signed(pair.difference) for pair in found)]),
         column("95 %\ninterval", ["", *(_interval(pair.ci95) for pair in found)]),
     ]
-    if len(found) > 1:
-        columns.append(column("Holm\np", ["", *(wording.decimal(pair.p_holm) for pair in found)]))
+    if len(named) > 2:
+        columns.append(column("Holm\np", ["", *(_p_value(pair.p_holm) for pair in found)]))
     columns.append(column("verdict", ["", *(pair.verdict for pair in found)], left=True))
     columns.append(column("within\n1 %", ["", *near], left=True))
     counts = [
@@ -172,6 +186,11 @@ def _pair_table(comparison: Comparison, joined: PairedRounds) -> Fitted:
         column("accepted /\ndrafted", [f"{wording.count(s.accepted)} / {wording.count(s.drafted)}" for s in sides]),
     ]
     return Fitted((column("variant", labels, left=True),), (tuple(columns), tuple(counts)), tuple(labels))
+
+
+def _p_value(p: float) -> str:
+    """Never 0, which no p value is."""
+    return "< 0.001" if p < 0.001 else wording.decimal(p)
 
 
 def _details(pair: Pair) -> list[RenderableType]:
@@ -255,10 +274,34 @@ def _requests(pair: Pair) -> Fitted:
     return Fitted((names,), (tuple(columns),), tuple(row.request_id for row in rows))
 
 
+def _text_sentence(texts: TextAgreement) -> str:
+    return (
+        f"Two recordings of {wording.counted(texts.requests, 'prompt')}; {wording.count(texts.equal)} of their texts "
+        f"do not part before one ends. {wording.counted(texts.common_tokens, 'output token')} stand before the texts "
+        f"part, of {wording.count(texts.output_tokens_a)} of A and {wording.count(texts.output_tokens_b)} of B; only "
+        "rounds there start at the same anchor."
+    )
+
+
+def _texts(texts: TextAgreement) -> Fitted:
+    """The first to part first."""
+    rows = sorted(texts.each, key=lambda one: one.common_tokens)[:MOST_REQUESTS]
+    names = column("request", [row.request_id for row in rows], left=True)
+    columns = [
+        column("same\ntokens", [wording.count(row.common_tokens) for row in rows]),
+        column("tokens\nof A", [wording.count(row.output_tokens_a) for row in rows]),
+        column("tokens\nof B", [wording.count(row.output_tokens_b) for row in rows]),
+        column("accept\nlength A", [wording.decimal(row.accept_length_a) for row in rows]),
+        column("accept\nlength B", [wording.decimal(row.accept_length_b) for row in rows]),
+    ]
+    return Fitted((names,), (tuple(columns),), tuple(row.request_id for row in rows))
+
+
 def _provenance(comparison: Comparison, joined: PairedRounds) -> Iterator[tuple[str, str]]:
-    trace = joined.rounds.trace
-    told = [trace.get(key) for key in ("path", "target", "engine", "engine_version")]
-    yield "trace", " · ".join(str(item) for item in told if item)
+    traces = joined.traces if joined.texts is not None else (joined.rounds.trace,)
+    for letter, trace in zip("AB", traces, strict=False):
+        told = [trace.get(key) for key in ("path", "target", "engine", "engine_version")]
+        yield f"trace of {letter}" if len(traces) > 1 else "trace", " · ".join(str(item) for item in told if item)
     for variant in joined.rounds.variants:
         facts = [variant.draft, ",".join(variant.wiring), wording.counted(variant.steps, "step"), variant.precision]
         facts += [variant.numerics, f"kv {variant.kv}", *(f"fault {fault}" for fault in variant.faults)]

@@ -12,6 +12,7 @@ from replay.analysis.diagnosis.feed import Feeding, feeding_json
 from replay.analysis.diagnosis.scored import CERTAIN, NOTHING, Scored, Unknown, alike, rank, undecided
 from replay.analysis.json_document import JsonObject, interval_json, object_json
 from replay.analysis.ladder.ladder import Ladder, ladder_json
+from replay.printable import html_table, one_line
 from replay.traces.agreement import Agreement
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -20,6 +21,7 @@ WEAK_FIRST = 0.6
 _NORMAL = NormalDist()
 # Another variant must accept so much more at the same anchors before the head is said to be made for it.
 BETTER_BY = 0.03
+_SHOWN = 10  # hypotheses in a notebook
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,14 @@ class Diagnosis:
     values: tuple[str, str] | None = None
     implausible: str | None = None
     doubts: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        named = f" {self.named!r}" if self.named else ""
+        return one_line(f"Diagnosis({self.verdict}{named}: {self.why})")
+
+    def _repr_html_(self) -> str:
+        rows = [[one.name, f"{one.probability:.3f}", f"{one.accept_length:.3f}", one.fix] for one in self.ranked]
+        return html_table(repr(self), ("hypothesis", "probability", "accept length", "fix"), rows[:_SHOWN])
 
     @property
     def replayed_at_served_anchors(self) -> float:

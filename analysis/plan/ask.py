@@ -9,6 +9,7 @@ from replay.analysis.plan.benchmarks import read_benchmark
 from replay.analysis.plan.costs import typed_costs
 from replay.analysis.plan.lengths import Length, lengths_of_rounds, lengths_of_timings, with_bounds
 from replay.analysis.plan.plan import Plan, make_plan
+from replay.analysis.plan.policies import Played, Rule, depth_lengths
 from replay.analysis.plan.report import answer, doubts
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
 from replay.analysis.plan.settings import MOST_BATCH, MOST_STEPS, Load, Setting, make_setting
@@ -16,6 +17,7 @@ from replay.analysis.plan.timings import Timing, join_timings, typed_length, typ
 from replay.errors import UsageError
 from replay.traces.rounds import Rounds
 
+_RANGES = ("tokens_per_second", "gain")  # of a rule
 _MOST_LISTED = 256  # batches or depths of one plan
 
 
@@ -51,42 +53,61 @@ class Planned:
             "timings": [object_json(timing) for timing in plan.timings],
             "misfit": plan.misfit,
             "schedules": None if steps is None else {"sglang": sglang_schedule(steps), "vllm": vllm_schedule(steps)},
+            "rules": [_rule_json(rule) for rule in plan.rules],
             "doubts": list(doubts(plan)),
             "provenance": [{"what": what, "said": said} for what, said in self.provenance],
         }
+
+
+def _rule_json(rule: Rule) -> JsonObject:
+    ranges = {name: dict(zip(("value", "low", "high"), getattr(rule, name), strict=True)) for name in _RANGES}
+    return object_json(rule) | ranges
 
 
 def _choice_json(choice: JsonObject) -> JsonObject:
     return choice | {"best": choice["best"]["setting"]}
 
 
-def answer_question(asked: Question, rounds: Rounds | None, called: str) -> Planned:
-    """The plan for what was asked; ``called`` is what the rounds file is called.
+def answer_question(
+    asked: Question, rounds: Rounds | None, called: str, played: Sequence[tuple[Played, Length]] = ()
+) -> Planned:
+    """The plan for what was asked; ``called`` is what the rounds file or the trace is called.
 
-    Raises UsageError for timings, costs, batches and depths that mean nothing, where no accept length is known, and
-    where rounds hold variants that differ in more than depth.
+    Accept lengths are those of ``rounds``, else of the rules that were ``played`` on a trace, else those typed
+    or came with timings. Raises UsageError for timings, costs, batches and depths that mean nothing, where no accept
+    length is known, and where rounds hold variants that differ in more than depth.
     """
     costs = typed_costs(asked.costs)
-    timings = join_timings(
-        [*map(typed_timing, asked.times), *(t for bench in asked.benches for t in read_benchmark(bench))]
-    )
+    read = [timing for bench in asked.benches for timing in read_benchmark(bench)]
+    timings = join_timings([*map(typed_timing, asked.times), *read])
     if asked.context is not None:
         timings = [_at(timing, asked.context) for timing in timings]
     loads = _loads(asked, timings)
-    lengths = lengths_of_timings([*timings, *map(typed_length, asked.lengths)])
-    if rounds is not None:
-        lengths = lengths_of_rounds(rounds, asked.variant)
-    if len(lengths) < 2:
-        raise UsageError(
-            "no accept length is known; type a rounds file of replay simulate --steps 1,2,3 -o ROUNDS, or --length "
-            "steps=3,accept=2.1, or accept=L in --time"
-        )
-    depths = [make_setting(count) for count in _numbers(asked.steps, "--steps", MOST_STEPS)]
+    lengths = _known_lengths(asked, rounds, played, timings)
+    depths = [] if played else [make_setting(count) for count in listed(asked.steps, "--steps", MOST_STEPS)]
     timed = [timing.setting for timing in timings if timing.setting.speculates]
     lengths = with_bounds(lengths, [*depths, *timed])
-    return Planned(
-        make_plan(timings, costs, lengths, loads), tuple(_provenance(rounds, called, lengths, timings, costs))
-    )
+    plan = make_plan(timings, costs, lengths, loads, played=played)
+    return Planned(plan, tuple(_provenance(rounds, called, lengths, timings, costs)))
+
+
+def _known_lengths(
+    asked: Question, rounds: Rounds | None, played: Sequence[tuple[Played, Length]], timings: Sequence[Timing]
+) -> dict[Setting, Length]:
+    """Raises UsageError where none is known, and where there are two sources."""
+    if (rounds is not None or played) and asked.lengths:
+        raise UsageError("accept lengths come from a file or from --length, not from both; leave one out")
+    if rounds is not None:
+        return lengths_of_rounds(rounds, asked.variant)
+    if played:
+        return depth_lengths(played)
+    found = lengths_of_timings([*timings, *map(typed_length, asked.lengths)])
+    if len(found) < 2:
+        raise UsageError(
+            "no accept length is known; type a rounds file of replay simulate --steps 1,2,3 -o ROUNDS, or a trace and "
+            "--draft, or --length steps=3,accept=2.1, or accept=L in --time"
+        )
+    return found
 
 
 def _at(timing: Timing, context: int) -> Timing:
@@ -98,14 +119,14 @@ def _loads(asked: Question, timings: Sequence[Timing]) -> list[Load]:
     """Those that were typed, else those that were timed; the context too."""
     contexts = {timing.load.context for timing in timings}
     context = asked.context or (next(iter(contexts)) if len(contexts) == 1 else None)
-    batches = _numbers(asked.batch, "--batch", MOST_BATCH)
+    batches = listed(asked.batch, "--batch", MOST_BATCH)
     if batches:
         return [Load(batch, context) for batch in batches]
     timed = sorted({timing.load for timing in timings}, key=lambda load: (load.batch, load.context or 0))
     return timed or [Load(1, context)]
 
 
-def _numbers(text: str, option: str, most: int) -> list[int]:
+def listed(text: str, option: str, most: int) -> list[int]:
     """``1,8,32`` as numbers, each once. Raises UsageError."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isascii() and word.isdigit() and len(word) < 10 and 1 <= int(word) <= most for word in words):
@@ -123,7 +144,7 @@ def _provenance(
     costs: Mapping[str, float],
 ) -> list[tuple[str, str]]:
     known = [setting.spelled for setting, length in lengths.items() if setting.speculates and length.source != "bounds"]
-    told = [("accept length", f"{called}, {wording.counted(len(rounds.requests), 'request')}")] if rounds else []
+    told = [("accept length", called)] if called else []
     told = told or [("accept length", "as typed or read with the timings")]
     told.append(("depths", wording.listed(known)))
     for timing in timings:

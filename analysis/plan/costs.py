@@ -47,12 +47,14 @@ class Machines:
 
 def columns(setting: Setting, load: Load) -> Floats:
     """How often each term of ``TERMS`` counts in a round [6]."""
-    drafts = float(setting.speculates)
-    rows = load.batch * (setting.num_draft_tokens if setting.speculates else 1)
-    steps = float(setting.steps)
-    return np.array(
-        [1.0, rows, load.batch * (load.context or 0), drafts, steps, steps * load.batch * setting.topk], dtype=float
-    )
+    rows = setting.num_draft_tokens if setting.speculates else 1
+    return round_columns(load, rows=rows, steps=setting.steps, drafting=float(setting.speculates), topk=setting.topk)
+
+
+def round_columns(load: Load, *, rows: float, steps: float, drafting: float, topk: int = 1) -> Floats:
+    """The same for a mean round: ``rows`` of each request in the verify, ``steps`` run for the batch."""
+    context = load.batch * (load.context or 0)
+    return np.array([1.0, load.batch * rows, context, drafting, steps, steps * load.batch * topk], dtype=float)
 
 
 def typed_costs(texts: Sequence[str]) -> dict[str, float]:

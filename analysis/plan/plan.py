@@ -15,6 +15,7 @@ import numpy as np
 from replay.analysis.bootstrap import Floats
 from replay.analysis.plan.costs import TERMS, Machines, possible_machines
 from replay.analysis.plan.lengths import Length
+from replay.analysis.plan.policies import Played, Rule, judge_rules
 from replay.analysis.plan.settings import PLAIN, Load, Setting
 from replay.analysis.plan.timings import Timing, plain_timing
 
@@ -87,13 +88,17 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Rows by load and setting, a choice for each load, and the cost model behind them."""
+    """Rows by load and setting, a choice for each load, and the cost model behind them.
+
+    ``rules``: at each load the best rule that stops drafting by the head's confidence; none without a trace.
+    """
 
     rows: tuple[Row, ...]
     choices: tuple[Choice, ...]
     costs: tuple[Term, ...]
     timings: tuple[Timing, ...]
     misfit: float
+    rules: tuple[Rule, ...] = ()
 
 
 def make_plan(
@@ -102,9 +107,13 @@ def make_plan(
     lengths: Mapping[Setting, Length],
     loads: Sequence[Load],
     *,
+    played: Sequence[tuple[Played, Length]] = (),
     seed: int = 0,
 ) -> Plan:
-    """Every setting of ``lengths`` at every load. Raises UsageError where the costs are not given (costs.py)."""
+    """Every setting of ``lengths`` at every load, and of rules that were ``played`` the best.
+
+    Raises UsageError where the costs are not given (costs.py).
+    """
     settings = sorted({PLAIN, *lengths})
     asked = [(setting, load) for load in loads for setting in settings]
     machines = possible_machines(timings, typed, asked, seed=seed)
@@ -115,7 +124,8 @@ def make_plan(
         here = [_row(load, setting, times, lengths.get(setting), timings) for setting in settings]
         rows += here
         choices.append(_choose(load, here, speeds))
-    return Plan(tuple(rows), tuple(choices), _terms(machines), tuple(timings), machines.misfit)
+    rules = judge_rules(played, loads, machines)
+    return Plan(tuple(rows), tuple(choices), _terms(machines), tuple(timings), machines.misfit, rules)
 
 
 def _seconds(machines: Machines, timings: Sequence[Timing], setting: Setting, load: Load) -> Floats:

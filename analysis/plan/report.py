@@ -8,6 +8,7 @@ from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.plan.plan import MISFIT, Choice, Plan, Range, Row, untimed_plain
+from replay.analysis.plan.policies import Rule
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
 from replay.analysis.plan.settings import PLAIN, Setting
 from replay.analysis.tables import Fitted, bullet, column, heading, pairs
@@ -32,6 +33,9 @@ def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]]) -> Renderable
         parts += [Text(), Text(shares(plan, choice))] if shares(plan, choice) else []
     parts += [Text(), heading("Costs"), _costs(plan)]
     parts += list(_schedules(plan))
+    if plan.rules:
+        parts += [Text(), heading("Stopping by the head's own confidence"), _rules(plan), Text()]
+        parts += [Text(rule_sentence(rule)) for rule in plan.rules]
     parts += [Text(), heading("Doubts")]
     parts += [bullet(doubt) for doubt in doubts(plan)] or [Text("  none of the checks raised one")]
     return Group(*parts, Text(), heading("Provenance"), pairs(list(provenance)))
@@ -137,6 +141,30 @@ def _schedules(plan: Plan) -> Iterator[RenderableType]:
             ("SGLang", f"--speculative-adaptive --speculative-adaptive-config FILE, with {sglang_schedule(steps)}"),
             ("vLLM", f'in --speculative-config: "num_speculative_tokens_per_batch_size": {vllm_schedule(steps)}'),
         ]
+    )
+
+
+def _rules(plan: Plan) -> Fitted:
+    names = column("at", [rule.load.spelled for rule in plan.rules], left=True)
+    columns = (
+        column("verify while\nproduct at least", [f"{rule.threshold:g}" for rule in plan.rules]),
+        column("accept\nlength", [wording.decimal(rule.accept_length, 3) for rule in plan.rules]),
+        column("drafted\na round", [wording.decimal(rule.drafted, 2) for rule in plan.rules]),
+        column("verified\na round", [wording.decimal(rule.verified, 2) for rule in plan.rules]),
+        column("tok/s", [wording.decimal(rule.tokens_per_second[0], 1) for rule in plan.rules]),
+        column("range", [wording.interval(rule.tokens_per_second[1:], 1) for rule in plan.rules]),
+    )
+    return Fitted((names,), (columns,), tuple(rule.load.spelled for rule in plan.rules))
+
+
+def rule_sentence(rule: Rule) -> str:
+    """What stopping early is worth against the best fixed depth."""
+    value, low, high = rule.gain
+    place = rule.load.spelled[0].upper() + rule.load.spelled[1:]
+    told = "more than" if low > 1 else "less than" if high < 1 else "not told apart from"
+    return (
+        f"{place}: {told} the best fixed depth ({rule.against.spelled}), {value:.3f} times its tok/s "
+        f"({low:.3f} to {high:.3f})."
     )
 
 

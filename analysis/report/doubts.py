@@ -9,6 +9,7 @@ import numpy as np
 from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.counts import ACCEPTED, ROUNDS, per_request, ratio
 from replay.analysis.gaps import Gap
+from replay.analysis.p_values import requests_needed
 from replay.analysis.report.agreement import agreement_doubts
 from replay.analysis.report.expected import expectation_doubts
 from replay.analysis.summary import VariantSummary
@@ -118,6 +119,16 @@ def _few_requests(results: Results) -> Iterator[str]:
             f"Only {played} requests have rounds, and an interval from fewer than {FEW_REQUESTS} is often too narrow: "
             "capture more."
         )
+
+
+def _resolution(results: Results) -> Iterator[str]:
+    others = sum(row.rounds > 0 for row in results.summaries) - 1
+    if results.best is None or others < 1 or results.best.played_requests >= requests_needed(others):
+        return
+    yield (
+        f"{counted(results.best.played_requests, 'request')} cannot tell {count(others + 1)} variants apart, however "
+        f"far they lie from each other: capture at least {requests_needed(others)}."
+    )
 
 
 def _wide_interval(results: Results) -> Iterator[str]:
@@ -250,6 +261,7 @@ _CHECKS: tuple[Callable[[Results], Iterator[str]], ...] = (
     _observed_disagrees,
     _unexplained,
     _few_requests,
+    _resolution,
     _wide_interval,
     _longer_drafts,
     _wired_otherwise,

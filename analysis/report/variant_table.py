@@ -1,7 +1,7 @@
 """The tables of a report: one row for each variant, or one for each draft position of a single variant."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -9,11 +9,14 @@ from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.counts import position_rates, reached_positions
-from replay.analysis.gaps import Gap
 from replay.analysis.report.agreement import agreement_cell
+from replay.analysis.report.assessment import Report
 from replay.analysis.report.expected import expected_cell
 from replay.analysis.summary import ServerCounts, VariantSummary
 from replay.analysis.tables import Column, Fitted, column
+
+# Positions that are always shown; beyond them those that no round accepted are left out.
+DEEP = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +26,7 @@ class _Rows:
     summaries: Sequence[VariantSummary]
     best: VariantSummary | None
     seen: ServerCounts | None
-
-    @property
-    def many(self) -> bool:
-        return len(self.summaries) > 1
+    many: bool
 
     @property
     def histogram(self) -> Sequence[int]:
@@ -44,17 +44,13 @@ class _Rows:
         return Column(heading, tuple(texts), "left" if left else "right")
 
 
-def variant_table(
-    summaries: Sequence[VariantSummary],
-    facts: Sequence[str],
-    gaps: Mapping[str, Gap],
-    best: VariantSummary | None,
-) -> Fitted:
-    """One row for each variant in the given order, the best in bold, and the server's own row where it reported one."""
-    seen = next((summary.observed for summary in summaries if summary.observed is not None), None)
-    rows = _Rows(summaries, best, seen)
-    labels = [wording.label(row, facts) or "replay" for row in summaries] + ["server"] * (seen is not None)
-    return Fitted(_names(rows, facts), (_numbers(rows, gaps), _shape(rows)), tuple(labels))
+def variant_table(report: Report, shown: Sequence[VariantSummary]) -> Fitted:
+    """One row for each of the variants ``shown``, the best in bold, and the server's own row where it reported one."""
+    facts = report.facts
+    seen = next((summary.observed for summary in shown if summary.observed is not None), None)
+    rows = _Rows(shown, report.best, seen, len(report.summaries) > 1)
+    labels = [wording.label(row, facts) or "replay" for row in shown] + ["server"] * (seen is not None)
+    return Fitted(_names(rows, facts), (_numbers(rows, report), _shape(rows)), tuple(labels))
 
 
 def _names(rows: _Rows, facts: Sequence[str]) -> tuple[Column, ...]:
@@ -72,8 +68,8 @@ def _names(rows: _Rows, facts: Sequence[str]) -> tuple[Column, ...]:
     )
 
 
-def _numbers(rows: _Rows, gaps: Mapping[str, Gap]) -> tuple[Column, ...]:
-    return (*_lengths(rows), *_gaps(rows, gaps), *_tokens(rows))
+def _numbers(rows: _Rows, report: Report) -> tuple[Column, ...]:
+    return (*_lengths(rows), *_gaps(rows, report), *_tokens(rows))
 
 
 def _lengths(rows: _Rows) -> Iterator[Column]:
@@ -83,11 +79,11 @@ def _lengths(rows: _Rows) -> Iterator[Column]:
     yield rows.column("95 %\ninterval", [wording.interval(row.accept_length_ci95) for row in rows.summaries])
 
 
-def _gaps(rows: _Rows, gaps: Mapping[str, Gap]) -> Iterator[Column]:
+def _gaps(rows: _Rows, report: Report) -> Iterator[Column]:
     """What each of several variants lost to the best, and what its rule takes on average."""
     if not rows.many:
         return
-    yield rows.column("lost", [_lost(row, gaps, rows.best) for row in rows.summaries])
+    yield rows.column("lost", [_lost(row, report) for row in rows.summaries])
     if any(row.expected is not None for row in rows.summaries):
         yield rows.column("expected\nlength", [expected_cell(row) for row in rows.summaries])
 
@@ -109,14 +105,34 @@ def _tokens(rows: _Rows) -> Iterator[Column]:
 
 def _shape(rows: _Rows) -> tuple[Column, ...]:
     """How many tokens the rounds accepted, and the rates by position where there are several variants."""
-    steps = max(row.steps for row in rows.summaries)
-    bars = [wording.bars(row.histogram) for row in rows.summaries]
-    histogram = rows.column(f"accepted\n0 to {steps}", bars, wording.bars(rows.histogram), left=True)
+    shown = _deepest(rows)
+    bars = [wording.bars(row.histogram[: shown + 1]) for row in rows.summaries]
+    histogram = rows.column(f"accepted\n0 to {shown}", bars, wording.bars(rows.histogram[: shown + 1]), left=True)
     if not rows.many:
         return (histogram,)
-    rates = _aligned([*(row.position_conditional for row in rows.summaries), position_rates(rows.histogram or (0,))[1]])
+    rates = _aligned([
+        *(row.position_conditional[:shown] for row in rows.summaries),
+        position_rates(rows.histogram or (0,))[1][:shown],
+    ])  # fmt: skip
     heading = "% accepted at position 1, 2, ...\nof the rounds that got there"
     return histogram, rows.column(heading, rates[:-1], rates[-1], left=True), *_agreements(rows)
+
+
+def _deepest(rows: _Rows) -> int:
+    """How many positions the widest row shows."""
+    return max(map(shown_positions, rows.summaries))
+
+
+def shown_positions(summary: VariantSummary) -> int:
+    """How many positions of a variant are shown: of deep drafts up to one more than any round accepted."""
+    most = max((number for number, count in enumerate(summary.histogram) if count), default=0)
+    return min(summary.steps, max(DEEP, most + 1))
+
+
+def positions_beyond(summary: VariantSummary) -> str:
+    """Says which positions ``position_table`` leaves out; empty where it has all."""
+    first = shown_positions(summary) + 1
+    return f"positions {first} to {summary.steps}: no round got there" if first <= summary.steps else ""
 
 
 def _agreements(rows: _Rows) -> Iterator[Column]:
@@ -127,17 +143,18 @@ def _agreements(rows: _Rows) -> Iterator[Column]:
 
 def position_table(summary: VariantSummary) -> Fitted:
     """One row for each draft position: rounds that got there, those that accepted it, the share."""
-    reached = reached_positions(summary.histogram)
+    shown = shown_positions(summary)
+    reached = reached_positions(summary.histogram)[: shown + 1]
     seen = summary.observed.histogram if summary.observed else ()
     columns = [
         column("rounds that\ngot there", [wording.count(count) for count in reached[:-1]]),
         column("accepted\nit", [wording.count(count) for count in reached[1:]]),
-        column("share", [wording.percent(rate) for rate in summary.position_conditional]),
+        column("share", [wording.percent(rate) for rate in summary.position_conditional[:shown]]),
     ]
     if seen:
         rates = [wording.percent(rate) for rate in position_rates(seen)[1]]
         columns.append(column("server's\nshare", (rates + [wording.NOTHING] * len(reached))[: len(reached) - 1]))
-    shares = [rate if not math.isnan(rate) else 0.0 for rate in summary.position_conditional]
+    shares = [rate if not math.isnan(rate) else 0.0 for rate in summary.position_conditional[:shown]]
     columns.append(
         Column("", tuple(Text("█" * round(20 * share) + "░" * (20 - round(20 * share))) for share in shares), "left")
     )
@@ -157,15 +174,15 @@ def _name(summary: VariantSummary, fact: str) -> str:
     return summary.name if fact == "name" else wording.fact(summary, fact)
 
 
-def _lost(summary: VariantSummary, gaps: Mapping[str, Gap], best: VariantSummary | None) -> str:
-    if summary is best:
+def _lost(summary: VariantSummary, report: Report) -> str:
+    if summary is report.best:
         return "best"
-    gap = gaps.get(summary.name)
+    gap = report.gaps.get(summary.name)
     if gap is None or math.isnan(gap.difference):
         return wording.NOTHING
     if gap.verdict == "equal":
         return "equal"
-    return ("≈ " if gap.verdict == "cannot tell" else "") + wording.decimal(-gap.difference)
+    return ("≈ " if summary in report.together else "") + wording.decimal(-gap.difference)
 
 
 def _aligned(rows: Sequence[Sequence[float]]) -> list[str]:

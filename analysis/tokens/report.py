@@ -30,30 +30,20 @@ _MOST_PROMPT = 400  # characters of a prompt that are shown
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Short texts in a row, each whole: lines break between them alone, and characters that the stream lacks are
-    escaped."""
+    """Short texts in a row, each whole: lines break between them alone."""
 
     cells: tuple[Text, ...]
     indent: int = 2
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         lines: list[list[Text]] = [[]]
-        for cell in (_for_stream(cell, options.encoding) for cell in self.cells):
+        for cell in self.cells:
             width = self.indent + sum(cell_len(one.plain) + 2 for one in lines[-1]) + cell_len(cell.plain)
             if lines[-1] and width > options.max_width:
                 lines.append([])
             lines[-1].append(cell)
         for line in lines:
             yield Text(" " * self.indent).append_text(Text("  ").join(line))
-
-
-def _for_stream(text: Text, encoding: str) -> Text:
-    """As the stream can write it: where it has no such character, as Python escapes it."""
-    try:
-        text.plain.encode(encoding)
-        return text
-    except (UnicodeEncodeError, LookupError):
-        return Text(text.plain.encode("ascii", "backslashreplace").decode(), style=text.style)
 
 
 def render_view(view: View) -> RenderableType:

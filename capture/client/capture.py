@@ -19,7 +19,7 @@ from replay.capture.client.join import JoinedRequest
 from replay.capture.client.requests import PROBE_TOKENS, ServerClient
 from replay.capture.client.spool_reader import SpoolReader
 from replay.capture.client.without_plugin import RESPONSES
-from replay.capture.encode import EncodedRequest, TargetLimits, encode_prompts
+from replay.capture.encode import Encoded, EncodedRequest, TargetLimits, encode_prompts
 from replay.capture.events import CaptureResult, Event, Loading, Noted
 from replay.capture.options import (
     ServerOptions,
@@ -61,16 +61,21 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
         raise OutputError(
             f"{options.out} holds a trace, and {api.url} does not record: start it by replay serve, or type another -o"
         )
-    requests = encode(prompts, facts, options)
+    encoded = encode(prompts, facts, options)
+    requests = encoded.requests
     on_event(Loading(facts.model_path, len(requests)))
+    for note in (*prompts.notes, *encoded.notes()):
+        on_event(Noted(note))
     if not facts.recording:
         from replay.capture.client.without_plugin import capture_answers
 
-        return capture_answers(options, api, facts, requests, on_event)
-    return _capture_recorded(options, prompts, api, facts, requests, on_event)
+        result = capture_answers(options, api, facts, requests, on_event)
+    else:
+        result = _capture_recorded(options, prompts, api, facts, requests, on_event)
+    return replace(result, left_out=encoded.left_out)
 
 
-def encode(prompts: PromptFile, facts: ServerFacts, options: ServerOptions) -> list[EncodedRequest]:
+def encode(prompts: PromptFile, facts: ServerFacts, options: ServerOptions) -> Encoded:
     """Token ids of every row, by the server's tokenizer. Raises PromptError, CaptureError."""
     forced = next((row for row in prompts.rows if row.response is not None or row.output_ids is not None), None)
     if forced is not None:

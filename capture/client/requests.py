@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _ROWS_SECONDS = 30.0  # how long rows may come after the answer
 _FEED_SECONDS = 5.0  # how long what the draft was fed may come after the answer; other requests do not wait for it
 _POLL_SECONDS = 0.05
+_TELL_SECONDS = 1.0  # between two tellings of how far it is
 _ATTEMPTS = 3  # for a request whose rows do not come whole
 PROBE_TOKENS = 64  # of the first prompt, with which the way of the rows is tried
 # Sentences of the header's ``missing`` begin so; a resumed capture says them anew.
@@ -55,7 +56,7 @@ class ServerClient:
         self.asker = Asker(api, options, spool.client, logprobs=False)
         self.refused: dict[str, str] = {}
         self.watch = RecordingWatch(api, spool.folder, facts.no_feed)
-        self.started = time.monotonic()
+        self.started = self.told = time.monotonic()
         self.output_tokens = self.most_left = self.differing = self.cached = self.unfed = 0
 
     def probe(self, request: EncodedRequest) -> JoinedRequest:
@@ -137,6 +138,8 @@ class ServerClient:
                     else:
                         continue
                     waiting.remove(one)
+                if time.monotonic() - self.told > _TELL_SECONDS:
+                    self._tell(writer, requests, self.spool.output_tokens(shard.rids))
                 if shard.is_full or (shard and not left):
                     self._write(shard, writer, requests)
                     shard = NextShard(self.options, passes)
@@ -203,11 +206,15 @@ class ServerClient:
     def _write(self, shard: NextShard, writer: "TraceWriter", requests: int) -> None:
         shard.write(writer)
         self.spool.drop(shard.rids)
-        seconds = time.monotonic() - self.started
-        rate = self.output_tokens / seconds if seconds > 0 else 0.0
-        self.on_event(
-            CaptureProgress(len(writer.done_ids), requests, self.output_tokens, self.most_left, seconds, rate)
-        )
+        self._tell(writer, requests, 0)
+
+    def _tell(self, writer: "TraceWriter", requests: int, under_way: int) -> None:
+        """How far it is; ``under_way``: tokens of requests that are not answered yet."""
+        self.told = time.monotonic()
+        seconds, under_way = self.told - self.started, min(under_way, self.most_left)
+        tokens, left = self.output_tokens + under_way, self.most_left - under_way
+        rate = tokens / seconds if seconds > 0 else 0.0
+        self.on_event(CaptureProgress(len(writer.done_ids), requests, tokens, left, seconds, rate))
 
     def _note_end(self, writer: "TraceWriter", sentence: str) -> None:
         try:

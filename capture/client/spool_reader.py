@@ -60,6 +60,10 @@ class SpoolReader:
         """What has come of a request so far, in the order it was recorded."""
         return self._rows.get(rid, ())
 
+    def output_tokens(self, but: Collection[str]) -> int:
+        """About how many output tokens have come of requests under way, those of the ids ``but`` left out."""
+        return sum(one.entry.logits for rid, rows in self._rows.items() if rid not in but for one in rows)
+
     def drop(self, rids: Collection[str]) -> None:
         """The requests of these ids need no rows any more, nor do those of their other tries, now or later."""
         self._dropped.update(map(_request_of, rids))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,11 +48,12 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     if begun is not None:
         check_equal("target.fingerprint", begun.target.fingerprint, fingerprint_target(files.folder), options.out)
     taps = default_taps(files.layers) if options.taps is None else parse_taps(options.taps, layers=files.layers)
-    requests = encode_prompts(
+    encoded = encode_prompts(
         prompts, files.tokenizer, files.limits, raw=options.raw, max_new_tokens=options.max_new_tokens
     )
+    requests = encoded.requests
     on_event(Loading(files.name, len(requests)))
-    for note in _notes(requests, options):
+    for note in (*prompts.notes, *encoded.notes(), *_notes(requests, options)):
         on_event(Noted(note))
     try:
         with TransformersCalls(files.folder):
@@ -67,7 +69,8 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     else:
         begin = partial(TraceWriter.create, force=options.force, go_on=options.go_on)
     with begin(options.out, header) as writer:
-        return _Recorder(options, target, writer, taps, on_event).run(requests, header.embed)
+        result = _Recorder(options, target, writer, taps, on_event).run(requests, header.embed)
+        return replace(result, left_out=encoded.left_out)
 
 
 def _notes(requests: Sequence[EncodedRequest], options: CaptureOptions) -> Iterator[str]:

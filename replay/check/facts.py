@@ -19,7 +19,9 @@ from replay.check.server import Server
 from replay.check.sizes import Replaced, with_sizes
 from replay.checkpoint.config_classes import ConfigClass, class_called, class_of
 from replay.checkpoint.config_file import CONFIG, Settings, is_word, read_config, read_object
+from replay.checkpoint.eagle import is_eagle
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
+from replay.checkpoint.hub import spoken_name
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
 from replay.targets.rules import served_architecture
@@ -184,9 +186,14 @@ def count_emitted(trace: "Trace") -> Counter[int]:
 def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, whole: bool) -> Draft:
     original = read_config(folder)
     document = overridden(original, changes)
-    name = folder.name or str(folder)
+    name = spoken_name(folder)
     stated = Settings(_flat(document), f"{name}/{CONFIG}")
     weights = read_weights(folder, whole=whole)
+    shapes = {fact.original: fact.shape for fact in weights.tensors.values()}
+    if is_eagle(document, shapes, stated.where):
+        raise CheckpointError(
+            f"{name} is an EAGLE-1 or EAGLE-2 head, and check has rules for EAGLE-3 heads; type replay inspect {folder}"
+        )
     # A config without a model type is Llama's to the engines that take it at all.
     cls = _class_of_head(stated)
     config, replaced = with_sizes(stated, cls, weights.tensors, target.hidden_size, target.vocab_size)
@@ -223,7 +230,7 @@ def read_target_config(folder: Path, changes: Mapping[str, Any] | None = None) -
     Raises CheckpointError.
     """
     document = overridden(read_config(folder), changes or {})
-    name = folder.name or str(folder)
+    name = spoken_name(folder)
     outer = Settings(document, f"{name}/{CONFIG}")
     architecture = _served(outer)
     cls = class_of(outer.text("model_type"))

@@ -3,15 +3,16 @@
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.checkpoint.config import ARCHITECTURES, HeadConfig
+from replay.checkpoint.config import ARCHITECTURES, FAMILY_NAMES, HeadConfig
 from replay.checkpoint.config_file import CONFIG, is_word, read_config
 from replay.checkpoint.files import BINARY
 from replay.errors import CheckpointError, UsageError
-from replay.traces.files import HEADER, describe_path
+from replay.printable import html_table
+from replay.traces.files import HEADER, as_path, describe_path
 from replay.traces.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -21,8 +22,18 @@ _FIELDS_OF_HEADS = {"draft_vocab_size", "eagle_config", "num_aux_hidden_states",
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration")  # how transformers ends the names of models that write text
 
 
+class _Table:
+    """A notebook shows every field in a row."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        rows = [[field.name.replace("_", " "), str(getattr(self, field.name))] for field in fields(self)]  # type: ignore
+        return html_table(type(self).__name__, (), rows)
+
+
 @dataclass(frozen=True, slots=True)
-class TraceFacts:
+class TraceFacts(_Table):
     """A trace in numbers; tokens and bytes are sums over its requests and files."""
 
     path: str
@@ -50,10 +61,11 @@ class TraceFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftFacts:
+class DraftFacts(_Table):
     """A draft head in numbers, and the layer ids that its config states."""
 
     path: str
+    family: str
     parameters: int
     bytes: int
     hidden_size: int
@@ -68,6 +80,7 @@ class DraftFacts:
     switches: tuple[str, ...]
     dtype: str | None
     layer_ids: tuple[int, ...] | None
+    block: str | None
     notes: tuple[str, ...]
 
 
@@ -178,7 +191,7 @@ def trace_facts(trace: "Trace") -> TraceFacts:
         max_new_tokens=header.capture.max_new_tokens,
         observed_requests=int(requests["server_verify_rounds"].count()),
         fed_rows=trace.fed_rows,
-        missing=tuple(header.missing),
+        missing=(*header.missing, *filter(None, [header.uncovered])),
         bytes=sum(file.stat().st_size for file in os.scandir(trace.path) if file.is_file()),
     )
 
@@ -188,6 +201,17 @@ def _attention_words(config: HeadConfig) -> str:
     if latent is None:
         return f"{config.num_heads} heads, {config.num_kv_heads} key-value heads, {config.head_dim} features each"
     return f"{config.num_heads} heads on a latent of {latent.kv_rank} features and a rope key of {latent.rope}"
+
+
+def _block_words(config: HeadConfig) -> str | None:
+    """What a head drafts at once; None of one that drafts token by token."""
+    if config.block is None:
+        return None
+    causal = sum(config.block.causal)
+    seen = "each row sees the whole block" if not causal else f"{causal} of {config.num_layers} layers are causal"
+    windows = sorted({str(window) for window in config.block.windows if window is not None})
+    cut = f", windows of {', '.join(windows)}" if windows else ""
+    return f"{config.block.size} tokens, masks are token {config.block.mask_token}, {seen}{cut}"
 
 
 def draft_facts(path: Path) -> DraftFacts:
@@ -205,6 +229,7 @@ def draft_facts(path: Path) -> DraftFacts:
         rope += f", factor {config.rope.factor:g}"
     return DraftFacts(
         path=str(path),
+        family=FAMILY_NAMES[config.family],
         parameters=sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
         bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
         hidden_size=config.hidden_size,
@@ -219,5 +244,22 @@ def draft_facts(path: Path) -> DraftFacts:
         switches=tuple(flag for flag in flags if getattr(config, flag)),
         dtype=config.dtype,
         layer_ids=config.layer_ids,
+        block=_block_words(config),
         notes=checkpoint.notes,
     )
+
+
+def inspect(path: "Path | str | Trace") -> TraceFacts | DraftFacts:
+    """What lies in a trace (also one being recorded) or in a draft head's folder, counted.
+
+    Raises UsageError for a folder that is neither, and TraceError or CheckpointError where it cannot be read.
+
+    >>> replay.inspect(TRACE).requests
+    4
+    """
+    from replay.traces.reader import Trace
+
+    if isinstance(path, Trace):
+        return trace_facts(path)
+    folder = as_path(path)
+    return draft_facts(folder) if kind_of(folder) == "draft" else trace_facts(Trace.open(folder, allow_incomplete=True))

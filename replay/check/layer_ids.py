@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from replay.check.facts import Draft, Target
 from replay.check.server import Server
 from replay.engines.conventions import SPECFORGE, Fed, by_rule, specforge, vllm
-from replay.engines.wiring import Wiring, default_wiring
+from replay.engines.wiring import VLLM_CRASH, VLLM_DEEPSEEK, Wiring, default_wiring
 from replay.targets.rules import BEFORE_25454, NEWEST, CaptureRule, NoRule, capture_rule, release_of
 from replay.traces.taps import tap_index, tap_name
 
@@ -77,13 +77,16 @@ def readings(draft: Draft, target: Target, server: Server | None = None) -> dict
     server = server or Server()
     ids, layers = stated_ids(draft), target.layers
     default = indices_of(default_wiring(layers))
-    verbatim = _verbatim(VLLM_1, layers, (ids.top, TOP), (ids.nested, NESTED), (ids.inner, INNER), default=default)
+    crashes = target.architecture in VLLM_DEEPSEEK
+    verbatim = _verbatim(
+        VLLM_1, layers, (ids.top, TOP), (ids.nested, NESTED), (ids.inner, INNER), default=default, crashes=crashes
+    )
     releases = dict.fromkeys((NEWEST, release_of(server.version)))
     listed = [
         *(_sglang(f"SGLang {one}", ids.nested, served_rule(target, server, one), layers) for one in releases),
         _sglang(SGLANG_OLD, ids.nested, served_rule(target, server, BEFORE_25454), layers),
         verbatim,
-        _verbatim(VLLM_2, layers, (ids.top, TOP), (ids.inner, INNER), default=default),
+        _verbatim(VLLM_2, layers, (ids.top, TOP), (ids.inner, INNER), default=default, crashes=crashes),
         Reading(EAGLE, default, None),
         _specforge(ids.nested, layers, default),
     ]  # fmt: skip
@@ -113,10 +116,12 @@ def _sglang(engine: str, ids: tuple[int, ...] | None, rule: CaptureRule | NoRule
 
 
 def _verbatim(
-    engine: str, layers: int, *fields: tuple[tuple[int, ...] | None, str], default: tuple[int, ...]
+    engine: str, layers: int, *fields: tuple[tuple[int, ...] | None, str], default: tuple[int, ...], crashes: bool
 ) -> Reading:
-    """vLLM: the first field that states ids."""
+    """vLLM: the first field that states ids; ``crashes``: id 0 cannot be fed."""
     for ids, field in fields:
+        if ids and crashes and 0 in ids:
+            return Reading(engine, None, field, VLLM_CRASH)
         if ids:
             return _reading(engine, vllm(ids, "", layers), field)
     return Reading(engine, default, None)

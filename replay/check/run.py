@@ -5,10 +5,13 @@ To add a rule, write a function from Facts to findings beside its kind (rules_*.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from replay.analysis.json_document import JsonObject, object_json
 from replay.check import (
     rules_acceptance,
+    rules_block,
     rules_config,
     rules_depth,
     rules_parallel,
@@ -23,9 +26,20 @@ from replay.check import (
     rules_vocabulary,
     rules_wiring,
 )
-from replay.check.facts import Facts
+from replay.check.facts import Facts, count_emitted, read_facts
 from replay.check.finding import ERROR, SEVERITIES, Finding
+from replay.check.inspection import refuse_target
 from replay.check.layer_ids import readings
+from replay.check.server import check_engine, parse_server_arguments
+from replay.checkpoint.hub import head_folder
+from replay.engines.wiring import Wiring
+from replay.printable import html_table
+from replay.targets.rules import NEWEST
+from replay.traces.fields import some
+from replay.traces.files import as_path
+
+if TYPE_CHECKING:
+    from replay.traces.reader import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,23 @@ RULES: tuple[CheckRule, ...] = (
     CheckRule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
 )
 
+# Of a head that drafts blocks, in place of those above: what both kinds have, and what is its own.
+BLOCK_RULES: tuple[CheckRule, ...] = (
+    CheckRule("types of config fields", rules_config.field_types),
+    CheckRule("names of dtypes", rules_config.dtypes),
+    CheckRule("config of blocks", rules_block.config),
+    CheckRule("target layer ids", rules_block.layer_ids),
+    CheckRule("width and vocabulary of the target", rules_block.fits),
+    CheckRule("tensor names of a DFlash head", rules_block.tensors),
+    CheckRule("tensor shapes of a DFlash head", rules_block.shapes),
+    CheckRule("NaN and zeros in samples", rules_values.sampled),
+    CheckRule("launch line", rules_server.launch_line, _stated, _SERVER),
+    CheckRule("algorithm of blocks", rules_block.algorithm, _stated, _SERVER),
+    CheckRule("load format", rules_server.load_format, _stated, _SERVER),
+    CheckRule("size of blocks", rules_block.block_size, _stated, _SERVER),
+    CheckRule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -104,6 +135,14 @@ class Outcome:
     def errors(self) -> int:
         return sum(finding.severity == ERROR for finding in self.findings)
 
+    def __repr__(self) -> str:
+        named = some([f"{one.severity} {one.fault}" for one in self.findings])
+        return f"Outcome({named or 'nothing found'})"
+
+    def _repr_html_(self) -> str:
+        names = ("severity", "fault", "what", "seen", "expected", "fix")
+        return html_table(repr(self), names, [[getattr(one, name) for name in names] for one in self.findings])
+
     def to_json(self) -> JsonObject:
         """The body of ``replay check --json``."""
         return {**object_json(self), "findings": [finding.to_json() for finding in self.findings]}
@@ -114,16 +153,46 @@ def check(facts: Facts) -> Outcome:
     findings: list[Finding] = []
     checked: list[str] = []
     unchecked: dict[str, tuple[str, ...]] = {}
-    for rule in RULES:
+    blocks = rules_block.drafts_blocks(facts.draft)
+    for rule in BLOCK_RULES if blocks else RULES:
         if rule.needs(facts):
             checked.append(rule.what)
             findings += rule.find(facts)
         else:
             unchecked[rule.lacks] = (*unchecked.get(rule.lacks, ()), rule.what)
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable: in the order of rules within
-    if rules_positions.undecided_theta(facts):
+    if not blocks and rules_positions.undecided_theta(facts):
         unchecked[_BY_REPLAY] = ("whether the head was trained at its rope theta or at 10000",)
     fed = {}
-    if facts.draft.uses_aux:
+    if blocks:
+        fed = {f"SGLang {NEWEST}": rules_block.fed_by_sglang(facts)}
+    elif facts.draft.uses_aux:
         fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target, facts.server).items()}
     return Outcome(tuple(findings), tuple(checked), unchecked, fed)
+
+
+def check_head(
+    draft: Path | str,
+    target: Path | str,
+    *,
+    server_args: str | None = None,
+    engine: str | None = None,
+    wiring: Wiring | None = None,
+    trace: "Trace | None" = None,
+    weights: bool = False,
+) -> Outcome:
+    """What `replay check` finds in a head's folder or hub id and a target's folder; options as those of the command.
+
+    Raises CheckpointError for what cannot be read, UsageError for a target's folder as ``draft``, an engine that is not
+    known or a launch line that cannot be taken apart.
+
+    >>> replay.check_head(DRAFT, TARGET).errors > 0
+    True
+    """
+    check_engine(engine)
+    folder = head_folder(as_path(draft))
+    refuse_target(folder)
+    server = None if server_args is None else parse_server_arguments(server_args, engine)
+    emitted = None if trace is None else count_emitted(trace)
+    facts = read_facts(folder, as_path(target), server, engine=engine, wiring=wiring, emitted=emitted, weights=weights)
+    return check(facts)

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from replay.checkpoint.config import HeadConfig, parse_config
 from replay.checkpoint.config_file import CONFIG, read_config
+from replay.checkpoint.dflash import check_folder
 from replay.checkpoint.files import read_shapes, read_tensors
+from replay.checkpoint.hub import head_folder, spoken_name
 from replay.checkpoint.tensor_table import expected_tensors, optional_tensors, spell
 from replay.errors import CheckpointError, UsageError
+from replay.printable import counted
 from replay.traces.fields import show, show_name, some
 from replay.traces.files import as_path
 
@@ -38,13 +41,31 @@ class Checkpoint:
     notes: tuple[str, ...]
     path: str | None = None
 
+    def __repr__(self) -> str:
+        counts = (self.config.num_layers, "layer"), (self.config.num_taps, "tap")
+        size = ", ".join(counted(*each) for each in counts)
+        size += f", {self.config.draft_vocab_size} draft tokens"
+        return f"Checkpoint({self.name!r}: {size})"
+
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a draft head's folder. Raises CheckpointError naming the field or tensor."""
-    config, name = parse_config(read_config(path), name=str(path / CONFIG)), path.name or str(path)
-    if (shapes := read_shapes(path)) is not None:  # before anything is loaded: files may be as large as they like
-        _check_table(name, config, _rename(name, shapes, latent=config.latent is not None))
+    document, where, name = read_config(path), str(path / CONFIG), spoken_name(path)
+    stated = parse_config(document, name=where)  # what a config says wrong comes before what the tensors do
+    if stated.block is not None:
+        check_folder(path)
+    if (shapes := read_shapes(path)) is None:
+        tensors = read_tensors(path)
+        found = check_checkpoint(name, parse_config(document, name=where, shapes=_shapes_of(tensors)), tensors)
+        return replace(found, path=str(path))
+    config = parse_config(document, name=where, shapes=shapes)
+    _check_table(name, config, _rename(name, shapes, latent=config.latent is not None))  # before anything is loaded
     return replace(check_checkpoint(name, config, read_tensors(path)), path=str(path))
+
+
+def _shapes_of(tensors: "Mapping[str, torch.Tensor]") -> dict[str, tuple[int, ...]]:
+    """By the names in the file; what is no tensor is refused later (``check_checkpoint``)."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
 def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch.Tensor]") -> Checkpoint:
@@ -179,7 +200,7 @@ def load_head(folder: Path | str) -> Checkpoint:
     >>> head.config.num_taps
     3
     """
-    return read_checkpoint(as_path(folder))
+    return read_checkpoint(head_folder(as_path(folder)))
 
 
 def head_from_tensors(
@@ -200,4 +221,4 @@ def head_from_tensors(
             )
     if not isinstance(name, str):
         raise UsageError(f"the name of a head must be a string, {show(name)} was given")
-    return check_checkpoint(name, parse_config(config), tensors)
+    return check_checkpoint(name, parse_config(config, shapes=_shapes_of(tensors)), tensors)

@@ -4,18 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replay.checkpoint import modelopt, speculators
+from replay.checkpoint import eagle, modelopt, speculators
 from replay.checkpoint.config_file import Settings
+from replay.checkpoint.dflash import Block, read_block, read_layer_ids
 from replay.checkpoint.latent import Latent, read_latent, read_latent_taps
 from replay.checkpoint.rope import Rope, read_latent_rope, read_rope
 from replay.errors import CheckpointError
 from replay.traces.fields import show
 
 LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
+BLOCK_ARCHITECTURE = "DFlashDraftModel"
 ARCHITECTURES = (
-    "LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE,
-    *speculators.ARCHITECTURES,
+    "LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE, BLOCK_ARCHITECTURE,
+    *speculators.ARCHITECTURES, eagle.ARCHITECTURE,
 )  # fmt: skip
+# What families are called where people read of them.
+FAMILY_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1 or EAGLE-2", "dflash": "DFlash"}
 # More layers or taps than any head has: a config that asks for millions must not make us count to it.
 _MOST = 256
 
@@ -55,10 +59,11 @@ class HeadConfig:
     window: int | None = None  # rows that a row sees, itself included
     vllms: bool = False  # vLLM alone loads it: its ids are R indices, its embedding and biases are read
     latent: Latent | None = None  # sizes of a head whose draft KV is a latent and a rope key, which has no q, k, v
+    block: Block | None = None  # of a head that drafts a block of mask tokens in one pass
 
     @property
     def fc_inputs(self) -> int:
-        """Input features of ``fc``."""
+        """Features of the target that ``fc`` takes in."""
         return self.num_taps * self.target_hidden_size
 
     @property
@@ -78,7 +83,7 @@ class HeadConfig:
         ``Model.forward``) compare the widths as they run. Config and wiring tell it beforehand: a wiring whose features
         are not ``features_width`` wide is refused (simulator/fit.py).
         """
-        return self.features_width == self.hidden_size
+        return self.block is None and self.features_width == self.hidden_size
 
     @property
     def rotary_dim(self) -> int:
@@ -91,31 +96,36 @@ class HeadConfig:
         return self.head_dim if self.latent is None else self.latent.rope
 
 
-def parse_config(document: Mapping[str, Any], *, name: str = "config") -> HeadConfig:
+def parse_config(
+    document: Mapping[str, Any], *, name: str = "config", shapes: eagle.Shapes | None = None
+) -> HeadConfig:
     """Read a draft config as SGLang 0.5.23 does, defaults of its class included.
 
-    models/llama_eagle3.py and LlamaConfig, or models/kimi_k25_eagle3.py for a latent head. A config of another dialect
-    is read as its own program does (speculators.py).
+    models/llama_eagle3.py and LlamaConfig, models/kimi_k25_eagle3.py for a latent head, models/dflash.py for DFlash. A
+    config of another dialect is read as its own program does (speculators.py), and ``shapes`` of its tensors by the
+    names in the file tell families whose configs look alike (eagle.py); None: the config alone is read.
 
     Raises CheckpointError for another architecture, a wrong type, or what replay does not compute.
     """
     if speculators.is_speculators(document):
         plain = _parse_plain(Settings(speculators.flattened(document, name), name))
         return replace(plain, lm_head="own", **speculators.switches(document, name))
+    if eagle.is_eagle(document, shapes, name):
+        return replace(_parse_plain(Settings(eagle.plain(Settings(document, name)), name)), **eagle.SWITCHES)
     return _parse_plain(Settings(document, name))
 
 
 def _parse_plain(config: Settings) -> HeadConfig:
     """A config whose fields are at the top level."""
-    name = config.where
-    latent = _check_kind(config) == LATENT_ARCHITECTURE
+    name, kind = config.where, _check_kind(config)
+    latent = kind == LATENT_ARCHITECTURE
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     vocab_size = config.size("vocab_size")
     tied = bool(config.flag("tie_word_embeddings"))
     draft_vocab_size = config.size("draft_vocab_size", vocab_size)
     _check_vocabulary(name, tied, draft_vocab_size, vocab_size)
-    eagle = config.inner("eagle_config")
-    norm_before_fc, layer_ids = eagle.flag("norm_before_fc"), _layer_ids(eagle)
+    inner = config.inner("eagle_config")
+    norm_before_fc, layer_ids = inner.flag("norm_before_fc"), _layer_ids(inner)
     found = HeadConfig(
         hidden_size=hidden_size,
         target_hidden_size=config.size("target_hidden_size", hidden_size),
@@ -137,13 +147,15 @@ def _parse_plain(config: Settings) -> HeadConfig:
         norm_before_fc=bool(config.flag("norm_before_fc") if norm_before_fc is None else norm_before_fc),
         fc_norm=bool(config.flag("fc_norm") or config.flag("use_aux_norm")),
         norm_output=bool(config.flag("norm_output")),
-        use_aux_hidden_state=eagle.flag("use_aux_hidden_state") is not False,
+        use_aux_hidden_state=inner.flag("use_aux_hidden_state") is not False,
         layer_ids=layer_ids,
         dtype=config.text("dtype") or config.text("torch_dtype"),
     )
-    found = replace(found, **modelopt.read_switches(eagle))
+    found = replace(found, **modelopt.read_switches(inner))
     if latent:
         found = _as_latent(config, found)
+    elif kind == BLOCK_ARCHITECTURE:
+        found = _as_block(config, found)
     _check_attention(name, found)
     return found
 
@@ -167,13 +179,39 @@ def _as_latent(config: Settings, found: HeadConfig) -> HeadConfig:
     )
 
 
+def _as_block(config: Settings, found: HeadConfig) -> HeadConfig:
+    """The fields of a DFlash head, which borrows the target's embedding and lm_head (SGLang 0.5.23 models/dflash.py).
+
+    Sizes that Transformers' Qwen3Config would fill in with its own have to be stated.
+    """
+    ids = read_layer_ids(config)
+    return replace(
+        found,
+        target_hidden_size=found.hidden_size,
+        num_taps=len(ids),
+        num_kv_heads=config.size("num_key_value_heads"),
+        head_dim=config.size("head_dim"),
+        num_layers=config.size("num_hidden_layers", most=_MOST),
+        lm_head="target",
+        max_position_embeddings=config.size("max_position_embeddings", 32768),
+        attention_bias=bool(config.flag("attention_bias")),
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        use_aux_hidden_state=True,
+        layer_ids=ids,
+        family="dflash",
+        block=read_block(config),
+    )
+
+
 def _check_kind(config: Settings) -> str:
     """The architecture. Raises CheckpointError for one that replay does not know."""
     architectures = config.values.get("architectures") or [ARCHITECTURES[0]]
     if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
         raise CheckpointError(
-            f"{config.where}: architecture {show(architectures)}, replay reads EAGLE-3 heads of the kinds "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{config.where}: architecture {show(architectures)}, replay reads EAGLE-3 heads and DFlash's, of the "
+            f"kinds {', '.join(ARCHITECTURES)}"
         )
     if config.values.get("hidden_act", "silu") != "silu":
         raise CheckpointError(

@@ -35,8 +35,11 @@ def spell(name: str, *, latent: bool = False) -> str:
 
 def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor that a head of this config must have."""
+    if config.block is not None:
+        return _block_tensors(config)
     E, F = config.hidden_size, config.intermediate_size
-    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, config.fc_inputs)}
+    joins_early = config.family == "eagle"  # fc takes in the embedding beside the state
+    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, 2 * E if joins_early else config.fc_inputs)}
     if config.last_norm:
         table["norm.weight"] = (E,)
     if config.fc_bias:
@@ -46,7 +49,7 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     if config.fc_norm:
         table |= {f"fc_norm.{tap}.weight": (config.target_hidden_size,) for tap in range(config.num_taps)}
     for layer in range(config.num_layers):
-        inputs = 2 * E if layer == 0 else E
+        inputs = E if layer or joins_early else 2 * E
         prefix = f"layers.{layer}."
         for norm in _layer_norms(config, layer):
             table[f"{prefix}{norm}.weight"] = (E,)
@@ -72,6 +75,8 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 def _layer_norms(config: HeadConfig, layer: int) -> tuple[str, ...]:
     """Those of one layer. SGLang's later layers have a norm that nobody reads, those of other programs do not."""
+    if config.family == "eagle" and layer == 0:
+        return ("post_attention_layernorm",)
     if layer and config.later_norm == "input_layernorm":
         return "input_layernorm", "post_attention_layernorm"
     return "input_layernorm", "hidden_norm", "post_attention_layernorm"
@@ -84,6 +89,23 @@ def _grouped_projections(config: HeadConfig, inputs: int) -> dict[str, tuple[int
         "self_attn.v_proj": (config.num_kv_heads * config.head_dim, inputs),
         "self_attn.o_proj": (config.hidden_size, config.num_heads * config.head_dim),
     }
+
+
+def _block_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Of a DFlash head: embedding and lm_head are the target's (dflash 0.1.0, SGLang 0.5.23 models/dflash.py)."""
+    E, F, H = config.hidden_size, config.intermediate_size, config.head_dim
+    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, config.fc_inputs), "hidden_norm.weight": (E,)}
+    table["norm.weight"] = (E,)
+    projections = _grouped_projections(config, E)
+    for layer in range(config.num_layers):
+        prefix = f"layers.{layer}."
+        table |= {f"{prefix}{norm}.weight": (E,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        table |= {f"{prefix}self_attn.{norm}.weight": (H,) for norm in ("q_norm", "k_norm")}
+        matrices = projections | {"mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F)}
+        table |= {f"{prefix}{name}.weight": shape for name, shape in matrices.items()}
+        if config.attention_bias:
+            table |= {f"{prefix}{name}.bias": shape[:1] for name, shape in projections.items()}
+    return table
 
 
 def _latent_projections(config: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -105,6 +127,9 @@ def optional_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     ``embed_tokens`` is used by the ``eagle`` profile and replaced by the target's in ``sglang`` (SGLang 0.5.23
     speculative/eagle_worker_v2.py ``init_lm_head``); ``t2d`` is the training side's mask; ``inv_freq`` is derived.
     """
+    if config.block is not None:
+        return {f"layers.{layer}.self_attn.rotary_emb.inv_freq": (config.rotary_dim // 2,)
+                for layer in range(config.num_layers)}  # fmt: skip
     table = {
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "d2t": (config.draft_vocab_size,),

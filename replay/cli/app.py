@@ -7,6 +7,7 @@ inside its functions.
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,16 +21,19 @@ from replay.cli.check import check
 from replay.cli.compare import compare
 from replay.cli.demo import demo
 from replay.cli.diagnose import diagnose
+from replay.cli.examples import epilog
 from replay.cli.faults import faults
 from replay.cli.import_dumps import import_dumps
 from replay.cli.inspect import inspect
 from replay.cli.plan import plan
+from replay.cli.progress import add_verbosity
 from replay.cli.report import report
 from replay.cli.serve import serve
 from replay.cli.show import show
 from replay.cli.simulate import simulate
 from replay.cli.terminal import say
 from replay.cli.trace import trace
+from replay.cli.typed import refuse_repeats
 from replay.errors import ReplayError
 from replay.printable import one_line
 
@@ -41,13 +45,27 @@ class _Refusal(click.ClickException):
     """One sentence on stderr, exit code 1."""
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"replay: {self.message}", err=True)
+        say(f"replay: {self.message}")
+
+
+class _Interruption(_Refusal):
+    """Ctrl-C; the exit code is that of a program that the signal ends."""
+
+    exit_code = 128 + signal.SIGINT
 
 
 class _Group(click.Group):
     def make_context(self, *arguments: Any, **named: Any) -> click.Context:
         with _plain_usage_errors():
             return super().make_context(*arguments, **named)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None:
+            refuse_repeats(command, rest)
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -58,7 +76,7 @@ class _Group(click.Group):
         except MemoryError as error:
             raise _Refusal("the memory does not suffice for this; give less at once, or a larger machine") from error
         except KeyboardInterrupt as error:
-            raise _Refusal("interrupted; what was whole before is kept, nothing half is left behind") from error
+            raise _Interruption("interrupted; what was whole before is kept, nothing half is left behind") from error
         except OSError as error:
             if error.filename is None:
                 raise
@@ -91,6 +109,9 @@ _COMMANDS = (
     serve, capture, import_dumps, simulate, faults, report, show, compare, plan, inspect, diagnose, check, demo, trace,
 )  # fmt: skip
 for _command in _COMMANDS:
+    assert _command.name is not None
+    _command.epilog = epilog(_command.name)
+    add_verbosity(_command)
     cli.add_command(_command)
 
 
@@ -98,7 +119,7 @@ def main() -> None:
     """Entry point of the ``replay`` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not a traceback
     try:
         cli()
     except OSError as error:

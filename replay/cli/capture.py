@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from replay.cli.options import PATH, api_key_option, json_option
-from replay.cli.terminal import print_json, print_text, show_progress
+from replay.cli.progress import show_progress
+from replay.cli.terminal import print_json, print_text
 from replay.errors import CaptureError
 from replay.printable import one_line
 
@@ -32,8 +33,9 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     "--prompts",
     required=True,
     type=PATH,
-    metavar="FILE.jsonl",
-    help="Rows with `prompt`, `messages` or `input_ids`; optional `id`, `category`, `response`/`output_ids`.",
+    metavar="FILE.jsonl|-",
+    help="Rows with `prompt`, `messages` or `input_ids`; optional `id`, `category`, `response`/`output_ids`. Or rows "
+    "of ShareGPT, MT-Bench or an OpenAI batch file; - is standard input.",
 )
 @click.option("-o", "--output", required=True, type=PATH, metavar="TRACE", help="Folder to write the trace into.")
 @click.option(
@@ -111,29 +113,27 @@ def capture(
 
 
 def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
-    """Capture with a progress bar on stderr: tokens done, rate, time left."""
-    from rich.console import Console
-
+    """Capture, and show on stderr how far it is: tokens done, rate, time left."""
     from replay.capture.client.capture import capture_server
-    from replay.capture.events import CaptureProgress, Event, Noted
+    from replay.capture.events import CaptureProgress, Event, Loading, Noted, Planned
     from replay.capture.local.record import capture_local
     from replay.capture.options import CaptureOptions
 
-    with show_progress(Console(stderr=True)) as progress:
-        task = progress.add_task("preparing target", total=None, rate="")
+    with show_progress("preparing the target") as progress:
 
         def on_event(event: Event) -> None:
             match event:
                 case Noted(text):
-                    progress.console.print(one_line(f"note: {text}"), highlight=False, markup=False, emoji=False)
+                    progress.note(one_line(f"note: {text}"))
+                case Loading():
+                    progress.update("loading the target", 0, None, "")
+                case Planned():
+                    progress.update("recording", 0, event.most_output_tokens, "tokens")
                 case CaptureProgress():
                     progress.update(
-                        task,
-                        description=f"{event.requests_done}/{event.requests} requests",
-                        total=event.output_tokens + event.output_tokens_left,
-                        completed=event.output_tokens,
-                        rate=f"tokens, {event.tokens_per_second:.0f}/s",
-                    )
+                        "recording", event.output_tokens, event.output_tokens + event.output_tokens_left, "tokens",
+                        also=f"{event.requests_done} of {event.requests} requests safe",
+                    )  # fmt: skip
                 case _:
                     pass
 

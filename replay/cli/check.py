@@ -9,6 +9,8 @@ from replay.cli.options import (
     api_key_option,
     draft_option,
     json_option,
+    no_verify_option,
+    open_whole,
     parse_wiring_option,
     trained_wiring_option,
 )
@@ -33,12 +35,14 @@ _WAIT = 4.0  # seconds for a server's arguments
 )
 @trained_wiring_option
 @click.option("--trace", type=PATH, metavar="TRACE", help="Hold the vocabulary map against its outputs.")
+@no_verify_option
 @click.option("--weights", is_flag=True, help="Read the head's tensors whole: NaN, constants, what fp16 cannot hold.")
 @click.option("--exit-zero", is_flag=True, help="Exit 0 even with findings of severity error.")
 @json_option
 def check(
     draft: Path, target: Path, server: str | None, api_key: str | None, server_args: str | None, engine: str | None,
-    wiring: str | None, trace: Path | None, weights: bool, exit_zero: bool, as_json: bool,
+    wiring: str | None, trace: Path | None, no_verify: bool,
+    weights: bool, exit_zero: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Hold a draft head, its target and a server's arguments against the known faults, without running anything.
 
@@ -49,12 +53,14 @@ def check(
     from replay.check.inspection import refuse_target
     from replay.check.report import render_outcome
     from replay.check.server import check_engine, live_server, parse_server_arguments
+    from replay.checkpoint.hub import head_folder
 
     if server is not None and server_args is not None:
         raise click.UsageError("give one of --server and --server-args")
     if server is not None and engine not in (None, "sglang"):
         raise click.UsageError("--server asks SGLang servers; give --server-args for another --engine")
     check_engine(engine)
+    draft = head_folder(draft)
     refuse_target(draft)
     stated = None if server_args is None else parse_server_arguments(server_args, engine)
     if server is not None:
@@ -62,9 +68,7 @@ def check(
     known = parse_wiring_option(wiring, read_target_config(target))
     emitted = None
     if trace is not None:
-        from replay.traces.reader import Trace
-
-        emitted = count_emitted(Trace.open(trace))
+        emitted = count_emitted(open_whole(trace, verify=not no_verify))
     facts = read_facts(draft, target, stated, engine=engine, wiring=known, emitted=emitted, weights=weights)
     outcome = run.check(facts)
     if as_json:

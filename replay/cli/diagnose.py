@@ -9,6 +9,8 @@ import click
 from replay.cli.options import (
     draft_option,
     json_option,
+    no_verify_option,
+    observed_option,
     open_trace,
     parse_wiring_option,
     part_options,
@@ -18,23 +20,19 @@ from replay.cli.options import (
     trace_argument,
     trained_wiring_option,
 )
-from replay.cli.terminal import print_json, print_rich, show_progress
+from replay.cli.progress import show_progress
+from replay.cli.terminal import print_json, print_rich
 
 if TYPE_CHECKING:
     from replay.analysis.diagnosis.verdict import Diagnosis
-    from replay.diagnosis.trials import Trying
+    from replay.diagnosis.progress import Trying
     from replay.engines.wiring import Wiring
 
 
 @click.command()
 @trace_argument
 @draft_option
-@click.option(
-    "--observed",
-    metavar="FILE|ACCEPT_LENGTH",
-    help="An accept length, or a log, /metrics page, /server_info document or answers that have one.  "
-    "[default: what the trace's own server did, round by round]",
-)
+@observed_option
 @trained_wiring_option
 @click.option(
     "--served-wiring",
@@ -49,46 +47,50 @@ if TYPE_CHECKING:
 @click.option("--ladder/--no-ladder", default=True, help="Show the way from the training metric down to the server.")
 @part_options
 @target_option
+@no_verify_option
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, target: Path | None,
-    as_json: bool,
+    no_verify: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
-    Replays the head under every known fault and holds each against what the server did. Exit code 0 whatever the
-    verdict.
+    Replays the head under every known fault and holds each against what the server did: what is --observed, else what
+    the trace's own server did, round by round. Exit code 0 whatever the verdict.
     """
     from replay.analysis.diagnosis.report import render_diagnosis
     from replay.analysis.diagnosis.verdict import to_json
     from replay.capture.observed import read_observed
-    from replay.diagnosis.diagnose import diagnose_server, served_variant
+    from replay.diagnosis.diagnose import diagnose as run
     from replay.engines.profiles import engine_profile
     from replay.simulator.binding import stated_wiring
+    from replay.simulator.variant import default_steps
 
     told = None if observed is None else read_observed(observed)
-    opened = open_trace(trace, read_part(category, request, first_turn, limit), target)
+    opened = open_trace(trace, read_part(category, request, first_turn, limit), target, verify=not no_verify)
     checkpoint = read_draft(draft)
     profile = engine_profile(engine or "sglang")
+    if steps is None and checkpoint.config.block is not None:
+        steps = default_steps(checkpoint)  # a server drafts whole blocks unless it is told otherwise
 
     def typed(text: str | None) -> "Wiring | None":
         found = parse_wiring_option(text, opened.header.target)
         return stated_wiring(checkpoint, profile, opened) if text is not None and found is None else found
 
-    served = served_variant(
-        opened, checkpoint.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens,
-        precision=precision, engine=engine,
-        wiring=typed(served_wiring),
-    )  # fmt: skip
     found = _diagnose(
-        lambda on_event: diagnose_server(
+        lambda on_event: run(
             opened,
             checkpoint,
-            served,
             trained=typed(wiring),
             observed=told,
+            wiring=typed(served_wiring),
+            steps=steps,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+            precision=precision,
+            engine=engine,
             ladder=ladder,
             on_event=on_event,
         )
@@ -100,12 +102,9 @@ def diagnose(
 
 
 def _diagnose(run: "Callable[[Callable[[Trying], None]], Diagnosis]") -> "Diagnosis":
-    from rich.console import Console
-
-    with show_progress(Console(stderr=True)) as progress:
-        task = progress.add_task("replaying", total=None, rate="hypotheses")
+    with show_progress("replaying") as progress:
 
         def on_event(event: "Trying") -> None:
-            progress.update(task, description=event.stage, completed=event.done, total=event.total)
+            progress.update(event.stage, event.done + event.part, event.total, event.unit)
 
         return run(on_event)

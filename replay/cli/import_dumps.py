@@ -6,7 +6,8 @@ import click
 
 from replay.capture.dumps.find import FORMATS
 from replay.cli.options import PATH, json_option
-from replay.cli.terminal import print_json, say, show_progress
+from replay.cli.progress import show_progress
+from replay.cli.terminal import print_json, say
 
 
 @click.command("import")
@@ -38,16 +39,13 @@ def import_dumps(
     limit: int | None, topk: int, no_weights: bool, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Make a trace of hidden states that a trainer stored."""
-    from rich.console import Console
-
     from replay.analysis.json_document import object_json
     from replay.capture.dumps.record import ImportOptions
     from replay.capture.dumps.record import import_dumps as run_import
 
     options = ImportOptions(dumps, output, target, form, taps, loss_masks, limit, topk, not no_weights, force)
-    with show_progress(Console(stderr=True)) as progress:
-        task = progress.add_task("texts", total=None, rate="")
-        result = run_import(options, lambda done, total: progress.update(task, completed=done, total=total))
+    with show_progress("reading the dump") as progress:
+        result = run_import(options, lambda done, total: progress.update("importing", done, total, "texts"))
     if result.nats > result.blind:
         say(
             f"note: an output token costs {result.nats:.2f} nats, a blind guess {result.blind:.2f}: unless the target "

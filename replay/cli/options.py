@@ -21,7 +21,9 @@ PATH = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
 trace_argument = click.argument("trace", type=PATH, metavar="TRACE")
-draft_option = click.option("--draft", required=True, type=PATH, metavar="DIR", help="Draft head's folder.")
+draft_option = click.option(
+    "--draft", required=True, type=PATH, metavar="DIR|ID", help="Draft head's folder, or its hub id, e.g. org/name."
+)
 trained_wiring_option = click.option(
     "--wiring",
     metavar="W",
@@ -33,6 +35,30 @@ target_option = click.option(
     type=PATH,
     metavar="DIR",
     help="The target's checkpoint, if the trace lacks its weights (--no-weights) and it has moved.",
+)
+observed_option = click.option(
+    "--observed",
+    metavar="FILE|ACCEPT_LENGTH",
+    help="What a server accepted elsewhere: an accept length; or a log of SGLang, vLLM or llama.cpp, a /metrics page, "
+    "a /server_info document, TensorRT-LLM's iteration statistics, or answers that have one.",
+)
+no_verify_option = click.option(
+    "--no-verify", is_flag=True, help="Read the trace as it is, without a look at its checksums."
+)
+cache_option = click.option(
+    "--cache", type=PATH, metavar="DIR", help="Keep what was replayed here, and replay nothing twice. Safe to delete."
+)
+sort_option = click.option(
+    "--sort",
+    type=click.Choice(("typed", "length")),
+    help="Rows of the table as typed, or by accept length.  [default: typed, of more than 12 variants length]",
+)
+top_option = click.option("--top", type=click.IntRange(min=1), metavar="N", help="Show the first N rows only.")
+format_option = click.option(
+    "--format",
+    "table_format",
+    type=click.Choice(("csv", "md", "parquet")),
+    help="Print the table alone, in this form, instead of the report.",
 )
 api_key_option = click.option(
     "--api-key", envvar="REPLAY_API_KEY", metavar="KEY", help="Of the server.  [default: $REPLAY_API_KEY, else none]"
@@ -62,24 +88,26 @@ def read_part(category: tuple[str, ...], request: tuple[str, ...], first_turn: b
     return Part(category, request, first_turn, limit)
 
 
-def open_whole(path: Path, target: Path | None, *, allow_incomplete: bool = False) -> "Trace":
+def open_whole(
+    path: Path, target: Path | None = None, *, allow_incomplete: bool = False, verify: bool = True
+) -> "Trace":
     """The trace that was typed, and after --target where the target's checkpoint is now.
 
     Raises UsageError for the checkpoint of another target, and as ``Trace.open``.
     """
     from replay.traces.reader import Trace
 
-    opened = Trace.open(path, allow_incomplete=allow_incomplete, target=target)
+    opened = Trace.open(path, allow_incomplete=allow_incomplete, target=target, verify=verify)
     if target is not None:
         _check_target(target, opened)
     return opened
 
 
-def open_trace(path: Path, part: "Part", target: Path | None = None) -> "Trace":
+def open_trace(path: Path, part: "Part", target: Path | None = None, *, verify: bool = True) -> "Trace":
     """The part of a trace that is asked for; of an unfinished one what is whole. Raises as ``open_whole``."""
     from replay.errors import TraceIncompleteError
 
-    opened = open_whole(path, target, allow_incomplete=True)
+    opened = open_whole(path, target, allow_incomplete=True, verify=verify)
     if not opened.records and opened.header.state != "complete":
         raise TraceIncompleteError(f"{path} holds no whole request yet; wait for one, or capture with --resume")
     return opened.take(part)
@@ -89,9 +117,11 @@ def read_draft(path: Path) -> "Checkpoint":
     """The head in a folder that was typed after --draft. Raises UsageError for a target's, CheckpointError."""
     from replay.check.inspection import refuse_target
     from replay.checkpoint.checkpoint import read_checkpoint
+    from replay.checkpoint.hub import head_folder
 
-    refuse_target(path)
-    return read_checkpoint(path)
+    folder = head_folder(path)
+    refuse_target(folder)
+    return read_checkpoint(folder)
 
 
 def _check_target(target: Path, trace: "Trace") -> None:

@@ -1,15 +1,26 @@
 """`replay plan`: from accept lengths and timings to tokens a second, and whether speculation pays."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option
+from replay.cli.options import PATH, json_option, open_whole, parse_wiring_option, read_draft
+from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
+from replay.errors import UsageError
+
+if TYPE_CHECKING:
+    from replay.analysis.plan.lengths import Length
+    from replay.analysis.plan.policies import Played
+    from replay.simulator.simulation import ReplayProgress
+
+
+_DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are typed
 
 
 @click.command()
-@click.argument("rounds", type=PATH, metavar="[ROUNDS]", required=False)
+@click.argument("source", type=PATH, metavar="[ROUNDS|TRACE]", required=False)
 @click.option(
     "--time",
     "times",
@@ -38,10 +49,12 @@ from replay.cli.terminal import print_json, print_rich
 @click.option("--batch", default="", metavar="N,N", help="Batches to plan for.  [default: those timed]")
 @click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens of context, where --cost kv says a cost.")
 @click.option("--steps", default="", metavar="N,N", help="Further depths to plan for, within bounds.")
+@click.option("--draft", type=PATH, metavar="DIR", help="Draft head's folder, beside a TRACE.")
+@click.option("--wiring", metavar="W", help="Of that head.  [default: what it states]")
 @click.option("--variant", metavar="NAME", help="The variant of ROUNDS whose depths are planned.")
 @json_option
 def plan(
-    rounds: Path | None,
+    source: Path | None,
     times: tuple[str, ...],
     benches: tuple[str, ...],
     costs: tuple[str, ...],
@@ -49,21 +62,50 @@ def plan(
     batch: str,
     context: int | None,
     steps: str,
+    draft: Path | None,
+    wiring: str | None,
     variant: str | None,
     as_json: bool,
 ) -> None:
     """Say whether speculation pays, and at which depth and batch.
 
-    Accept lengths come from ROUNDS, which `replay simulate --steps 1,2,3,5 -o ROUNDS` writes, or with the timings.
+    Accept lengths come from ROUNDS, which `replay simulate --steps 1 --steps 3 -o ROUNDS` writes, from a TRACE and a
+    head, or with the timings. A TRACE also tells what it is worth to stop drafting by the head's own confidence.
     """
     from replay.analysis.plan.ask import Question, answer_question
     from replay.analysis.plan.report import render_plan
     from replay.traces.rounds import read_rounds
 
-    table = None if rounds is None else read_rounds(rounds)
     asked = Question(times, benches, costs, lengths, batch, context, steps, variant)
-    found = answer_question(asked, table, str(rounds))
+    is_trace = source is not None and source.is_dir()
+    if is_trace != (draft is not None) or (wiring is not None and not is_trace):
+        raise UsageError("--draft and --wiring go with a trace; type a trace's folder and --draft DIR, or neither")
+    played = _played(source, draft, wiring, steps) if source is not None and draft is not None else ()
+    table = None if source is None or is_trace else read_rounds(source)
+    found = answer_question(asked, table, "" if source is None else str(source), played)
     if as_json:
         print_json(found.to_json())
     else:
         print_rich(render_plan(found.plan, found.provenance))
+
+
+def _played(trace: Path, draft: Path, wiring: str | None, steps: str) -> "list[tuple[Played, Length]]":
+    """The rounds of every depth that was asked for, and of every threshold, of one replay of the trace."""
+    from replay.analysis.plan.ask import listed
+    from replay.analysis.plan.policies import THRESHOLDS, with_lengths
+    from replay.analysis.plan.settings import MOST_STEPS
+    from replay.simulator.confidence import draft_anchors, play_depths, play_thresholds
+    from replay.simulator.variant import Variant
+
+    opened, checkpoint = open_whole(trace, None), read_draft(draft)
+    depths = sorted(listed(steps or _DEEPEST, "--steps", MOST_STEPS))
+    fed = parse_wiring_option(wiring, opened.header.target)
+    variant = Variant(checkpoint.name, wiring=fed, steps=depths[-1])
+    with show_progress("replaying") as progress:
+
+        def on_event(event: "ReplayProgress") -> None:
+            progress.update(event.stage, event.done, event.total, "requests")
+
+        anchors = draft_anchors(opened, checkpoint, variant, on_event=on_event)
+    stopping = [one for depth in depths if depth > 1 for one in play_thresholds(anchors, THRESHOLDS, depth)]
+    return with_lengths([*play_depths(anchors, depths), *stopping])

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option, part_options, read_part
-from replay.cli.rounds_output import by_option, is_web_page, show_rounds, write_html
+from replay.cli.options import PATH, format_option, json_option, part_options, read_part, sort_option, top_option
+from replay.cli.rounds_output import Wanted, by_option, is_web_page, show_rounds, write_html
+from replay.cli.table_formats import refuse_two_forms
 from replay.cli.terminal import refuse_existing
 
 
@@ -16,18 +17,23 @@ from replay.cli.terminal import refuse_existing
 @by_option
 @part_options
 @click.option("--force", is_flag=True, help="Replace an existing web page.")
+@sort_option
+@top_option
+@format_option
 @json_option
 def report(
     rounds: Path, html: Path | None, peers: bool, by: tuple[str, ...], category: tuple[str, ...],
-    request: tuple[str, ...], first_turn: bool, limit: int | None, force: bool, as_json: bool,
+    request: tuple[str, ...], first_turn: bool, limit: int | None, force: bool, sort: str | None, top: int | None,
+    table_format: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show the report of a rounds file that simulate -o wrote."""
     from replay.traces.rounds import read_rounds
     from replay.traces.rounds_sets import take_part
 
+    refuse_two_forms(table_format, as_json)
     if html is not None:
         refuse_existing(html, force, ours=is_web_page)
     table = take_part(read_rounds(rounds), read_part(category, request, first_turn, limit))
-    show_rounds(table, as_json, peers=peers, by=by)
+    show_rounds(table, as_json, Wanted(peers=peers, by=by, sort=sort, top=top, table_format=table_format))
     if html is not None:
         write_html(table, html, peers, by)

@@ -2,18 +2,22 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from replay.cli.table_formats import print_table
 from replay.cli.terminal import Visible, print_json, print_rich
 from replay.errors import OutputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from replay.analysis.flat import FlatRow
     from replay.analysis.summary import VariantSummary
+    from replay.capture.observed_number import Observed
     from replay.traces.rounds import Rounds
 
 _PAGE = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'  # how rich begins one
@@ -27,44 +31,76 @@ by_option = click.option(
 )
 
 
-def show_rounds(rounds: "Rounds", as_json: bool, *, peers: bool = False, by: Sequence[str] = ()) -> None:
-    """The report of ``rounds``, or its JSON; ``peers`` adds other projects' metrics, ``by`` groups of requests."""
-    from replay.analysis.summary import summarise, to_json
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a report of rounds shows beside its tables, and in which form.
+
+    ``peers`` adds the metrics of other projects, ``by`` groups of requests, ``observed`` what a server elsewhere
+    accepted. ``sort`` and ``top`` say which rows the table has (analysis/view.py); the JSON has all. ``table_format``
+    is that of the table alone.
+    """
+
+    peers: bool = False
+    by: Sequence[str] = ()
+    observed: "Observed | None" = None
+    sort: str | None = None
+    top: int | None = None
+    table_format: str | None = None
+
+
+def show_rounds(rounds: "Rounds", as_json: bool, wanted: Wanted = Wanted()) -> None:
+    """The report of ``rounds``, its JSON, or its table alone."""
+    from replay.analysis.report.elsewhere import elsewhere_json, elsewhere_sentence
+    from replay.analysis.summary import summarise
+
+    peers, observed = wanted.peers, wanted.observed
 
     summaries = summarise(rounds)
-    if as_json:
-        body = {**to_json(rounds, summaries), "doubts": list(_doubts(rounds, summaries))}
+    if wanted.table_format is not None:
+        print_table(_flat(rounds, summaries, wanted.sort, wanted.top), wanted.table_format)
+    elif as_json:
+        body = _body(rounds, summaries)
         if peers:
             from replay.analysis.report.peers import peer_metrics
 
             body["peers"] = [peer_metrics(rounds, variant.name) for variant in rounds.variants]
-        if wanted := _groups(rounds, by):
+        if observed is not None:
+            said = (observed.accept_length, observed.source, observed.rounds)
+            body["observed_elsewhere"] = elsewhere_json(summaries, *said)
+        if groups := _groups(rounds, wanted.by):
             from replay.analysis.report.by_group import groups_json, summarise_by
 
-            body["by"] = {what: groups_json(summarise_by(rounds, what)) for what in wanted}
+            body["by"] = {what: groups_json(summarise_by(rounds, what)) for what in groups}
         print_json(body)
     else:
-        print_rich(_render(rounds, summaries, peers, by))
+        print_rich(_render(rounds, summaries, wanted))
+        if observed is not None:
+            print_rich("")
+            print_rich(elsewhere_sentence(summaries, observed.accept_length, observed.source))
 
 
 def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
     """The ranking of ``tensors``, quantised one by one as `one_by_one` gave the variants, or its JSON."""
     from replay.analysis.report.precision_ranking import rank_tensors, render_ranking
-    from replay.analysis.summary import summarise, to_json
+    from replay.analysis.summary import summarise
 
     summaries = summarise(rounds)
     ranking = rank_tensors(rounds, summaries, tensors)
     if as_json:
-        doubts = list(_doubts(rounds, summaries))
-        print_json({**to_json(rounds, summaries), "doubts": doubts, "ranking": [*ranking.rows, ranking.together]})
+        print_json({**_body(rounds, summaries), "ranking": [*ranking.rows, ranking.together]})
     else:
         print_rich(render_ranking(ranking))
 
 
-def _doubts(rounds: "Rounds", summaries: "Sequence[VariantSummary]") -> tuple[str, ...]:
+def _flat(
+    rounds: "Rounds", summaries: "Sequence[VariantSummary]", sort: str | None, top: int | None
+) -> "list[FlatRow]":
+    from replay.analysis.report.flat import variant_rows
     from replay.analysis.report.report import assess
+    from replay.analysis.view import View
 
-    return assess(rounds, summaries).doubts
+    shown = View(sort, top).rows(summaries, lambda row: row.accept_length)
+    return variant_rows(assess(rounds, summaries), shown)
 
 
 def _groups(rounds: "Rounds", by: Sequence[str]) -> list[str]:
@@ -73,22 +109,33 @@ def _groups(rounds: "Rounds", by: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*by, *["trace"] * several]))
 
 
-def _render(
-    rounds: "Rounds", summaries: "Sequence[VariantSummary]", peers: bool, by: Sequence[str] = ()
-) -> "RenderableType":
+def _body(rounds: "Rounds", summaries: "Sequence[VariantSummary]") -> dict[str, Any]:
+    from replay.analysis.report.report import assess
+    from replay.analysis.summary import to_json
+
+    report = assess(rounds, summaries)
+    return {
+        **to_json(rounds, summaries),
+        "best": [row.name for row in report.together],
+        "doubts": list(report.doubts),
+    }
+
+
+def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", wanted: Wanted) -> "RenderableType":
     from rich.console import Group
 
     from replay.analysis.report.report import render
+    from replay.analysis.view import View
 
-    parts: list[Any] = [render(rounds, summaries)]
-    if peers:
+    parts: list[Any] = [render(rounds, summaries, View(wanted.sort, wanted.top))]
+    if wanted.peers:
         from replay.analysis.report.peers import peer_metrics, render_peers
 
         parts += [render_peers(peer_metrics(rounds, variant.name)) for variant in rounds.variants]
-    if wanted := _groups(rounds, by):
+    if groups := _groups(rounds, wanted.by):
         from replay.analysis.report.by_group import render_groups, summarise_by
 
-        parts += [render_groups(summarise_by(rounds, what), what) for what in wanted]
+        parts += [render_groups(summarise_by(rounds, what), what) for what in groups]
     return Group(*parts)
 
 
@@ -106,7 +153,7 @@ def write_html(rounds: "Rounds", path: Path, peers: bool, by: Sequence[str] = ()
     from replay.traces.files import write_whole
 
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, markup=False, emoji=False)
-    console.print(Visible(_render(rounds, summarise(rounds), peers, by)))
+    console.print(Visible(_render(rounds, summarise(rounds), Wanted(peers=peers, by=by))))
     try:
         write_whole(path, [console.export_html().encode()])
     except OSError as error:

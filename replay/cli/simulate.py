@@ -9,16 +9,24 @@ import click
 
 from replay.cli.options import (
     PATH,
+    cache_option,
+    format_option,
     json_option,
+    no_verify_option,
+    observed_option,
     open_trace,
     parse_wiring_option,
     part_options,
     read_draft,
     read_part,
+    sort_option,
     target_option,
+    top_option,
 )
-from replay.cli.rounds_output import by_option, show_ranking, show_rounds
-from replay.cli.terminal import refuse_existing, say, show_progress
+from replay.cli.progress import show_progress
+from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds
+from replay.cli.table_formats import refuse_two_forms
+from replay.cli.terminal import refuse_existing, say
 from replay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +41,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 
 @click.command()
 @click.argument("traces", type=PATH, metavar="TRACE...", nargs=-1, required=True)
-@_repeated("--draft", "drafts", type=PATH, metavar="DIR", help="Draft head's folder; repeat to score several.")
+@_repeated("--draft", "drafts", type=PATH, metavar="DIR|ID", help="Draft head's folder or hub id; repeat for several.")
 @_repeated(
     "--wiring",
     "wirings",
@@ -42,7 +50,12 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
     "sglang@0.5.12:..., vllm:..., specforge:..., hf:...; or config, what the head states; repeat to compare.  "
     "[default: config, as the engine reads it]",
 )
-@_repeated("--steps", type=int, metavar="K", help="Drafted tokens per round; repeat to compare.  [default: 5]")
+@_repeated(
+    "--steps",
+    type=int,
+    metavar="K",
+    help="Drafted tokens per round; repeat to compare.  [default: 5; of a DFlash head its whole block]",
+)
 @_repeated("--topk", type=int, metavar="N", help="Branches per step: 1, a chain; more, a tree.  [default: 1]")
 @_repeated(
     "--num-draft-tokens",
@@ -106,9 +119,15 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 )
 @part_options
 @by_option
+@observed_option
 @target_option
+@no_verify_option
+@cache_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
+@sort_option
+@top_option
+@format_option
 @json_option
 def simulate(
     traces: tuple[Path, ...], drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...],
@@ -117,45 +136,60 @@ def simulate(
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
-    target: Path | None, output: Path | None, force: bool, as_json: bool,
+    observed: str | None, target: Path | None, no_verify: bool, cache: Path | None, output: Path | None, force: bool,
+    sort: str | None, top: int | None, table_format: str | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
     Repeated options make a sweep: every combination is replayed on the same trace. Several traces of one target are
     replayed one after the other and counted together and apart.
     """
+    from replay.capture.observed import read_observed
+    from replay.checkpoint.hub import head_folder
     from replay.engines.precision import with_kv
     from replay.faults.table import parse_faults
     from replay.simulator.binding import check_one_target, distinct
-    from replay.simulator.variant import sweep
+    from replay.simulator.cache import check_cache_folder
+    from replay.simulator.variant import default_steps, sweep
     from replay.traces.rounds import is_rounds_file, write_rounds
     from replay.traces.rounds_sets import pool_rounds
 
     if not drafts:
-        raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 head")
+        raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 or DFlash head")
+    refuse_two_forms(table_format, as_json)
+    if rank_precision is not None and (sort or top or table_format):
+        raise UsageError("a ranking is sorted by what each tensor costs; leave --sort, --top and --format out")
     if output is not None:
         refuse_existing(output, force, ours=is_rounds_file)
+    if cache is not None:
+        check_cache_folder(cache)
     _check_device(device)
+    seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)
-    every = {name: open_trace(path, part, target) for name, path in _name_folders(traces).items()}
+    every = {name: open_trace(path, part, target, verify=not no_verify) for name, path in _name_folders(traces).items()}
     opened = next(iter(every.values()))
     check_one_target(every)
     for one in every.values():
         _check_temperature(temperature, one.header.capture.temperature)
-    checkpoints = {name: read_draft(path) for name, path in _name_folders(drafts).items()}
-    variants = sweep(
-        draft=list(checkpoints),
-        wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
-        steps=list(steps or (5,)),
-        topk=list(topk or (1,)),
-        num_draft_tokens=list(num_draft_tokens) or [None],
-        precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
-        numerics=list(numerics) or [None],
-        kv=list(kvs) or [None],
-        verify=list(rules),
-        engine=[engine],
-        faults=[parse_faults(text) for text in faults] or [()],
-    )
+    checkpoints = {name: read_draft(path) for name, path in _name_folders(tuple(map(head_folder, drafts))).items()}
+    variants = [
+        variant
+        for name, checkpoint in checkpoints.items()
+        for variant in sweep(
+            draft=[name],
+            wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
+            steps=list(steps or (default_steps(checkpoint),)),
+            topk=list(topk or (1,)),
+            num_draft_tokens=list(num_draft_tokens) or [None],
+            precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
+            numerics=list(numerics) or [None],
+            kv=list(kvs) or [None],
+            verify=list(rules),
+            engine=[engine],
+            faults=[parse_faults(text) for text in faults] or [()],
+        )
+    ]
     if len(wirings) > 1:
         variants = distinct(variants, checkpoints, opened)
     _note_chains(num_draft_tokens, {variant.steps for variant in variants if variant.topk == 1})
@@ -166,10 +200,14 @@ def simulate(
         variants, ranked = one_by_one(variants, rank_precision, checkpoints)
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
     apart = {
-        name: run_simulation(one, checkpoints, variants, device, agreement=agreement) for name, one in every.items()
+        name: run_simulation(one, checkpoints, variants, device, agreement=agreement, cache=cache)
+        for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
-    show_rounds(rounds, as_json, by=by) if ranked is None else show_ranking(rounds, ranked, as_json)
+    if ranked is None:
+        show_rounds(rounds, as_json, Wanted(by=by, observed=seen, sort=sort, top=top, table_format=table_format))
+    else:
+        show_ranking(rounds, ranked, as_json)
     if output is not None:  # last, so that a full disk loses the file only
         write_rounds(rounds, output, force=force)
 
@@ -192,8 +230,10 @@ def _check_temperature(wanted: float | None, recorded: float) -> None:
 
 def _name_folders(paths: tuple[Path, ...]) -> dict[str, Path]:
     """Folder names, or whole paths where two folders are called alike."""
+    from replay.checkpoint.hub import spoken_name
+
     resolved = list(dict.fromkeys(path.resolve() for path in paths))
-    names = [path.name for path in resolved]
+    names = [spoken_name(path) for path in resolved]
     return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, resolved, strict=True)}
 
 
@@ -204,23 +244,27 @@ def run_simulation(
     device: str,
     *,
     agreement: bool = True,
+    cache: Path | None = None,
 ) -> "Rounds":
-    """Simulate with a progress bar on stderr; ``agreement`` also holds the variants against the trace's own server."""
-    from rich.console import Console
+    """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server.
 
-    from replay.simulator.agreement import with_agreement
-    from replay.simulator.simulation import ReplayProgress, simulate
+    ``cache`` is a folder of variants that were replayed before.
+    """
+    from replay.simulator.cache import open_cache, simulate_cached
+    from replay.simulator.simulation import ReplayProgress
 
-    with show_progress(Console(stderr=True)) as progress:
-        task = progress.add_task("replaying", total=None, rate="requests")
+    with show_progress("replaying") as progress:
 
         def on_event(event: ReplayProgress) -> None:
-            progress.update(task, description=event.stage, completed=event.done, total=event.total)
+            progress.update(event.stage, event.done + event.part, event.total, "requests")
 
-        rounds = simulate(trace, checkpoints, variants, device=device, on_event=on_event)
-        if not agreement:
-            return rounds
-        return with_agreement(rounds, trace, checkpoints, variants, device=device, on_event=on_event)
+        def on_found(found: int) -> None:
+            progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
+
+        kept = None if cache is None else open_cache(cache, trace, checkpoints, device, agreement=agreement)
+        return simulate_cached(
+            kept, trace, checkpoints, variants, device=device, agreement=agreement, on_event=on_event, on_found=on_found
+        )
 
 
 def _check_device(device: str) -> None:

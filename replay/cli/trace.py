@@ -8,6 +8,7 @@ import click
 
 from replay.cli.options import PATH, json_option, part_options, read_part
 from replay.cli.terminal import print_json, print_rich, print_text
+from replay.printable import counted
 
 if TYPE_CHECKING:
     from replay.traces.copying import Copied
@@ -88,4 +89,5 @@ def _show(copied: "Copied", as_json: bool) -> None:
     if as_json:
         return print_json(object_json(copied))
     parts = ", ".join(f"{count} of {path}" for path, count in copied.traces.items())
-    print_text(f"{copied.path}: {copied.requests} requests ({parts}), {copied.output_tokens} output tokens")
+    tokens = counted(copied.output_tokens, "output token")
+    print_text(f"{copied.path}: {counted(copied.requests, 'request')} ({parts}), {tokens}")

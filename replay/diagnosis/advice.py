@@ -23,10 +23,10 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
 from replay.diagnosis.hypotheses import Hypothesis, nothing_wrong, rewired, singles
 from replay.diagnosis.plausible import implausible
+from replay.diagnosis.progress import Tell
 from replay.diagnosis.reference import Reference
 from replay.diagnosis.search import unknowable
 from replay.diagnosis.trials import (
-    Tell,
     Trial,
     distinct,
     drawn_out,
@@ -64,8 +64,8 @@ def conclude(
 
     ``gains`` are the best of so many variants that were ``compared``.
     """
-    mended = _mended(case)
-    summary, rounds = own_walks(case, [nothing_wrong(case)])[HEALTHY_NAME]
+    mended = _mended(case, tell)
+    summary, rounds = own_walks(case, [nothing_wrong(case)], tell)[HEALTHY_NAME]
     scores = _scores(tried, final)
     if mended:
         length = 1 + sum(draft.accepted for draft in mended.values()) / len(mended)
@@ -80,7 +80,7 @@ def conclude(
         others, taken_by_any = _unknowable(case, reference, tried, final, tell)
         ranked, unknown = rank([*scores, *others], taken_by_any=taken_by_any)
         found = replace(found, ranked=tuple(ranked), unknown=unknown)  # none of them is ever named
-    walks = own_walks(case, _worth_a_walk(case, tried, found))
+    walks = own_walks(case, _worth_a_walk(case, tried, found), tell)
     lengths = {HEALTHY_NAME: summary.accept_length} | {name: walk.accept_length for name, (walk, _) in walks.items()}
     advised = _advise(case, found, gains, lengths)
     named = [*found.undecided, *filter(None, [found.named])]
@@ -103,10 +103,10 @@ def conclude(
     )  # fmt: skip
 
 
-def _mended(case: Case) -> dict[RoundKey, RoundDraft]:
+def _mended(case: Case, tell: Tell) -> dict[RoundKey, RoundDraft]:
     """What a healthy server would draft at the anchors of the server's own rounds; empty where these are not known."""
     rounds = case.observation.rounds
-    return {} if rounds is None else own_drafts(case, [nothing_wrong(case)], rounds)[HEALTHY_NAME]
+    return {} if rounds is None else own_drafts(case, [nothing_wrong(case)], rounds, tell)[HEALTHY_NAME]
 
 
 def _scores(tried: Sequence[Trial], final: Sequence[Trial]) -> list[Scored]:
@@ -174,12 +174,12 @@ def _worth_a_walk(case: Case, tried: Sequence[Trial], found: Diagnosis) -> list[
     return items + [rewired(case, parse_wiring(gain.value), gain.log_prior) for gain in left]
 
 
-def check_width(case: Case) -> None:
+def check_width(case: Case, tell: Tell) -> None:
     """Refuse to hold one number against a trace whose healthy replay leaves its own open. Raises TraceError.
 
     One replay tells, before the many that a search takes.
     """
-    summary, _ = own_walks(case, [nothing_wrong(case)])[HEALTHY_NAME]
+    summary, _ = own_walks(case, [nothing_wrong(case)], tell)[HEALTHY_NAME]
     low, high = summary.accept_length_ci95
     if not high - low <= 2 * _WIDEST * summary.accept_length:
         raise TraceError(
@@ -220,7 +220,8 @@ def _fix(case: Case, item: Scored | Gain, name: str, wirings: set[str]) -> str:
         return ""
     whole = item.value in wirings and "," in item.value
     wiring = parse_wiring(item.value, layers=target.layers) if whole else case.right_wiring
-    return remedy(name, wiring, architecture=target.architecture, layers=target.layers)
+    blocks = case.checkpoint.config.block is not None
+    return remedy(name, wiring, architecture=target.architecture, layers=target.layers, blocks=blocks)
 
 
 # ---- where to look ----

@@ -15,9 +15,10 @@ from replay.diagnosis.gains import gains_at_anchors, gains_of_walks
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis
 from replay.diagnosis.ladder import climb
 from replay.diagnosis.observed import observe
+from replay.diagnosis.progress import Tell, Trying
 from replay.diagnosis.reference import Reference, measure, measure_discordance
 from replay.diagnosis.search import search
-from replay.diagnosis.trials import Tell, Trial, Trying, healthy
+from replay.diagnosis.trials import Trial, healthy
 from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.simulation import ReplayProgress
@@ -26,7 +27,9 @@ from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 
 if TYPE_CHECKING:
-    from replay.capture.observed import Observed
+    from pathlib import Path
+
+    from replay.capture.observed_number import Observed
 
 
 def diagnose_server(
@@ -49,8 +52,8 @@ def diagnose_server(
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
     if case.observation.kind == LENGTH:
-        check_width(case)
-    reference = measure(case) if case.observation.kind == DRAFTED else None
+        check_width(case, on_event)
+    reference = measure(case, on_event) if case.observation.kind == DRAFTED else None
     if case.observation.kind == HISTOGRAM:
         case = replace(case, observation=replace(case.observation, discordant=measure_discordance(case)))
     tried, final = search(case, reference, on_event)
@@ -116,7 +119,7 @@ def _climb(case: Case, found: Diagnosis, tried: Sequence[Trial], tell: Tell) -> 
     served, right = _ends(case, found, {one.hypothesis.name: one.hypothesis for one in tried})
 
     def on_event(progress: ReplayProgress) -> None:
-        tell(Trying("the ladder", progress.done, progress.total))
+        tell(Trying("the ladder", progress.done, progress.total, progress.part, "requests"))
 
     return climb(
         case.trace,
@@ -136,3 +139,36 @@ def _ends(case: Case, found: Diagnosis, tried: Mapping[str, Hypothesis]) -> tupl
     if better is not None:
         return case.served, parse_wiring(better.value) if better.kind == WIRED_OTHERWISE else case.right_wiring
     return case.served if found.named is None else tried[found.named].variant, case.right_wiring
+
+
+def diagnose(
+    trace: Trace,
+    head: Checkpoint,
+    *,
+    observed: "float | str | Path | Observed | None" = None,
+    trained: Wiring | None = None,
+    wiring: Wiring | None = None,
+    steps: int | None = None,
+    topk: int | None = None,
+    num_draft_tokens: int | None = None,
+    precision: str | None = None,
+    engine: str | None = None,
+    ladder: bool = True,
+    on_event: Tell = lambda _: None,
+) -> Diagnosis:
+    """What `replay diagnose` finds: why the server that ran ``head`` accepted what it did.
+
+    ``observed``: an accept length or a file that has one (capture/observed.py), else the trace's own server is
+    explained. ``trained``: the wiring that the head was made for, where known. What the server ran, ``wiring`` (what it
+    feeds) to ``engine``, is as the trace says where it is not given. Raises as ``diagnose_server`` and CaptureError for
+    an ``observed`` that says nothing.
+    """
+    from replay.capture.observed import read_observed
+    from replay.capture.observed_number import Observed
+
+    served = served_variant(
+        trace, head.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens, precision=precision, engine=engine,
+        wiring=wiring,
+    )  # fmt: skip
+    seen = observed if observed is None or isinstance(observed, Observed) else read_observed(str(observed))
+    return diagnose_server(trace, head, served, trained=trained, observed=seen, ladder=ladder, on_event=on_event)

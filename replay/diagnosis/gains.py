@@ -9,7 +9,8 @@ from replay.analysis.diagnosis.verdict import Gain
 from replay.diagnosis.case import Case
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis, nearby_wirings, nothing_wrong, singles, wirings
 from replay.diagnosis.observed import first_rounds
-from replay.diagnosis.trials import Tell, Trial, Trying, distinct, own_drafts
+from replay.diagnosis.progress import Tell, Trying
+from replay.diagnosis.trials import Trial, distinct, own_drafts
 from replay.simulator.binding import bind
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -46,8 +47,8 @@ def gains_at_anchors(case: Case, tell: Tell) -> tuple[list[Gain], int]:
         few, some = (first_rounds(case.trace, rounds, most) for most in (_GLANCED_ROUNDS, _TRIED_ROUNDS))
         found = _search(case, served, few, tell)
         tried, likely = len(found), [one.hypothesis for one in found if one.gain > 0][:_LIKELY]
-        best = [one.hypothesis for one in _compare(case, served, likely, some)[:_BEST]]
-    drafts = own_drafts(case, [served, *best], rounds)
+        best = [one.hypothesis for one in _compare(case, served, likely, some, tell)[:_BEST]]
+    drafts = own_drafts(case, [served, *best], rounds, tell)
     return _ordered(case, best, lambda one, other: accepted_gain(drafts[one], drafts[other])), tried
 
 
@@ -58,7 +59,7 @@ def _search(case: Case, served: Hypothesis, rounds: "pl.DataFrame", tell: Tell) 
     seen: set[str] = set()
     while fresh:
         seen |= {item.name for item in fresh}
-        found = sorted([*found, *_compare(case, served, fresh, rounds)], key=lambda one: -one.gain)
+        found = sorted([*found, *_compare(case, served, fresh, rounds, tell)], key=lambda one: -one.gain)
         tell(Trying("what accepts more", len(found), len(found)))
         best = found[0].hypothesis
         around = nearby_wirings(case, best.variant.wiring) if best.kind == WIRED_OTHERWISE else []
@@ -66,9 +67,11 @@ def _search(case: Case, served: Hypothesis, rounds: "pl.DataFrame", tell: Tell) 
     return found
 
 
-def _compare(case: Case, served: Hypothesis, items: Sequence[Hypothesis], rounds: "pl.DataFrame") -> list[_Better]:
+def _compare(
+    case: Case, served: Hypothesis, items: Sequence[Hypothesis], rounds: "pl.DataFrame", tell: Tell
+) -> list[_Better]:
     """What each accepts more than what was served, at the anchors of these rounds, most first."""
-    drafts = own_drafts(case, distinct([served, *items]), rounds)
+    drafts = own_drafts(case, distinct([served, *items]), rounds, tell)
     found = [_Better(item, accepted_gain(drafts[item.name], drafts[HEALTHY_NAME])[0]) for item in items]
     return sorted(found, key=lambda one: -one.gain)
 

@@ -58,7 +58,7 @@ def climb(
     """
     from replay.analysis.ladder.ladder import Replays, build_ladder
     from replay.simulator.binding import resolve
-    from replay.simulator.simulation import ReplayProgress, simulate
+    from replay.simulator.simulation import simulate
     from replay.simulator.teacher_forced import score_anchors
 
     served = resolve(served, checkpoint, trace)
@@ -70,7 +70,11 @@ def climb(
     distinct = list(dict.fromkeys(playable.values()))
     total = 2 * len(trace.requests)
     anchors = score_anchors(
-        trace, checkpoint, ideal, device=device, on_event=lambda event: on_event(ReplayProgress(event.done, total))
+        trace,
+        checkpoint,
+        ideal,
+        device=device,
+        on_event=lambda event: on_event(replace(event, total=total)),
     )
     rounds = simulate(
         trace,
@@ -78,7 +82,7 @@ def climb(
         distinct,
         device=device,
         served_products=served_products,
-        on_event=lambda event: on_event(ReplayProgress(event.total + event.done, total)),
+        on_event=lambda event: on_event(replace(event, done=event.total + event.done, total=total)),
     )
     names = {chosen: rounds.variants[distinct.index(variant)].name for chosen, variant in playable.items()}
     replays = Replays(rounds, factors, names, why_not, rule)

@@ -126,6 +126,20 @@ def _crossed_rows(case: Case) -> Iterator[str]:
             yield f"{row}:once"
 
 
+def _mask_tokens(case: Case) -> Iterator[str]:
+    """The token that padding has in many vocabularies, and the neighbours of the mask token."""
+    block = case.checkpoint.config.block
+    near = () if block is None else (block.mask_token - 1, block.mask_token + 1)
+    yield from (str(token) for token in dict.fromkeys((0, *near)) if 0 <= token < case.checkpoint.config.vocab_size)
+
+
+def _block_sizes(case: Case) -> Iterator[str]:
+    """That of training, then the usual ones; a block of one more than are drafted is the healthy server's."""
+    block = case.checkpoint.config.block
+    sizes = dict.fromkeys((*(() if block is None else (block.size,)), 8, 16, 32))
+    yield from (str(size) for size in sizes if size > case.served.steps + 1)
+
+
 def _tree_layouts(case: Case) -> Iterator[str]:
     yield from (layout for layout in ("slot", "path") if case.served.topk > 1 and layout != case.served.kv)
 
@@ -188,5 +202,9 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     ),
     "precision.draft-kv": always("fp8_e4m3", "fp8_e5m2", "int8", "int4"),
     "precision.dtype-cast": always("fp16", "bf16"),
+    "block.attention": always("causal", "bidirectional"),
+    "block.mask-token": _mask_tokens,
+    "block.size": _block_sizes,
+    "block.late-context": always("1", "2", "4"),
     TREE_FAULT: _tree_layouts,
 }  # fmt: skip

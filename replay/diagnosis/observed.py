@@ -12,7 +12,7 @@ from replay.traces.reader import Trace
 if TYPE_CHECKING:
     import polars as pl
 
-    from replay.capture.observed import Observed
+    from replay.capture.observed_number import Observed
 
 FINAL_ROUNDS = 1200  # served rounds on which the likeliest hypotheses are tried
 SCREENING_TOKENS = 2500  # output tokens, where no rounds were recorded

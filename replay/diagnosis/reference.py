@@ -11,6 +11,7 @@ from replay.analysis.diagnosis.evidence import noise_scales, outliers_allowed
 from replay.analysis.followed import BOTH_SIDES, Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
 from replay.diagnosis.observed import count_by_request
+from replay.diagnosis.progress import Tell, Told, say_nothing, within
 from replay.simulator.following import follow_server
 from replay.simulator.rounding import noise_between, other_orders
 from replay.simulator.simulation import simulate
@@ -44,17 +45,24 @@ class Reference:
         return int(unexplained_R.sum()) <= outliers_allowed(self.healthy.rounds)
 
 
-def measure(case: Case) -> Reference:
+def measure(case: Case, tell: Tell = say_nothing) -> Reference:
     """Measure the rounding of the healthy replay, and choose the rounds for all others.
 
     The case's observation must have rounds. Raises whatever ``follow_server`` raises.
     """
     rounds = case.observation.rounds
     assert rounds is not None
-    healthy = follow(case, [case.served], rounds, ())[0]
-    noise = noise_of(case, case.served, healthy, rounds)
+    orders = other_orders(case.served, case.trace)
+    passes = len(orders) + 2
+
+    def passed(variant: ResolvedVariant, number: int, scales: tuple[float, ...] = ()) -> Followed:
+        told = within(tell, "measuring how far rounding goes", number, 1, passes, "passes")
+        return follow(case, [variant], rounds, scales, on_event=told)[0]
+
+    healthy = passed(case.served, 0)
+    noise = noise_between(healthy, *(passed(one, number) for number, one in enumerate(orders, start=1)))
     scales = noise_scales(noise.scale)
-    healthy = follow(case, [case.served], rounds, scales)[0]
+    healthy = passed(case.served, passes - 1, scales)
     told = _unexplained_rounds(case, healthy, noise)
     ordered = _most_telling(told)
     glance, screening = (_some_rounds(rounds, ordered, told, *few) for few in (_GLANCE, _SCREENING))
@@ -84,10 +92,13 @@ def follow(
     scales: tuple[float, ...],
     *,
     served_products: bool = True,
+    on_event: Told = lambda _: None,
 ) -> list[Followed]:
     """Variants of the case along the drafts of some of the server's rounds."""
     heads = {case.served.draft: case.checkpoint}
-    return follow_server(case.trace, heads, variants, rounds, scales=scales, served_products=served_products)
+    return follow_server(
+        case.trace, heads, variants, rounds, scales=scales, served_products=served_products, on_event=on_event
+    )
 
 
 def noise_of(case: Case, variant: ResolvedVariant, followed: Followed, rounds: "pl.DataFrame") -> Noise:

@@ -22,11 +22,11 @@ from replay.diagnosis.hypotheses import (
     wirings,
     with_value,
 )
+from replay.diagnosis.progress import Tell
 from replay.diagnosis.reference import Reference
 from replay.diagnosis.trials import (
     GLANCE,
     WHOLE,
-    Tell,
     Trial,
     distinct,
     healthy,

@@ -1,7 +1,7 @@
 """Trials: hypotheses replayed, a few at a time, and how well each explains what was observed."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from replay.diagnosis.case import Case
 from replay.diagnosis.feed import held_against_feed
 from replay.diagnosis.hypotheses import Hypothesis, drafts_noise
 from replay.diagnosis.observed import count_by_request
+from replay.diagnosis.progress import Tell, Told, Trying, say_nothing, within
 from replay.diagnosis.reference import Reference, follow, noise_of
 from replay.faults.table import Fault
 from replay.simulator.simulation import simulate
@@ -40,15 +41,6 @@ GLANCE, SCREENING, WHOLE = "glance", "screening", "whole"
 # How much more than the healthy replay rounding may move another one: a quantised cache, whose steps are 2^-4 where
 # bf16 has 2^-9, turns a deviation d into about sqrt(d * step), sqrt(32) times as much.
 _MORE_NOISE = 32**0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Trying:
-    """``done`` of ``total`` hypotheses of this stage replayed."""
-
-    stage: str
-    done: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +62,6 @@ class Trial:
         return self.hypothesis.kind == HEALTHY_NAME
 
 
-Tell = Callable[[Trying], None]
-
-
 def run_trials(
     case: Case,
     reference: Reference | None,
@@ -88,28 +77,36 @@ def run_trials(
     """
     found: dict[str, Trial] = {}
     for batch in _batches(hypotheses):
-        trials = _follow(case, reference, batch, extent) if reference else _walk(case, batch, extent == WHOLE)
+        told = within(tell, stage, len(found), len(batch), len(hypotheses))
+        if reference:
+            trials = _follow(case, reference, batch, extent, told)
+        else:
+            trials = _walk(case, batch, extent == WHOLE, told)
         found |= {trial.hypothesis.name: trial for trial in trials}
         tell(Trying(stage, len(found), len(hypotheses)))
     return [found[item.name] for item in hypotheses]
 
 
-def own_walks(case: Case, hypotheses: Sequence[Hypothesis]) -> "dict[str, tuple[VariantSummary, Rounds]]":
+def own_walks(
+    case: Case, hypotheses: Sequence[Hypothesis], tell: Tell = say_nothing
+) -> "dict[str, tuple[VariantSummary, Rounds]]":
     """What each of them would do by itself, over the whole trace."""
-    found = {}
+    found: dict[str, tuple[VariantSummary, Rounds]] = {}
     for batch in _batches(hypotheses):
         variants = [item.variant for item in batch]
-        rounds = simulate(case.trace, {case.served.draft: case.checkpoint}, variants, served_products=False)
+        told = within(tell, "what it does by itself", len(found), len(batch), len(hypotheses))
+        heads = {case.served.draft: case.checkpoint}
+        rounds = simulate(case.trace, heads, variants, served_products=False, on_event=told)
         for item, summary in zip(batch, summarise(rounds), strict=True):
             found[item.name] = (summary, rounds)
     return found
 
 
 def own_drafts(
-    case: Case, hypotheses: Sequence[Hypothesis], rounds: "pl.DataFrame"
+    case: Case, hypotheses: Sequence[Hypothesis], rounds: "pl.DataFrame", tell: Tell = say_nothing
 ) -> dict[str, dict[RoundKey, RoundDraft]]:
     """What each of them would draft, and how much of it the target takes, at the anchors of the server's ``rounds``."""
-    found = {}
+    found: dict[str, dict[RoundKey, RoundDraft]] = {}
     for batch in _batches(hypotheses):
         played = simulate(
             case.trace,
@@ -117,6 +114,7 @@ def own_drafts(
             [item.variant for item in batch],
             follow=rounds,
             served_products=False,
+            on_event=within(tell, "at the server's anchors", len(found), len(batch), len(hypotheses)),
         )
         for item, info in zip(batch, played.variants, strict=True):
             found[item.name] = by_anchor(played.table.filter(played.table["variant"] == info.name))
@@ -131,7 +129,7 @@ def _batches(hypotheses: Sequence[Hypothesis]) -> Iterator[list[Hypothesis]]:
     yield from shared.values()
 
 
-def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], extent: str) -> Iterator[Trial]:
+def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], extent: str, told: Told) -> Iterator[Trial]:
     """Along the server's drafts. On the whole, what may be named is judged by its own noise, unless all is well."""
     rounds = {GLANCE: reference.glance, SCREENING: reference.screening, WHOLE: case.observation.rounds}[extent]
     assert rounds is not None
@@ -139,7 +137,9 @@ def _follow(case: Case, reference: Reference, batch: Sequence[Hypothesis], exten
     variants = [item.variant for item in batch]
     served = served_length(rounds)
     for item, followed in zip(
-        batch, follow(case, variants, rounds, reference.scales, served_products=whole), strict=True
+        batch,
+        follow(case, variants, rounds, reference.scales, served_products=whole, on_event=told),
+        strict=True,
     ):
         noise = reference.noise
         if whole and not reference.healthy_fits and item.kind != HEALTHY_NAME and _may_fit(followed, noise, served):
@@ -159,7 +159,7 @@ def served_length(rounds: "pl.DataFrame") -> float:
     return 1 + float(rounds["accepted"].sum()) / len(rounds) if len(rounds) else math.nan
 
 
-def _walk(case: Case, batch: Sequence[Hypothesis], whole: bool) -> Iterator[Trial]:
+def _walk(case: Case, batch: Sequence[Hypothesis], whole: bool, told: Told) -> Iterator[Trial]:
     """By itself, over the same text or another one."""
     seen, steps = case.observation, case.served.steps
     played = simulate(
@@ -168,6 +168,7 @@ def _walk(case: Case, batch: Sequence[Hypothesis], whole: bool) -> Iterator[Tria
         [item.variant for item in batch],
         only=None if whole else seen.screening_requests,
         served_products=whole,
+        on_event=told,
     )
     counts = per_request(played)
     for item, info in zip(batch, played.variants, strict=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replay.drafting.blocks import block_states
 from replay.drafting.crossed import handover
 from replay.drafting.first_pass import FirstPass, PackedAttention
 from replay.drafting.rows import drafted_positions
@@ -38,8 +39,12 @@ def chain_steps(head: Head, first: FirstPass, steps: int, feed: Callable[[int], 
 
     ``feed(step)`` gives the target ids [A] that the rows of ``step`` (1, 2, ...) embed. It is asked for them when the
     step before has been dealt with, and so may answer with what was drafted there. Raises UsageError where states
-    cross between requests (crossed.py) and ``first`` does not know their batches.
+    cross between requests (crossed.py) and ``first`` does not know their batches. A head that drafts blocks is fed
+    mask tokens instead (blocks.py), whatever ``feed`` would say.
     """
+    if head.config.block is not None:
+        yield from (ChainStep(normed_AE, None) for normed_AE in block_states(head, first, steps))
+        return
     handed = handover(head.behaviour, first.batch_rows, head.device)
     yield ChainStep(first.output.normed_RE, first.logit_sizes)
     attention, state_AE = ChainAttention(head, first.attention), first.output.feedback_RE

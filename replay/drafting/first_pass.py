@@ -27,6 +27,7 @@ class FirstPass:
 
     ``logit_sizes`` are those of the products in which a server read logits from these rows; None where they do not
     matter. ``batch_rows`` [A] in which a server drafted at the anchors; None where that was not told of all requests.
+    Of a head that drafts blocks the draft KV is the context, and the output the embedding of each anchor's known token.
     """
 
     attention: "PackedAttention"
@@ -39,9 +40,12 @@ class FirstPass:
 def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
     """One causal pass over every committed row. There must be an anchor in some request.
 
-    A head with ``product_rows`` makes every row in a product as large as the server's (product_sizes.py).
+    A head with ``product_rows`` makes every row in a product as large as the server's (product_sizes.py). Of a head
+    that drafts blocks no row sees another here (``_context_pass``).
     """
     parts = [committed_rows(item, head.behaviour, head.config.target_hidden_size) for item in inputs]
+    if head.config.block is not None:
+        return _context_pass(head, inputs, parts)
     sizes_R = served_sizes(inputs, head.execution)
     sizes = None if sizes_R is None else group_by_size(sizes_R.to(head.device))
     # With sizes all rows go to the end: an anchor's row that ran in a prefill keeps the company that it had there.
@@ -121,6 +125,19 @@ def whole_prompts(head: Head, requests: Sequence[tuple[DraftInput, Rows]], made:
     return other.forward(*made.fields, attention.committed, last_N, made.sizes)
 
 
+def _context_pass(head: Head, inputs: Sequence[DraftInput], parts: Sequence[Rows]) -> FirstPass:
+    """Keys and values of every committed row from its features alone (SGLang 0.5.23 speculative/dflash_worker_v2.py
+    ``_append_target_hidden_to_draft_kv_by_loc``); no CPU server runs such a head, so that sizes of products are any."""
+    attention = PackedAttention(head, inputs, [part.blank_R for part in parts], anchors_last=False)
+    fused_RE = head.fuse(torch.cat([part.features_RKD for part in parts]))
+    for kv in head.context(fused_RE, torch.cat([part.positions_R for part in parts])):
+        attention.remember(kv)
+    known_A = torch.cat([item.tokens_T.cpu()[item.anchors_A.cpu()] for item in inputs])
+    known_AE = head.embed(known_A)
+    index_A = torch.cat([item.anchors_A for item in inputs]).to(head.device) - 1
+    return FirstPass(attention, HeadOutput(known_AE, known_AE), index_A)
+
+
 def _batch_rows(inputs: Sequence[DraftInput]) -> BatchRows | None:
     told = [item.batch_rows for item in inputs if item.batch_rows is not None]
     return [row for rows in told for row in rows] if len(told) == len(inputs) else None
@@ -140,6 +157,16 @@ def _anchor_rows(inputs: Sequence[DraftInput], device: torch.device) -> Tensor:
         rows.append((start - 1 + item.anchors_A).to(device))
         start += item.rows
     return torch.cat(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedKV:
+    """Of one request the keys and values of its committed rows by layer, how many each anchor sees [A], and which left
+    none [R] (None: all left theirs)."""
+
+    kv: Sequence[KeyValues]
+    reach_A: Tensor
+    blank_R: Tensor | None
 
 
 class PackedAttention:
@@ -164,6 +191,16 @@ class PackedAttention:
         """Keys and values [R, M, H] of each request's committed rows, once the first pass has made them."""
         keys, values = (part.split(self._rows) for part in self._base[layer])
         return [KeyValues(*pair) for pair in zip(keys, values, strict=True)]
+
+    def remember(self, kv: KeyValues) -> None:
+        """The keys and values of one more layer, where no row asks for an answer."""
+        self._base.append(kv)
+
+    def of_requests(self) -> list[CommittedKV]:
+        """What is held, request by request."""
+        layers = [self.committed_kv(layer) for layer in range(len(self._base))]
+        parts = zip(*layers, strict=True)
+        return [CommittedKV(*one) for one in zip(parts, self._reach_anchors, self._blanks, strict=True)]
 
     def committed(self, layer: int, q: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
         """The first pass: remember every row, answer for those that are asked for."""

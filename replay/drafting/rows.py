@@ -59,9 +59,9 @@ class DraftInput:
     def prefilled_whole(self, prefill_rows: int | None) -> bool:
         """Whether one forward prefilled the whole prompt, nothing of it being cached.
 
-        Where ``pieces`` do not tell: whether a server that prefills ``prefill_rows`` at once (None: any) would.
+        Where ``pieces`` do not tell: whether a server that prefills ``prefill_rows`` at once would (None: no).
         """
-        first = self.pieces[0][0] if self.pieces else prefill_rows or self.prompt_tokens
+        first = self.pieces[0][0] if self.pieces else prefill_rows or 0
         return first >= self.prompt_tokens
 
 

@@ -35,6 +35,8 @@ STALE_ROWS = ("none", "anchor", "previous", "first", "last")
 # behind it, the first and the last being neighbours; of the row as far from the other end; of the other row of its
 # pair, the first with the second, the third with the fourth; or all of them that of the first row.
 CROSSED = ("none", "previous", "next", "reversed", "pairs", "first")
+# Which rows of its block a row sees: those before it and itself, or all of them.
+BLOCK_ATTENTIONS = ("causal", "bidirectional")
 # A prompt came in the pieces that the trace records, request by request, instead of in chunks of one size.
 RECORDED: Literal["recorded"] = "recorded"
 Chunk = int | Literal["recorded"]
@@ -72,6 +74,10 @@ class Behaviour:
 
     After verify: ``rewrite``, ``hole`` where the last accepted drafted token's row leaves no KV, ``next_row``,
     ``stale_rows`` whose features the rows get that verify makes from true ones.
+
+    Blocks, of a head that drafts them: ``block_size`` tokens of a block (None: one more than are drafted),
+    ``mask_token`` and ``block_attention`` (None: as the config says), ``late_context`` so many of the newest committed
+    rows are not there yet.
     """
 
     feedback: str | None = None
@@ -113,6 +119,11 @@ class Behaviour:
     next_row: str = "accepted"
     stale_rows: str = "none"
 
+    block_size: int | None = None
+    mask_token: int | None = None
+    block_attention: str | None = None
+    late_context: int = 0
+
     @property
     def follows_walk(self) -> bool:
         """Whether the draft KV or the next draft depends on the rounds before, so that rounds must run in order."""
@@ -127,6 +138,16 @@ class Behaviour:
     def chains_only(self) -> bool:
         """Whether it says something of drafted rows or of what a row sees, which trees do in their own way."""
         return self._differs(_DRAFTED + _AFTER_VERIFY)
+
+    @property
+    def says_of_blocks(self) -> bool:
+        """Whether it says something of the blocks that only some heads draft."""
+        return self._differs(_BLOCKS)
+
+    @property
+    def fits_blocks(self) -> bool:
+        """Whether all that it says has a meaning for a head that drafts blocks."""
+        return not self._differs(_NOT_OF_BLOCKS) and self.pairing != "own-token"
 
     def of_first_pass(self) -> "Behaviour":
         """The fields on which the committed rows of a round depend; drafted rows and what follows as if healthy."""
@@ -149,7 +170,23 @@ _DRAFTED = (
     "offset",
     "chain",
 )
+_BLOCKS = ("block_size", "mask_token", "block_attention", "late_context")
+# What is said of rows that a head which drafts blocks does not make, or of a state that it does not hand on.
+_NOT_OF_BLOCKS = (
+    "feedback",
+    "residual_normed",
+    "state_normed_twice",
+    "features_first",
+    "later_norm",
+    "later_residual",
+    "target_lm_head",
+    "chunk",
+    "chain",
+    "crossed",
+    "crossed_once",
+    *_AFTER_VERIFY,
+)
 # Read only after the first pass over committed rows.
-_LATER = ("drafted_offset", "advance", "dummy_from", "chain", "crossed", "crossed_once", *_AFTER_VERIFY)
+_LATER = ("drafted_offset", "advance", "dummy_from", "chain", "crossed", "crossed_once", *_AFTER_VERIFY, *_BLOCKS)
 _ALL = tuple(field.name for field in fields(Behaviour))
 HEALTHY = Behaviour()

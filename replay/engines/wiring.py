@@ -15,6 +15,11 @@ from replay.printable import shorten
 from replay.targets.rules import NEWEST, CaptureRule, NoRule, capture_rule
 from replay.traces.taps import FINAL, parse_taps, tap_index, tap_name
 
+# Targets that vLLM 0.32 runs by model_executor/models/deepseek_v2.py, which adds the residual of layer 0 before there
+# is one: with id 0 its first forward ends in a TypeError.
+VLLM_DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+VLLM_CRASH = "with id 0, the embedding, its DeepSeek crashes at the first forward"
+
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
@@ -186,7 +191,8 @@ def _each_engine(wiring: Wiring, rule: CaptureRule | NoRule, layers: int) -> Ite
     rising = all(low < high for low, high in pairwise(indices))
     order = "" if rising else "this engine feeds taps in layer order, each once"
     yield _sglang_ids(indices, order, rule, layers)
-    yield EngineIds(VLLM, tuple(indices) if rising else None, order)
+    crash = VLLM_CRASH if 0 in indices and rule.architecture in VLLM_DEEPSEEK else ""
+    yield EngineIds(VLLM, None if order or crash else tuple(indices), order or crash)
     if 0 in indices:
         yield EngineIds(SPECFORGE, None, "its ids are outputs of layers, so the embedding has none")
     elif len(indices) != 3:
@@ -207,6 +213,37 @@ def _sglang_ids(indices: list[int], order: str, rule: CaptureRule | NoRule, laye
             note = "" if ids is not swapped else "in this order: a first id of 1 adds 1 to all"
             return EngineIds(rule.engine, ids, note)
     return EngineIds(rule.engine, None, f"its {rule.architecture} has no ids that feed this")
+
+
+def dflash_wiring(ids: Sequence[int], *, layers: int) -> Wiring:
+    """The wiring of a DFlash config's ``target_layer_ids``: id k is the output of layer k, R[k+1].
+
+    So say dflash 0.1.0 (``extract_context_feature``) and SGLang 0.5.23 (``set_dflash_layers_to_capture``, as in
+    models/qwen3.py). Raises WiringError where the two would feed different taps: SGLang records in layer order and
+    each layer once, and nothing of the last layer, behind which Transformers has the final norm already.
+    """
+    if not all(low < high for low, high in pairwise(ids)):
+        raise WiringError(
+            f"target_layer_ids {list(ids)} do not rise: SGLang feeds them in layer order and each once, the trainer in "
+            "this order; say the wiring with --wiring"
+        )
+    if ids[-1] >= layers - 1:
+        raise WiringError(
+            f"target_layer_ids {list(ids)} reach layer {ids[-1]}, and of a target of {layers} layers the outputs of "
+            f"layers 0 to {layers - 2} can be fed; say the wiring with --wiring"
+        )
+    return Wiring(tuple(tap_name(index + 1) for index in ids))
+
+
+def dflash_ids(wiring: Wiring) -> EngineIds:
+    """The ``target_layer_ids`` of a DFlash config that feed ``wiring``, or why none do."""
+    engine, indices = "DFlash 0.1, SGLang 0.5.23", [tap_index(name) for name in wiring.taps]
+    known = [index for index in indices if index]
+    if len(known) < len(indices):
+        return EngineIds(engine, None, "its ids are outputs of layers, so the embedding and the final norm have none")
+    if not all(low < high for low, high in pairwise(known)):
+        return EngineIds(engine, None, "SGLang feeds taps in layer order, each once")
+    return EngineIds(engine, tuple(index - 1 for index in known), "")
 
 
 def check_wiring(wiring: Wiring, *, available: Sequence[str], hidden_size: int, fc_inputs: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from replay.errors import UsageError
-from replay.faults import precision, run, weights, wiring
+from replay.faults import block, precision, run, weights, wiring
 from replay.faults.change import NO_REMEDY, Change, FaultKind, FaultValueError, Subject
 from replay.faults.joined import called, set_fields, undone
 from replay.traces.fields import show
@@ -167,6 +167,24 @@ _TABLE: Sequence[FaultKind] = (
         "precision.dtype-cast", "the head runs in another dtype", "fp16|bf16|fp32", "fp16", precision.dtype_cast,
         reports=2, changes_weights=True,
         remedy="state dtype bfloat16 in the draft config, or serve with --dtype bfloat16"),
+    FaultKind(
+        "block.attention", "rows of a block see other rows of it than trained", "causal|bidirectional", "causal",
+        block.attention, reports=1,  # no thread has it as its cause; counted as one, so that it is tried
+        remedy="the blocks run {value}, and the head was trained otherwise: see is_causal and layer_types in the draft "
+        "config, or update the engine"),
+    FaultKind(
+        "block.mask-token", "another token stands where a block has masks", "ID", None, block.mask_token,
+        reports=1,  # no thread has it as its cause; counted as one, so that it is tried
+        remedy="write the mask_token_id that training used into dflash_config of the draft config"),
+    FaultKind(
+        "block.size", "a block has another number of tokens", "N", None, block.size,
+        reports=1,  # no thread has it as its cause; counted as one, so that it is tried
+        remedy="serve with as many draft tokens as the block_size of the draft config"),
+    FaultKind(
+        "block.late-context", "the newest context rows are missing when a block is drafted", "N", "1",
+        block.late_context, reports=1,  # no thread has it as its cause; counted as one, so that it is tried
+        remedy="keys and values of all accepted tokens must be written before the next block is drafted: update the "
+        "engine"),
     FaultKind(
         TREE_FAULT, "nodes of a tree see other rows than trained", "slot|path", "slot", run.tree_kv, reports=2,
         remedy="serve a chain (--speculative-eagle-topk 1) or an engine that lets nodes see their ancestors"),

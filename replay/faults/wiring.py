@@ -72,20 +72,36 @@ def concat_order(value: str) -> Change:
 def norm(value: str) -> Change:
     def skip(name: str) -> Change:
         def change(subject: Subject) -> Subject:
-            if not any(name in tensor.split(".") for tensor in expected_tensors(subject.config)):
+            if not _has_norm(subject, name):
                 raise CheckpointError(f"draft head {subject.checkpoint.name} has no {name} to leave out; type another")
             return subject.with_behaviour(skip_norms=(*subject.behaviour.skip_norms, name))
 
         return change
 
     changes: dict[str, Change] = {f"skip:{name}": skip(name) for name in (*_NORMS, *_LATENT_NORMS, *_QK_NORMS)}
-    other = {"residual": _other_residual, "twice": behave(state_normed_twice=True)}
+    other = {"residual": _other_residual, "twice": _twice}
     return choice("wiring.norm", value, {**other, **changes})
 
 
 def _other_residual(subject: Subject) -> Subject:
     """The stream starts from the state before ``hidden_norm`` where training took the one behind, and the reverse."""
+    _needs(subject, "hidden_norm", "wiring.norm=residual")
     return subject.with_behaviour(residual_normed=not subject.config.norm_before_residual)
+
+
+def _twice(subject: Subject) -> Subject:
+    _needs(subject, "hidden_norm", "wiring.norm=twice")
+    return subject.with_behaviour(state_normed_twice=True)
+
+
+def _needs(subject: Subject, norm: str, fault: str) -> None:
+    """Raises CheckpointError where the head has no such norm."""
+    if not _has_norm(subject, norm):
+        raise CheckpointError(f"draft head {subject.checkpoint.name} has no {norm}; leave {fault} away")
+
+
+def _has_norm(subject: Subject, norm: str) -> bool:
+    return any(norm in name.split(".") for name in expected_tensors(subject.config))
 
 
 def norm_eps(value: str) -> Change:
@@ -98,7 +114,16 @@ def recycle_norm(value: str) -> Change:
         return subject.with_behaviour(feedback="pre" if subject.config.norm_output else "post")
 
     changes = {"other": other, "pre": behave(feedback="pre"), "post": behave(feedback="post")}
-    return choice("wiring.recycle-norm", value, changes)
+    chosen = choice("wiring.recycle-norm", value, changes)
+
+    def change(subject: Subject) -> Subject:
+        if not subject.config.last_norm:
+            raise CheckpointError(
+                f"draft head {subject.checkpoint.name} has no norm behind its layers; leave wiring.recycle-norm away"
+            )
+        return chosen(subject)
+
+    return change
 
 
 def multi_layer(value: str) -> Change:

@@ -43,10 +43,7 @@ class Eagle3:
             stated = parts.config.norm_before_residual
             starts_normed = stated if behaviour.residual_normed is None else behaviour.residual_normed
             return inputs, normed if starts_normed else hidden
-        name = f"{prefix}{behaviour.later_norm or parts.config.later_norm}"
-        if behaviour.later_residual:
-            return parts.add_norm(hidden, residual, name)
-        return parts.norm(hidden, name), hidden
+        return parts.enter_later(layer, hidden, residual)
 
     def mlp(self, parts: Parts, layer: int, x_RE: Tensor, sizes: ProductSizes | None) -> Tensor:
         """What a layer's MLP adds to the stream."""

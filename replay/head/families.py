@@ -9,6 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from replay.head.dflash import Dflash
+from replay.head.eagle import Eagle
 from replay.head.eagle3 import Eagle3
 from replay.head.parts import Parts
 from replay.head.products import ProductSizes
@@ -39,4 +41,4 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: Mapping[str, Family] = {"eagle3": Eagle3()}
+FAMILIES: Mapping[str, Family] = {"eagle3": Eagle3(), "eagle": Eagle(), "dflash": Dflash()}

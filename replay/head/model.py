@@ -4,7 +4,7 @@ Shape suffixes: R rows (token positions, of one or many requests), E head width,
 N attention heads, M key-value heads, H features per attention head, F MLP width, W draft vocabulary, V target
 vocabulary. A row pairs the embedding of the next token with the features of this position.
 
-What differs by family lies in files of its own (families.py), and so does attention (grouped.py, latent.py).
+What differs by family lies in files of its own (families.py), and so does attention (grouped.py, latent.py, block.py).
 Everything is differentiable, so training can use the same forward.
 """
 
@@ -22,6 +22,8 @@ from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import PLAIN, Precision
 from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile
 from replay.errors import CheckpointError
+from replay.head.attention import KeyValues
+from replay.head.block import BlockAttention
 from replay.head.emulation import Emulation, RoundedProducts
 from replay.head.families import FAMILIES
 from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
@@ -59,6 +61,10 @@ class TargetTables:
     lm_head_VE: Tensor | None = None
 
 
+def _as_made(kv_RMH: Tensor) -> Tensor:
+    return kv_RMH
+
+
 class Head:
     """A draft head ready to run: weights cast to one dtype on one device, in one rounding order."""
 
@@ -91,7 +97,9 @@ class Head:
         self._embed_VE = self._choose_embedding(checkpoint, target.embed_VE, profile)
         self.target_ids_W = self._target_ids(checkpoint)
         self._lm_head_WE = self._choose_lm_head(target.embed_VE if target.lm_head_VE is None else target.lm_head_VE)
-        self._biased = self.config.attention_bias and (profile.attention_bias or self.config.vllms)
+        # SGLang builds a DFlash head with all biases (models/dflash.py), whatever it does of an EAGLE-3 head.
+        reads_bias = profile.attention_bias or self.config.vllms or self.config.block is not None
+        self._biased = self.config.attention_bias and reads_bias
         if self.config.attention_bias and not self._biased:
             self.notes.append(f"{profile.name} builds q, k and v without the bias that this head has")
         self._family = FAMILIES[self.config.family]
@@ -105,7 +113,7 @@ class Head:
             stack_gate_up(self._weights),
             self._biased,
         )
-        self._attention: GroupedAttention | LatentAttention = self._build_attention()
+        self._attention: GroupedAttention | LatentAttention | BlockAttention = self._build_attention()
         self._set_run()
 
     @property
@@ -130,12 +138,13 @@ class Head:
 
         SGLang 0.5.23 runs the rows of a forward in which no request has earlier rows unabsorbed, where all others are
         absorbed (models/deepseek_common/attention_backend_handler.py ``handle_attention_triton``, which the CPU's
-        backend takes; those of GPUs prefill such rows unabsorbed too).
+        backend takes; those of GPUs prefill such rows unabsorbed too). They see keys and values as they were made, not
+        as the draft KV stores them (attention_forward_methods/forward_mha.py ``forward_normal_prepare``).
         """
         if not isinstance(self._attention, LatentAttention) or not self._attention.absorbed:
             return None
         other = copy(self)
-        other._attention = replace(self._attention, absorbed=False)
+        other._attention = replace(self._attention, absorbed=False, stored=_as_made)
         other._set_run()
         return other
 
@@ -198,7 +207,7 @@ class Head:
             )
         return ids_W.to(self.device)
 
-    def _build_attention(self) -> GroupedAttention | LatentAttention:
+    def _build_attention(self) -> GroupedAttention | LatentAttention | BlockAttention:
         emulation, config = self.emulation, self.config
         if config.latent is not None:
             weights, absorbed = LatentWeights.of(self._weights), self.numerics.latent_absorbed
@@ -208,7 +217,8 @@ class Head:
         prefixes = [f"layers.{layer}.self_attn." for layer in range(config.num_layers)]
         biases = [stack(self._weights, prefix, "q_k_v", "bias") if self._biased else None for prefix in prefixes]
         stacked = [stack(self._weights, prefix, "q_k_v") for prefix in prefixes]
-        return GroupedAttention(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
+        kind = GroupedAttention if config.block is None else BlockAttention
+        return kind(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
 
     # ---- the forward, in the order of the paper ----
 
@@ -220,6 +230,12 @@ class Head:
         x = self.emulation.features(features_RKD.to(self.device))
         assert x.shape[-1] == self.config.features_width  # what does not fit was refused before (simulator/fit.py)
         return self._family.fuse(self._parts, x, sizes)
+
+    def context(self, fused_RE: Tensor, positions_R: Tensor) -> list[KeyValues]:
+        """Of a head that drafts blocks: keys and values [R, M, H] of context rows, layer by layer."""
+        attention, rotation, norm = self._attention, self._rotation(positions_R), self._parts.norm
+        assert isinstance(attention, BlockAttention)
+        return [attention.context(layer, fused_RE, rotation, norm) for layer in range(self.config.num_layers)]
 
     def embed(self, ids_R: Tensor) -> Tensor:
         """Embeddings [R, E] of target token ids."""

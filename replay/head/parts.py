@@ -48,6 +48,13 @@ class Parts:
         gate, up = product.chunk(2, dim=-1)
         return self.linear(functional.silu(gate) * up, f"{prefix}down_proj", sizes)
 
+    def enter_later(self, layer: int, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention of a layer after the first takes in, and the stream that its outcome is added to."""
+        name = f"layers.{layer}.{self.behaviour.later_norm or self.config.later_norm}"
+        if self.behaviour.later_residual:
+            return self.add_norm(hidden, residual, name)
+        return self.norm(hidden, name), hidden
+
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm with the weight of this name."""
         if self._skips(name):

@@ -124,7 +124,7 @@ class _Following:
         found = follow_server(
             self.trace, self.checkpoints, variants, self.served, scales=scales, device=self.device,
             served_products=served_products,
-            on_event=lambda event: self.on_event(ReplayProgress(before + event.done, total, _STAGE)),
+            on_event=lambda event: self.on_event(ReplayProgress(before + event.done, total, _STAGE, event.part)),
         )  # fmt: skip
         return dict(zip(variants, found, strict=True))
 

@@ -9,12 +9,13 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.behaviour import HEALTHY, RECORDED
 from replay.engines.precision import PLAIN, parse_precision
 from replay.engines.profiles import NUMERICS, PRECISIONS, EngineProfile, engine_profile, precision_of_dtype
-from replay.engines.wiring import Wiring, default_wiring, indices_wiring, sglang_wiring
+from replay.engines.wiring import Wiring, default_wiring, dflash_wiring, indices_wiring, sglang_wiring
 from replay.errors import TraceError, UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
 from replay.head.model import Head, TargetTables
 from replay.head.products import Execution
+from replay.simulator.blocks import check_blocks
 from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
 from replay.simulator.variant import ResolvedVariant, Variant, draft_tokens, kv_layout
 from replay.traces.fields import count_of
@@ -75,6 +76,8 @@ def distinct(variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint],
 def stated_wiring(checkpoint: Checkpoint, engine: EngineProfile, trace: Trace) -> Wiring:
     """What the engine feeds a head that states what this one does, from the trace's target. Raises WiringError."""
     target, config = trace.header.target, checkpoint.config
+    if config.block is not None:
+        return dflash_wiring(config.layer_ids or (), layers=target.layers)
     if not config.use_aux_hidden_state:
         return Wiring((FINAL,))
     if config.vllms:
@@ -106,6 +109,7 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
     check_fit(subject.checkpoint, subject.wiring, trace)
     check_topk(subject.checkpoint, variant.topk)
     check_precision(subject.precision, subject.config, variant.draft)
+    check_blocks(subject, variant, trace)
     if variant.topk > 1 and subject.behaviour.chains_only:
         faults = "+".join(map(str, variant.all_faults))
         raise UsageError(f"fault {faults} is played on chains, topk {variant.topk} drafts trees; type --topk 1")

@@ -71,6 +71,7 @@ def follow_server(
         for pack in read_packs(trace, taps_of(groups), served):
             alone = _Along(pack, [served[rows.request_id].before(len(rows.tokens) - 1) for rows in pack])
             together = alone if beside is None else beside.add_to(alone)
+            told = 0
             for stem in stems:
                 along = together if stem[0].crosses else alone
                 inputs = stem_inputs(stem, along.rows, along.leads, trace, spans, batches)
@@ -82,6 +83,8 @@ def follow_server(
                         found[member] += [
                             _of_request(one, number) for one, number in zip(followed, numbers, strict=True)
                         ]
+                    told += 1
+                    on_event(ReplayProgress(done, total, part=len(pack) * told / len(groups)))
             done += len(pack)
             on_event(ReplayProgress(done, total))
     return [join(parts) for parts in found]

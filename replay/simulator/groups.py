@@ -19,6 +19,7 @@ from replay.verify.rules import Rule
 class Group:
     """Variants that differ in steps, the size of their trees and their rule only: one run at the most steps serves all.
 
+    Of a head that drafts blocks only the rule differs: a block of another size is another run.
     Groups with one ``stem`` have their first pass in common: all of them hand states from request to request, or none.
     ``sampled``: the head samples its drafts, and the run
     follows the recorded text (drafting/path_probability.py).
@@ -55,7 +56,8 @@ def group_variants(
     for number, variant in enumerate(variants):
         check_rule(variant.verify, trace)
         sampled = samples_drafts(variant.verify, trace)
-        alike.setdefault((_without_drafting(variant), variant.topk, variant.kv, sampled), []).append(number)
+        block = checkpoints[variant.draft].config.block is not None
+        alike.setdefault((without_drafting(variant, block), variant.topk, variant.kv, sampled), []).append(number)
     firsts = [variants[members[0]] for members in alike.values()]
     subjects = [bind(first, checkpoints[first.draft], trace) for first in firsts]
     heads: dict[Hashable, Head] = {}
@@ -89,10 +91,13 @@ def _weights_key(variant: ResolvedVariant, subject: Subject) -> Hashable:
     )
 
 
-def _without_drafting(variant: ResolvedVariant) -> ResolvedVariant:
-    """What the head itself depends on: the variant with its chain or tree, and their acceptance, taken away."""
+def without_drafting(variant: ResolvedVariant, block: bool) -> ResolvedVariant:
+    """What the head itself depends on: the variant with its chain or tree, and their acceptance, taken away.
+
+    Of a head that drafts a ``block`` another number of steps is another run.
+    """
     kv = CHAIN_KV if variant.topk > 1 else variant.kv
-    return replace(variant, steps=1, topk=1, num_draft_tokens=2, kv=kv, verify=Rule())
+    return replace(variant, steps=variant.steps if block else 1, topk=1, num_draft_tokens=2, kv=kv, verify=Rule())
 
 
 def _size(variant: ResolvedVariant) -> TreeSize:

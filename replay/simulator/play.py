@@ -1,6 +1,6 @@
 """One pack of requests under variants that share their first pass: from drafts to rounds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -42,7 +42,22 @@ class _Pack:
     table: RoundsTable
 
 
-def replay_stem(
+def replay_stems(
+    stems: Sequence[Sequence[Group]],
+    rows: Sequence[RequestRows],
+    leads: Sequence[FollowedRounds],
+    trace: Trace,
+    spans: Mapping[str, Sequence[Span]],
+    batches: Batches | None,
+    tallies: Sequence[Tally],
+    table: RoundsTable,
+) -> Iterator[Group]:
+    """Replay a pack of requests under all groups; each is given when it is done."""
+    for stem in stems:
+        yield from _replay_stem(stem, rows, leads, trace, spans, batches, tallies, table)
+
+
+def _replay_stem(
     stem: Sequence[Group],
     rows: Sequence[RequestRows],
     leads: Sequence[FollowedRounds],
@@ -51,7 +66,7 @@ def replay_stem(
     batches: Batches | None,
     tallies: Sequence[Tally],
     table: RoundsTable,
-) -> None:
+) -> Iterator[Group]:
     start = perf_counter()
     inputs = drafting = stem_inputs(stem, rows, leads, trace, spans)
     together = gather(batches, trace, rows, leads) if batches is not None and stem[0].crosses else None
@@ -69,6 +84,7 @@ def replay_stem(
             _replay_sampled(group, pack)
         else:
             _replay_anchors(group, pack)
+        yield group
 
 
 def stem_inputs(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.engines.wiring import engine_ids
+from replay.engines.wiring import Wiring, dflash_ids, engine_ids
 from replay.errors import WiringError
+from replay.printable import counted
 from replay.simulator.binding import stated_wiring
 from replay.simulator.groups import Group
 from replay.simulator.variant import ResolvedVariant
@@ -138,22 +139,27 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
 def _unfinished(trace: Trace) -> Iterator[str]:
     if trace.header.state != "complete":
         yield (
-            f"The recording of the trace has not ended: {len(trace.requests)} requests are whole and are replayed, "
-            "what comes later may differ."
+            "The recording of the trace has not ended: what is whole is replayed, "
+            f"{counted(len(trace.requests), 'request')}, and what comes later may differ."
         )
 
 
-def describe_wirings(variants: Sequence[ResolvedVariant], trace: Trace) -> dict[str, list[dict[str, Any]]]:
-    """For each wiring, the layer ids to write so that each engine feeds it."""
+def describe_wirings(
+    variants: Sequence[ResolvedVariant], checkpoints: Mapping[str, Checkpoint], trace: Trace
+) -> dict[str, list[dict[str, Any]]]:
+    """For each wiring, the layer ids to write so that each engine feeds it to the heads that read it."""
     target = trace.header.target
-    wirings = dict.fromkeys(variant.wiring for variant in variants)
-    return {
-        str(wiring): [
-            {"engine": said.engine, "ids": None if said.ids is None else list(said.ids), "note": said.note}
-            for said in engine_ids(wiring, architecture=target.architecture, layers=target.layers)
+    kinds: dict[Wiring, set[bool]] = {}
+    for variant in variants:
+        kinds.setdefault(variant.wiring, set()).add(checkpoints[variant.draft].config.block is not None)
+    said = {}
+    for wiring, blocks in kinds.items():
+        read = engine_ids(wiring, architecture=target.architecture, layers=target.layers) if False in blocks else ()
+        said[str(wiring)] = [
+            {"engine": one.engine, "ids": None if one.ids is None else list(one.ids), "note": one.note}
+            for one in (*read, *((dflash_ids(wiring),) if True in blocks else ()))
         ]
-        for wiring in wirings
-    }
+    return said
 
 
 def describe_head(

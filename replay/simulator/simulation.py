@@ -16,7 +16,7 @@ from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
 from replay.simulator.inputs import FollowedRounds, followed_rounds, read_packs
 from replay.simulator.loops import find_loop
-from replay.simulator.play import replay_stem
+from replay.simulator.play import replay_stems
 from replay.simulator.results import (
     RoundsTable,
     Tally,
@@ -39,11 +39,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgress:
-    """``done`` of ``total`` requests replayed under all variants; ``stage`` says in a few words for what."""
+    """``done`` of ``total`` requests replayed under all variants; ``stage`` says in a few words for what.
+
+    ``part``: what is done of the requests that are under way, as a number of requests.
+    """
 
     done: int
     total: int
     stage: str = "replaying"
+    part: float = 0.0
 
 
 def simulate(
@@ -81,16 +85,19 @@ def simulate(
     stems = [list(alike) for _, alike in groupby(groups, key=lambda group: group.stem)]
     tallies = [Tally(estimator=_estimator(variant, checkpoints[variant.draft], trace)) for variant in resolved]
     table = RoundsTable(names)
-    total = len(trace.requests)
     led = None if follow is None else followed_rounds(follow)
+    asked = _asked(led, only)
+    total = sum(asked is None or record.request_id in asked for record in trace.records)
     spans, batches = _spans(trace, groups), batches_for(groups, trace)
     loops: dict[str, tuple[int, int]] = {}
     with torch.inference_mode():
         done = 0
-        for pack in read_packs(trace, taps_of(groups), _asked(led, only)):
+        for pack in read_packs(trace, taps_of(groups), asked):
             leads = [FollowedRounds() if led is None else led[rows.request_id] for rows in pack]
-            for stem in stems:
-                replay_stem(stem, pack, leads, trace, spans, batches, tallies, table)
+            for number, _ in enumerate(
+                replay_stems(stems, pack, leads, trace, spans, batches, tallies, table), start=1
+            ):
+                on_event(ReplayProgress(done, total, part=len(pack) * number / len(groups)))
             loops |= {rows.request_id: find_loop(rows.tokens[rows.prompt_tokens :].tolist()) for rows in pack}
             done += len(pack)
             on_event(ReplayProgress(done, total))
@@ -101,7 +108,7 @@ def simulate(
         requests=tuple(
             request_info(row, loops.get(row["request_id"], (0, 0))) for row in trace.requests.iter_rows(named=True)
         ),
-        trace={**describe_trace(trace), "wirings": describe_wirings(resolved, trace)},
+        trace={**describe_trace(trace), "wirings": describe_wirings(resolved, checkpoints, trace)},
         drafts={
             name: describe_head(name, checkpoint, resolved, groups, trace) for name, checkpoint in checkpoints.items()
         },

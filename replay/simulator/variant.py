@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
+from replay.checkpoint.checkpoint import Checkpoint
 from replay.drafting.tree_shape import count_candidates
 from replay.engines.precision import Precision, parse_precision
 from replay.engines.profiles import NUMERICS, EngineProfile, Numerics, engine_profile
@@ -118,6 +119,12 @@ def _check_types(variant: Variant) -> None:
             raise UsageError(f"{name} of a variant is {show(value)}, a value of type {wanted} was expected")
     if not all(isinstance(fault, Fault) for fault in variant.faults):
         raise UsageError(f"faults of a variant are {show(variant.faults)}; make them by parse_faults")
+
+
+def default_steps(checkpoint: Checkpoint) -> int:
+    """Steps where nobody says how many: all mask tokens of a block, else 5."""
+    block = checkpoint.config.block
+    return 5 if block is None else min(MAX_STEPS, max(1, block.size - 1))
 
 
 def policy_fault(kv: str | None) -> Fault | None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from replay.analysis.compare.pairing import PairedRounds, pair_rounds
 from replay.analysis.compare.report import answer, doubts, render_comparison
 from replay.analysis.json_document import document
 from replay.analysis.p_values import holm, two_sided
+from replay.analysis.view import View
 from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
 from replay.traces.rounds import Rounds, table_schema, write_rounds
@@ -187,6 +189,42 @@ def test_many_comparisons_ask_for_more() -> None:
     assert (alone.verdict, among.verdict) == ("better", "cannot tell")
     assert among.p_holm == pytest.approx(min(1.0, 41 * among.p_value))
     assert answer(_several(40)) == "41 variants against first: 41 cannot tell."
+
+
+def _table(several: int, view: View) -> list[str]:
+    """The lines of a report on so many variants that accept ever more, at full width."""
+    played = {make_variant(f"v{place}", kv=str(place)): [[place % 4], [place % 3]] for place in range(several)}
+    joined = pair_rounds(make_rounds(played, trace=TRACE))
+    console = Console(width=500, color_system=None, _environ={})
+    with console.capture() as capture:
+        console.print(render_comparison(compare_variants(joined, resamples=100), joined, view))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def _rows(lines: list[str]) -> list[tuple[str, float]]:
+    """Of each row of the first table the variant and its accept length."""
+    found = [re.match(r"(?:A|B\d+) +(v\d+) +(\d\.\d{3}) ", line) for line in lines]
+    return [(one[1], float(one[2])) for one in found if one]
+
+
+def test_the_rows_of_many_variants_are_sorted_and_cut_as_asked() -> None:
+    short = _rows(_table(5, View()))
+    assert [name for name, _ in short] == [f"v{place}" for place in range(5)]
+    lines = _table(20, View())
+    a, *others = _rows(lines)
+    assert a[0] == "v0" and len(others) == 19
+    assert [length for _, length in others] == sorted((length for _, length in others), reverse=True)
+    assert lines[-1] == lines[0]
+    typed = _table(20, View(sort="typed", top=3))
+    assert [name for name, _ in _rows(typed)] == ["v0", "v1", "v2", "v3"]
+    assert "16 more variants are not shown" in typed and typed[-1] != typed[0]
+
+
+def test_a_p_value_is_never_shown_as_0() -> None:
+    played = {make_variant("a"): [[0, 1], [1, 0], [1, 1]] * 8, make_variant("b", kv="b"): [[3, 3], [3, 2], [2, 3]] * 8}
+    played[make_variant("c", kv="c")] = [[0, 1], [1, 1], [1, 0]] * 8
+    text = shown(pair_rounds(make_rounds(played, trace=TRACE)))
+    assert "< 0.001 better" in text and " 0.000 " not in text.split("verdict")[1].split("rounds")[0]
 
 
 def test_requests_of_one_file_only_are_left_out_and_named() -> None:

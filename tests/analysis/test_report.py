@@ -25,8 +25,9 @@ from support.rounds_maker import make_rounds, make_variant
 
 from replay.analysis import wording
 from replay.analysis.report.agreement import agreement_legend, agreement_sentence
-from replay.analysis.report.report import Report, answer, assess, observed_sentence
+from replay.analysis.report.report import Report, answer, assess, observed_sentence, render
 from replay.analysis.summary import summarise
+from replay.analysis.view import View
 from replay.traces.rounds import Rounds
 
 
@@ -78,23 +79,37 @@ def test_every_number_of_the_answer_is_that_of_the_rounds() -> None:
     rounds = sweep()
     found = _assess(rounds)
     assert found.best is not None
-    table = rounds.table.filter(variant=found.best.name)
-    assert f"accept length {(table['accepted'] + 1).mean():.3f}" in answer(found)
-    assert f"over {table.height} rounds of 24 requests" in answer(found)
+    for place, row in enumerate(found.together):
+        length = (rounds.table.filter(variant=row.name)["accepted"] + 1).mean()
+        assert f"with {'' if place else 'accept length '}{length:.3f}" in answer(found)
+    assert "over 24 requests; the others lose" in answer(found)
+    table = single().table
+    said = answer(_assess(single()))
+    assert f"ccept length {(table['accepted'] + 1).mean():.3f}" in said
+    assert f"{table.height:,} rounds of 24 requests accepted {table['accepted'].sum():,} of" in said
 
 
 def test_what_the_others_lose() -> None:
     best, other, third = (make_variant(name, kv=name) for name in ("a", "b", "c"))
-    good, bad = [[3, 2], [3, 3], [2, 3]], [[0, 0, 1], [1, 0], [0, 1]]
-    mixed = [[3, 3], [2, 2], [3, 2]]  # the same rounds on other requests
+    good, bad = [[3, 2], [3, 3], [2, 3]] * 3, [[0, 0, 1], [1, 0], [0, 1]] * 3
+    mixed = [[3, 3], [2, 2], [3, 2]] * 3  # the same rounds on other requests
+    empty: list[list[int]] = [[]] * 9
+    near = [[*row[:-1], row[-1] - 1] if place == 4 else row for place, row in enumerate(good)]
     for played, said in (
-        ({best: good, other: bad}, r"; the other loses \d\.\d+ \(95 % interval \d\.\d+ to \d\.\d+\)\."),
-        ({best: good, other: good}, r"^All 2 variants give accept length 3\.667 .* over 6 rounds of 3 requests\.$"),
-        ({best: good, other: good, third: [[], [], []]}, r"; 1 gives the same, 1 has no rounds\."),
-        ({best: good, other: good, third: bad}, r"; 1 gives the same, 1 loses \d\.\d+ \(95 % interval .*\)\."),
-        ({best: good, other: mixed}, r"; the other loses 0\.\d+, within noise\."),
-        ({best: good, other: mixed, third: bad}, r"; the others lose 0\.\d+ to \d\.\d+, 1 of them within noise\."),
-        ({best: good, other: [[], [], []]}, r"; 1 has no rounds\."),
+        (
+            {best: good, other: bad},
+            r"^Best of 2 variants: kv a, .* 18 rounds of 9 .*; the other loses \d\.\d+ \(95 % interval .* to .*\)\.$",
+        ),
+        ({best: good, other: good}, r"^All 2 variants give accept length 3\.667 .* over 18 rounds of 9 requests\.$"),
+        (
+            {best: good, other: good, third: empty},
+            r"told apart: .* and kv b with 3.667, over .*; 1 has no rounds\.",
+        ),
+        ({best: good, other: good, third: bad}, r"and kv b with 3.667, .*; the other loses \d\.\d+ \(95 % .*\)\."),
+        ({best: good, other: near}, r"variants, not told apart: kv a with .* and kv b with 3.611, over 9 requests\.$"),
+        ({best: good, other: mixed, third: bad}, r"not told apart: kv a .* and kv b .*; the other loses \d\.\d+ \("),
+        ({best: good, other: bad, third: bad}, r"variants: kv a, .*; the others lose \d\.\d+\.$"),
+        ({best: good, other: empty}, r"; 1 has no rounds\."),
     ):
         assert re.search(said, answer(_assess(make_rounds(played)))), said
 
@@ -167,6 +182,7 @@ def test_doubts_of_a_sweep() -> None:
     assert any("One request has rounds" in doubt for doubt in _assess(one).doubts)
     uneven = make_rounds({make_variant("a"): [[3], [0]], make_variant("b", kv="b"): [[3], []]})
     assert any("rounds on 1 to 2 requests" in doubt for doubt in _assess(uneven).doubts)
+    assert any("request cannot tell 2 variants apart" in doubt for doubt in _assess(uneven).doubts)
     below = make_rounds({make_variant("a", anchors=10, anchors_accepted=1): [[3], [3]]})
     assert any("below the served walk" in doubt for doubt in _assess(below).doubts)
 
@@ -184,6 +200,47 @@ def test_only_facts_that_differ_are_columns() -> None:
     assert wording.varying(summarise(make_rounds({variant: [[1]] for variant in tree}))) == ("num_draft_tokens",)
     alike = [make_variant("a"), make_variant("b")]
     assert wording.varying(summarise(make_rounds({variant: [[1]] for variant in alike}))) == ("name",)
+
+
+def shown(rounds: Rounds, view: View) -> list[str]:
+    """The lines of a report of that view, at full width."""
+    console = Console(width=500, color_system=None, _environ={})
+    with console.capture() as capture:
+        console.print(render(rounds, summarise(rounds, resamples=100), view))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def _lengths(lines: list[str]) -> list[float]:
+    """The column of accept lengths: what stands before an interval in a row of the first table."""
+    return [float(found[1]) for line in lines if (found := re.search(r" (\d\.\d{3})  \d\.\d\d to \d\.\d\d ", line))]
+
+
+def test_a_long_table_is_sorted_and_says_its_answer_twice() -> None:
+    lines = shown(many(), View())
+    assert _lengths(lines) == sorted(_lengths(lines), reverse=True) and len(_lengths(lines)) == 32
+    assert lines[-1] == lines[0] and lines[0].startswith("Best of 32 variants")
+    typed = shown(many(), View(sort="typed"))
+    assert _lengths(typed) == [round(row.accept_length, 3) for row in summarise(many(), resamples=100)]
+
+
+def test_the_top_of_a_table_says_how_many_more_there_are() -> None:
+    lines = shown(many(), View(top=5))
+    assert _lengths(lines) == _lengths(shown(many(), View()))[:5]
+    assert "27 more variants are not shown" in lines and lines[-1] != lines[0]
+    short = shown(sweep(), View(sort="length", top=1))
+    assert _lengths(short) == [max(_lengths(shown(sweep(), View())))]
+    assert short[0] == shown(sweep(), View())[0]  # what is not shown still counts
+
+
+def test_positions_that_no_round_accepted_are_left_out() -> None:
+    deep = make_rounds({make_variant("a", steps=64): [[3, 9], [0, 17], [2, 2]]})
+    lines = shown(deep, View())
+    assert sum("█" in line or "░" in line for line in lines) == 1 + 18
+    assert any("0 to 18" in line for line in lines) and not any("0 to 64" in line for line in lines)
+    assert "positions 19 to 64: no round got there" in lines
+    other = make_variant("b", steps=64, kv="b")
+    lines = shown(make_rounds({make_variant("a", steps=64): [[3], [0]], other: [[1], [2]]}), View())
+    assert any("0 to 15" in line for line in lines)
 
 
 def test_bars_are_as_high_as_their_share() -> None:

@@ -28,9 +28,11 @@ from support.fake_server import (
 
 from replay.capture.client import requests, watch
 from replay.capture.client.api import open_api
+from replay.capture.client.asking import Answered
 from replay.capture.client.capture import capture_server
+from replay.capture.client.requests import ServerClient
 from replay.capture.client.spool_reader import SpoolReader, rid_of
-from replay.capture.events import CaptureResult, Event, Noted
+from replay.capture.events import CaptureProgress, CaptureResult, Event, Noted
 from replay.capture.options import ServerOptions
 from replay.capture.spool import Entry, client_lock, drop_launches, launch_folder, row_file_names
 from replay.cli.app import cli
@@ -610,6 +612,24 @@ def test_header_tells_of_the_server(options: ServerOptions) -> None:
     engine = Trace.open(options.out).header.engine
     assert (engine.name, engine.version, engine.details["wiring"]) == ("sglang", "0.5.23", "embed,2")
     assert engine.details["speculative_num_steps"] == str(STEPS)
+
+
+def test_rows_that_come_before_the_answers_count_as_progress(
+    options: ServerOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few requests, all in flight at once, are no reason for a bar that stands still."""
+    monkeypatch.setattr("replay.capture.client.requests._TELL_SECONDS", -1.0)
+    monkeypatch.setattr("replay.capture.client.requests.ServerClient._is_whole", _late(ServerClient._is_whole))
+    result, events = capture(options)
+    told = [event for event in events if isinstance(event, CaptureProgress)]
+    assert any(event.output_tokens > 0 and event.requests_done == 0 for event in told)
+    assert all(event.output_tokens_left >= 0 for event in told)
+    assert (told[-1].output_tokens, told[-1].requests_done) == (result.output_tokens, result.requests)
+
+
+def _late(real: Callable[[ServerClient, Answered], bool]) -> Callable[[ServerClient, Answered], bool]:
+    """Rows are found whole a little after the answer."""
+    return lambda client, one: time.monotonic() - one.since > 0.2 and real(client, one)
 
 
 def test_differing_histogram_is_said(options: ServerOptions, server: FakeServer) -> None:

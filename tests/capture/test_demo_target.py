@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from replay.capture import demo_target as module
-from replay.capture.demo_target import build_once, cache_folder, smollm2
+from replay.capture.demo_target import build_once, smollm2
 from replay.errors import CheckpointError, OutputError
+from replay.traces.verify import cache_folder
 
 MADE_FROM: dict[str, object] = {"recipe": 1}
 

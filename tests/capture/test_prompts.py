@@ -21,7 +21,7 @@ def write(folder: Path, *rows: Any) -> Path:
 
 
 def encode(path: Path, limits: TargetLimits, max_new_tokens: int = 4) -> list[EncodedRequest]:
-    return encode_prompts(read_prompts(path), None, limits, raw=False, max_new_tokens=max_new_tokens)
+    return list(encode_prompts(read_prompts(path), None, limits, raw=False, max_new_tokens=max_new_tokens).requests)
 
 
 def test_row_kinds_are_read_as_written(tmp_path: Path) -> None:
@@ -113,8 +113,6 @@ def test_ids_and_lengths_are_held_against_the_target(tmp_path: Path) -> None:
         ({"input_ids": [1, 10]}, "prompt token id 10 is outside the target's vocabulary, 0 to 9"),
         ({"input_ids": [-1]}, "prompt token id -1 is outside"),
         ({"input_ids": [1], "output_ids": [2, 99]}, "output token id 99 is outside"),
-        ({"input_ids": [1] * 6}, "the prompt has 6 tokens and the target's context is 6"),
-        ({"input_ids": [1] * 4, "output_ids": [2] * 3}, "have 4 + 3 tokens and the target's context is 6"),
         ({"prompt": "x"}, "the target folder has no tokenizer"),
         ({"input_ids": [1], "response": "x"}, "the target folder has no tokenizer"),
     ]:
@@ -123,6 +121,25 @@ def test_ids_and_lengths_are_held_against_the_target(tmp_path: Path) -> None:
             encode(path, limits)
         assert f"{path} line 2" in str(refusal.value)
         assert says in str(refusal.value)
+
+
+TOO_LONG = [
+    ({"input_ids": [1] * 6}, "the prompt has 6 tokens and the target's context is 6"),
+    ({"input_ids": [1] * 4, "output_ids": [2] * 3}, "have 4 + 3 tokens and the target's context is 6"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), TOO_LONG)
+def test_a_row_that_is_too_long_is_left_out_by_name(row: dict[str, Any], says: str, tmp_path: Path) -> None:
+    limits = TargetLimits(vocab_size=10, context=6)
+    prompts = read_prompts(write(tmp_path, {"input_ids": [1]}, {**row, "id": "long"}, {"input_ids": [2]}))
+    encoded = encode_prompts(prompts, None, limits, raw=False, max_new_tokens=4)
+    assert [one.request_id for one in encoded.requests] == ["0", "2"]
+    assert list(encoded.left_out) == ["long"] and says in encoded.left_out["long"]
+    (note,) = encoded.notes()
+    assert note.startswith("left out as too long: 1 of 3 prompts (long); ") and "line 2" in note
+    with pytest.raises(PromptError, match="line 1"):
+        encode(write(tmp_path, row, row), limits)
 
 
 def test_output_is_cut_to_the_context(tmp_path: Path) -> None:
@@ -142,11 +159,11 @@ def test_chat_template_raw_text_and_messages(tmp_path: Path, target_dir: Path) -
         {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]},
     )
     limits = TargetLimits(len(tokenizer), 8192)
-    one, chat = encode_prompts(read_prompts(path), tokenizer, limits, raw=False, max_new_tokens=4)
+    one, chat = encode_prompts(read_prompts(path), tokenizer, limits, raw=False, max_new_tokens=4).requests
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     turns = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(one.prompt_ids) == turns.format(system)
     assert tokenizer.decode(chat.prompt_ids) == turns.format("S")
     assert tokenizer.decode(one.forced_ids) == "Hello<|im_end|>"
-    raw = encode_prompts(read_prompts(path), tokenizer, limits, raw=True, max_new_tokens=4)[0]
+    raw = encode_prompts(read_prompts(path), tokenizer, limits, raw=True, max_new_tokens=4).requests[0]
     assert tokenizer.decode(raw.prompt_ids) == "Hi"

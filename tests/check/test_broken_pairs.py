@@ -37,7 +37,7 @@ from support.check_cases import (
 
 import replay.check
 from replay.check.finding import Finding
-from replay.check.run import RULES
+from replay.check.run import BLOCK_RULES, RULES
 from replay.faults.table import FAULTS
 
 LOW_IDS = torch.arange(40) + torch.arange(40) // 20  # target ids whose sum with the draft ids is still in range
@@ -85,6 +85,9 @@ BROKEN: dict[str, tuple[str, str, Case]] = {
     "default ids as SGLang counts, served by vLLM": (
         "wiring.aux-layer-id", "warning", Case({"eagle_config": None, TOP_IDS: DEFAULT_IDS}, engine="vllm")),
     "ids only for vLLM's V1 runner": ("wiring.aux-layer-id", "warning", Case(ids(3, 16, 25), engine="vllm")),
+    "embedding of a DeepSeek target, served by vLLM": (
+        "wiring.aux-layer-id", "error",
+        Case(ids(0, 3, 16), target={"architectures": ["DeepseekV3ForCausalLM"]}, engine="vllm")),
     "negative id, served by vLLM": ("wiring.aux-layer-id", "error", Case(ids(-1, 2, 15), engine="vllm")),
     "ids served by EAGLE's own code": (
         "wiring.aux-layer-id", "error", Case({"eagle_config": None, TOP_IDS: [3, 16, 28]}, engine="eagle")),
@@ -381,7 +384,7 @@ def test_every_rule_that_is_written_runs() -> None:
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_") and _is_rule(function)
     }
-    assert written == {rule.find for rule in RULES}
+    assert written == {rule.find for rule in (*RULES, *BLOCK_RULES)}
 
 
 def _is_rule(function: Callable[..., object]) -> bool:

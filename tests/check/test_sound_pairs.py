@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,10 +35,11 @@ from support.check_cases import (
 )
 
 from replay.check.facts import read_facts
-from replay.check.layer_ids import readings
+from replay.check.layer_ids import readings, wiring_of
 from replay.check.run import check
 from replay.check.server import live_server
 from replay.checkpoint.headers import read_weights
+from replay.engines.wiring import engine_ids
 
 # ---- sound pairs ----
 
@@ -192,6 +194,27 @@ def test_layer_ids_are_read_as_each_engine_does(tmp_path: Path) -> None:
         "EAGLE": (2, 30, 58),
         "SpecForge 0.2": (3, 31, 59),
     }
+
+
+@pytest.mark.parametrize("listed", [None, (-1, 2, 15), (2, 15, 27), (0, 1, 2), (2, 15), (1, 2, 3, 4), (5, 2, 9)])
+def test_what_specforge_feeds_is_what_specforge_says(listed: tuple[int, ...] | None, tmp_path: Path) -> None:
+    """Its own function is asked; and the ids that a report names for a wiring are those that feed it."""
+    from specforge.algorithms.model_providers import resolve_eagle_capture_layers
+
+    changes = ids(*listed) if listed else {}
+    draft, target = write_case(tmp_path, Case(changes))
+    facts = read_facts(draft, target)
+    found = readings(facts.draft, facts.target)["SpecForge 0.2"].taps
+    asked = SimpleNamespace(model=SimpleNamespace(aux_hidden_state_layer_ids=None))
+    whole = SimpleNamespace(num_hidden_layers=facts.target.layers)
+    try:
+        peer = tuple(resolve_eagle_capture_layers(asked, changes, whole))
+    except ValueError:
+        assert found is None
+        return
+    assert found == tuple(layer + 1 for layer in peer)
+    told = engine_ids(wiring_of(found), architecture="LlamaForCausalLM", layers=facts.target.layers)
+    assert {one.engine: one.ids for one in told}["SpecForge 0.2"] == peer
 
 
 def test_an_older_server_reads_kimi_ids_otherwise(tmp_path: Path) -> None:

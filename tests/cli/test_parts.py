@@ -54,7 +54,7 @@ def test_one_trace_that_is_typed_twice_is_one(folder: Path) -> None:
 def test_an_unfinished_trace_is_replayed_as_far_as_it_is_whole(folder: Path) -> None:
     typed = ("--draft", folder / "draft", "--steps", 1, "--json")
     found = json.loads(run("simulate", folder / "begun", *typed).stdout)
-    assert found["trace"]["requests"] == 2 and "2 requests are whole" in found["doubts"][0]
+    assert found["trace"]["requests"] == 2 and "replayed, 2 requests, and" in found["doubts"][0]
     refused = run("simulate", folder / "empty", *typed, exit_code=1)
     assert "holds no whole request yet; wait for one" in refused.stderr
 
@@ -74,3 +74,11 @@ def test_traces_are_merged_and_cut(folder: Path, tmp_path: Path) -> None:
     assert [(one["all"]["requests"], one["state"]) for one in counted] == [(2, "complete"), (2, "recording")]
     assert "is not empty" in run("trace", "subset", both, "-o", tmp_path / "a", exit_code=1).stderr
     assert "has not ended" in run("trace", "merge", folder / "begun", "-o", tmp_path / "m", exit_code=1).stderr
+
+
+def test_what_a_server_elsewhere_accepted_stands_beside_the_report(folder: Path) -> None:
+    typed = ("simulate", folder / "one", "--draft", folder / "draft", "--steps", 1, "--observed")
+    said = " ".join(run(*typed, "1.5").stdout.split())
+    assert "Observed elsewhere: 1.500 (given); the replay gives 1." in said
+    refused = run(*typed, "0.2", "--wiring", "embed", exit_code=1)  # before anything is replayed
+    assert "0.2 is no accept length" in refused.stderr

@@ -3,11 +3,15 @@
 import importlib
 import json
 import pkgutil
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import replay.cli
 
@@ -50,7 +54,59 @@ def test_every_command_that_is_written_can_be_typed() -> None:
         module = importlib.import_module(f"replay.cli.{file.name}")
         commands = [one for one in vars(module).values() if isinstance(one, click.Command) and one is not cli]
         written |= {one for one in commands if getattr(one.callback, "__module__", "") == module.__name__}
-    assert written == set(cli.commands.values())
+    typed = set(cli.commands.values())
+    for group in [one for one in typed if isinstance(one, click.Group)]:
+        typed |= set(group.commands.values())
+    assert written == typed
+
+
+def test_every_command_has_examples_that_can_be_typed() -> None:
+    """Each is read by the command itself, which then would look for its files."""
+    from replay.cli.app import cli
+    from replay.cli.examples import EXAMPLES
+
+    assert set(EXAMPLES) == set(cli.commands)
+    for name, lines in EXAMPLES.items():
+        for line in lines:
+            program, command, *arguments = shlex.split(line.partition(" > ")[0])
+            assert (program, command) == ("replay", name)
+            context = cli.commands[name].make_context(name, arguments)  # raises UsageError where it cannot be
+            assert context.params
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_the_examples_end_the_help_a_line_each(command: str) -> None:
+    from replay.cli.app import cli
+    from replay.cli.examples import EXAMPLES
+
+    shown = CliRunner().invoke(cli, [command, "--help"]).stdout.rstrip().splitlines()
+    assert [line.strip() for line in shown[-len(EXAMPLES[command]) :]] == list(EXAMPLES[command])
+
+
+def test_python_m_is_the_command(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "replay", "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, _python("-c", HELP, '["--version"]').stdout)
+
+
+def test_python_m_in_half_a_checkout_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """As where a wheel is installed and the folder at hand has no `replay/analysis`."""
+    from replay import __main__
+
+    (tmp_path / "replay" / "cli").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("cli/__init__", ""), ("cli/app", "import replay.analysis_is_elsewhere\n")):
+        (tmp_path / "replay" / f"{name}.py").write_text(text)
+    shutil.copy(str(__main__.__file__), tmp_path / "replay" / "__main__.py")
+    done = subprocess.run([sys.executable, "-m", "replay"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("replay: this folder hides") and done.stderr.count("\n") == 1
+
+
+def test_shells_are_given_their_completion() -> None:
+    for shell in ("bash", "zsh", "fish"):
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", "import sys; sys.argv = ['replay']; from replay.cli.app import main; main()"],
+            env={"_REPLAY_COMPLETE": f"{shell}_source"}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0 and "_REPLAY_COMPLETE" in done.stdout
 
 
 def test_a_full_stdout_is_refused_in_a_sentence() -> None:

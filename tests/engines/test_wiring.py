@@ -213,7 +213,8 @@ def ids_of(wiring: str, architecture: str = LLAMA, layers: int = 32) -> dict[str
     [
         ("2,16,29", LLAMA, (1, 15, 28), (2, 16, 29), (1, 15, 28)),
         ("embed,3,31", LLAMA, (-1, 2, 30), (0, 3, 31), None),
-        ("embed,3,31", KIMI, (0, 3, 31), (0, 3, 31), None),
+        ("embed,3,31", KIMI, (0, 3, 31), None, None),  # id 0 crashes vLLM's DeepSeek at its first forward
+        ("embed,3,31", DEEPSEEK_V2, (0, 3, 31), None, None),
         ("1,3,31", KIMI, (3, 1, 31), (1, 3, 31), (0, 2, 30)),  # [1, 3, 31] would be read as R[2], R[4], R[32]
         ("1", KIMI, None, (1,), None),
         ("2,3,31", KIMI, (1, 2, 30), (2, 3, 31), (1, 2, 30)),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.fault_cases import BATCHES_ONLY, CASES, INVISIBLE, TREES_ONLY, healthy_subject
+from support.fault_cases import BATCHES_ONLY, BLOCKS_ONLY, CASES, INVISIBLE, TREES_ONLY, healthy_subject
 
 from replay.cli.app import cli
 from replay.engines.wiring import Wiring
@@ -58,7 +58,7 @@ def test_a_kind_has_a_remedy(kind: str) -> None:
 @every_kind
 def test_a_kind_is_played_by_the_twin(kind: str) -> None:
     tried = {case.partition("=")[0] for case in CASES}
-    assert kind in tried | TREES_ONLY | BATCHES_ONLY, "add a case to tests/support/fault_cases.py"
+    assert kind in tried | TREES_ONLY | BATCHES_ONLY | BLOCKS_ONLY, "add a case to tests/support/fault_cases.py"
 
 
 @every_kind

@@ -48,3 +48,10 @@ def test_joined_faults_have_a_remedy_each() -> None:
     said = fix("weights.missing=fc+wiring.aux-missing=1").split("; then ")
     assert said[0].startswith("export the head again with fc; SGLang skips")
     assert said[1].startswith("tap 3 is missing from slot 1")
+
+
+def test_the_ids_of_a_head_of_blocks_are_outputs_of_layers() -> None:
+    found = remedy("wiring.aux-layer-id=1", Wiring(("2", "10", "18")), architecture="", layers=30, blocks=True)
+    assert found == "write dflash_config.target_layer_ids [1, 9, 17] into the draft config, which feeds 2,10,18"
+    missing = remedy("wiring.aux-missing=1", Wiring(("2", "10", "18")), architecture="", layers=30, blocks=True)
+    assert missing.startswith("tap 10 is missing from slot 1: see that every id")

@@ -170,7 +170,7 @@ def first_states(head: Head, pieces: tuple[tuple[int, int], ...] = (), prompt: i
     return first_pass(head, [item, item]).output.normed_RE
 
 
-@pytest.mark.parametrize("prefill_rows", [None, 4])
+@pytest.mark.parametrize("prefill_rows", [None, 4, PROMPT])
 @pytest.mark.parametrize("product_rows", [None, 4])
 def test_a_prompt_prefilled_whole_is_unabsorbed_and_nothing_else_is(
     product_rows: int | None, prefill_rows: int | None
@@ -186,7 +186,20 @@ def test_a_prompt_prefilled_whole_is_unabsorbed_and_nothing_else_is(
     assert torch.equal(by_row[first], unabsorbed[first]) and not torch.equal(by_row[first], absorbed[first])
     assert torch.equal(by_row[~first], absorbed[~first]) and not torch.equal(by_row[~first], unabsorbed[~first])
     # what the trace does not tell is taken from the rows that a server prefills at once
-    assert torch.equal(first_states(head)[first], (absorbed if prefill_rows else by_row)[first])
+    assert torch.equal(first_states(head)[first], (by_row if prefill_rows == PROMPT else absorbed)[first])
+
+
+def test_a_prompt_prefilled_whole_sees_keys_and_values_as_they_were_made() -> None:
+    """In its last row (SGLang 0.5.23 forward_mha.py ``forward_normal_prepare``); the draft KV it leaves is rounded."""
+    checkpoint = latent_checkpoint(rope_parameters=DEEPSEEK_YARN)
+    sound, rounded = (
+        build(checkpoint, "sglang", precision=parse_precision(precision))
+        for precision in ("fp32", "fp32+kv=fp8_e4m3:scale=1")
+    )
+    apart_A = (first_states(sound, WHOLE) - first_states(rounded, WHOLE)).abs().amax(1)
+    first = torch.arange(len(apart_A)) % (len(apart_A) // 2) == 0
+    assert apart_A[first].max() == 0 < 1e-3 < apart_A[~first].min()
+    assert (first_states(sound, IN_TWO) - first_states(rounded, IN_TWO)).abs().amax(1)[first].min() > 1e-3
 
 
 def test_a_walk_begins_from_a_whole_prompt_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:

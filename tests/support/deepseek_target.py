@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from support.heads import write_head
 from torch import Tensor
@@ -68,6 +71,54 @@ def _tables(generator: torch.Generator) -> dict[str, Tensor]:
         after = live[torch.randint(LIVE, (V,), generator=generator)]
         lm_head_VE.index_add_(0, after[live], unit_VE[live] * weight)
     return {"model.embed_tokens.weight": embed_VE.bfloat16(), "lm_head.weight": lm_head_VE.bfloat16()}
+
+
+# The model that sees, around the text model. Its weights are left out: SGLang 0.5.23 models/kimi_k25.py starts without.
+_VISION = {"patch_size": 14, "init_pos_emb_height": 8, "init_pos_emb_width": 8, "init_pos_emb_time": 4,
+           "pos_emb_type": "divided_fixed", "vt_num_attention_heads": 4, "vt_num_hidden_layers": 2,
+           "vt_hidden_size": 64, "vt_intermediate_size": 128, "merge_kernel_size": [2, 2],
+           "video_attn_type": "spatial_temporal", "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger",
+           "mm_hidden_size": 64, "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
+           "text_hidden_size": H}  # fmt: skip
+
+
+def write_kimi(folder: Path, text: Path) -> Path:
+    """The target of ``write_deepseek`` as the text model of Kimi-K2.5, in the names of the published checkpoint."""
+    shutil.copytree(text, folder)
+    tensors = load_file(text / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    stated = json.loads((text / "config.json").read_text())
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16",
+        "text_config": stated | {"model_type": "kimi_k2"}, "vision_config": _VISION, "tie_word_embeddings": False,
+        "media_placeholder_token_id": V - 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "language_model_only": True,  # SGLang then loads a tokenizer in the place of the checkpoint's own processor
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_int4(folder: Path, text: Path) -> Path:
+    """The target of ``write_deepseek`` with its experts on the INT4 grid of Kimi's checkpoints, stored in bf16.
+
+    Groups of 32 inputs, symmetric, of routed experts only; compressed-tensors itself rounds.
+    """
+    shutil.copytree(text, folder)
+    tensors = load_file(text / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name:
+            tensors[name] = _on_grid(tensor)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _on_grid(weight_OI: Tensor) -> Tensor:
+    grid = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    groups_OGI = weight_OI.unflatten(1, (-1, 32))
+    scale_OG, zero_OG = calculate_qparams(groups_OGI.amin(-1), groups_OGI.amax(-1), grid)
+    rounded_OI: Tensor = fake_quantize(weight_OI, scale_OG, zero_OG, grid)
+    return rounded_OI
 
 
 def write_follower(folder: Path, target: Path, **changes: Any) -> Path:

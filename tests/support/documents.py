@@ -64,6 +64,12 @@ def counted_trace(folder: Path) -> Path:
     return write_trace(folder, [[changed(request, server=counters) for request in make_four()]])
 
 
+def _vllm_counters(folder: Path) -> Path:
+    path = folder / "metrics"
+    path.write_text("vllm:spec_decode_num_drafts_total 4.0\nvllm:spec_decode_num_accepted_tokens_total 2.0\n")
+    return path
+
+
 def served_like(folder: Path) -> Path:
     """One request more of the same target, of no category."""
     return write_trace(folder, [[changed(make_request("more", 9, output=9), category=None)]])
@@ -111,7 +117,8 @@ def simulate_documents(folder: Path) -> list[Document]:
         run("simulate", counted, "--draft", draft, "--steps", 1, "--steps", 3),
         run("simulate", counted, "--draft", draft, "--steps", 2, "--rank-precision", "w4a16:g32"),
         run("simulate", counted, served_like(folder / "more"), "--draft", draft, "--by", "category", "--limit", 3),
-        run("simulate", counted, "--draft", draft, "--request", "r1"),
+        run("simulate", counted, "--draft", draft, "--request", "r1", "--observed", 1.4),
+        run("simulate", counted, "--draft", draft, "--request", "r2", "--observed", _vllm_counters(folder)),
         run("simulate", sampled, "--draft", draft, "--verify", "rejection", "--verify", "target-only:acc=0.5"),
     ]
 
@@ -126,7 +133,10 @@ def compare_documents(folder: Path) -> list[Document]:
     mixed = written(trees(), folder / "trees.parquet")
     many = written(sweep(), folder / "sweep.parquet")
     empty = written(nothing(), folder / "nothing.parquet")
-    return [run("compare", mixed), run("compare", many), run("compare", empty, empty)]
+    counted, played = counted_trace(folder / "counted"), folder / "played.parquet"
+    run("simulate", counted, "--draft", write_head(folder / "draft", INVENTED), "-o", played)
+    recordings = run("compare", played, played, "--trace-a", counted, "--trace-b", counted)
+    return [run("compare", mixed), run("compare", many), run("compare", empty, empty), recordings]
 
 
 def show_documents(folder: Path) -> list[Document]:
@@ -145,11 +155,13 @@ def show_documents(folder: Path) -> list[Document]:
 def plan_documents(folder: Path) -> list[Document]:
     """Of timings that suffice, of some that leave the answer open, and of a tree whose accept length nobody said."""
     length = ("--length", "steps=3,accept=2.5")
+    served, made = make_served(folder / "served", make_checkpoint()), write_head(folder / "made", HEAD)
     return [
         run("plan", "--time", "ms=20,context=100", "--time", "steps=3,accept=2,ms=30,context=100"),
         run("plan", "--time", "ms=20", "--time", "batch=8,ms=22", *length, "--batch", "4"),
         run("plan", "--cost", "pass=20", *length, "--time", "steps=2,topk=2,draft_tokens=6,ms=30"),
         run("plan", "--time", "ms=10", "--time", "steps=3,accept=2,ms=20.1", "--steps", "1,2"),
+        run("plan", served.path, "--draft", made, "--wiring", WIRING, "--cost", "pass=20,draft=1", "--steps", "1,3"),
     ]
 
 
@@ -207,6 +219,8 @@ def capture_documents(folder: Path) -> list[Document]:
     """From a server that records, one of whose prompts it refuses."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": f"r{first}", "input_ids": [first, 3]}) + "\n" for first in (1, 2)))
+    with prompts.open("a") as file:
+        file.write(json.dumps({"id": "long", "input_ids": [1] * 10_000}) + "\n")
     with fake_server(FakeServer(make_target(folder / "tiny"), folder / "recording", refused=(2,))) as server:
         typed = ("--prompts", prompts, "-o", folder / "trace", "--max-new-tokens", 4)
         return [run("capture", "--server", server.url, *typed)]

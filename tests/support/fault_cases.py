@@ -136,9 +136,11 @@ TREES_ONLY = {"tree.parent-kv"}
 # Not of a walk, which has no batches: tests/drafting/test_crossed.py and tests/simulator/test_crossed.py hold them
 # against their own twin.
 BATCHES_ONLY = {"state.crossed"}
+# Not of heads that draft token by token: tests/drafting/test_blocks.py holds them against the twin of blocks.
+BLOCKS_ONLY = {"block.attention", "block.mask-token", "block.size", "block.late-context"}
 # Kinds whose numbers may be any, and those whose numbers start at 0. All other numbers are at least 1, or above 0.
 ANY_NUMBER = {"wiring.aux-layer-id", "position.offset", "vocab.d2t"}
-FROM_ZERO = {"wiring.aux-missing", "state.dropped"}
+FROM_ZERO = {"wiring.aux-missing", "state.dropped", "block.mask-token"}
 # RoPE only knows distances, so the same offset on every row is not to be seen.
 INVISIBLE = {"position.offset=all:3": {}}
 

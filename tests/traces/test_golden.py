@@ -121,6 +121,7 @@ def test_it_was_written_before_there_was_a_feed(trace: Trace) -> None:
 def test_check(trace: Trace) -> None:
     assert [(finding.severity, finding.what[:50]) for finding in check_trace(trace)] == [
         ("note", "3 of 3 files have the bytes that their checksums n"),
+        ("note", "it lacks a checksum of trace.json: an earlier repl"),
         ("note", "lm_head(final) was computed for 6 of 6 output posi"),
     ]
 

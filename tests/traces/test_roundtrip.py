@@ -139,6 +139,7 @@ def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
     folder = write_trace(tmp_path / "t", [make_requests(1)])
     header = json.loads((folder / "trace.json").read_text())
     header["colour"] = "blue"
+    del header["header_sha256"]
     (folder / "trace.json").write_text(json.dumps(header))
     assert len(Trace.open(folder)) == 1
 
@@ -517,6 +518,7 @@ def test_a_table_without_pieces_is_an_older_one(tmp_path: Path) -> None:
     (folder / "requests.parquet").write_bytes(buffer.getvalue())
     header = json.loads((folder / "trace.json").read_text())
     header["requests_sha256"] = hashlib.sha256(buffer.getvalue()).hexdigest()
+    del header["header_sha256"]
     (folder / "trace.json").write_text(json.dumps(header))
     assert [record.pieces for record in Trace.open(folder).records] == [(), ()]
 

@@ -67,7 +67,10 @@ def extend(live: Live, q: Tensor, k: Any, v: Any, o: Tensor, keys: Tensor, value
         for write in live.writes:
             write(span, keys, values, slots_L)
         seen_TL = torch.cat([torch.ones(rows, length - rows).bool(), torch.ones(rows, rows).bool().tril()], dim=1)
-        view = _view(live, span.pool, length - rows, None, keys[slots_L], values[slots_L], seen_TL)
+        k_LMH, v_LMH = keys[slots_L], values[slots_L]
+        if q.shape[-1] != keys.shape[-1]:  # a whole prompt of a latent head: every head's keys and values, as made
+            k_LMH, v_LMH = (part[start : start + rows].reshape(rows, q.shape[1], -1) for part in (k, v))
+        view = _view(live, span.pool, length - rows, None, k_LMH, v_LMH, seen_TL)
         o[start : start + rows] = attend(q[start : start + rows], view, scaling * live.scale)
 
 
@@ -75,8 +78,8 @@ def decode(live: Live, query: Tensor, keys: Tensor, values: Tensor, *rest: Any) 
     """In place of sgl_kernel.decode_attention_cpu."""
     _, _, output, key, value, loc, _, table, pools, lengths, scaling = rest[:11]
     assert live.call is not None
-    keys[loc] = key.view(-1, *keys.shape[1:])
-    values[loc] = value.view(-1, *values.shape[1:])
+    keys[loc] = key.reshape(-1, *keys.shape[1:])
+    values[loc] = value.reshape(-1, *values.shape[1:])
     for row, (pool, length) in enumerate(zip(pools.tolist(), lengths.tolist(), strict=True)):
         span = live.call.spans[row // live.topk]
         slots_L = table[pool, :length].long()

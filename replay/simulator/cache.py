@@ -1,0 +1,252 @@
+"""Variants that were replayed before, kept in a folder: a sweep that was stopped goes on, and none is replayed twice.
+
+An entry is named after all that it was made of: the trace, the head, the variant, what else was asked, and the program
+with its kernels. So it never has to be thrown away, and may be at any time. Its bytes are held against a checksum; one
+that differs is replayed again.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+
+import replay
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.errors import OutputError, TraceError
+from replay.simulator.agreement import with_agreement
+from replay.simulator.binding import bind, resolve
+from replay.simulator.fit import check_rule
+from replay.simulator.groups import without_drafting
+from replay.simulator.simulation import ReplayProgress, simulate
+from replay.simulator.variant import ResolvedVariant, Variant, name_variants
+from replay.traces import files
+from replay.traces.place import check_writable
+from replay.traces.reader import Trace
+from replay.traces.rounds import Rounds, read_rounds, write_rounds
+from replay.traces.tensors import tensor_bytes
+from replay.traces.weights import find_weight
+
+# What a replay is made by; their sources count as replay's version, so that a checkout's cache never lags behind it.
+_PACKAGES = ("replay", "replay.traces", "replay.analysis")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Entries in ``folder`` for one trace, its heads and one way to replay them.
+
+    ``agreement``: whether the variants are held against the trace's own server as well.
+    """
+
+    folder: Path
+    trace: Trace
+    checkpoints: Mapping[str, Checkpoint]
+    device: str
+    agreement: bool
+
+    def find(self, variant: ResolvedVariant) -> Rounds | None:
+        """The rounds of ``variant`` alone; None where they are not there, or not whole."""
+        path = self._path(variant)
+        try:
+            told = files.read_small(path.with_suffix(".sha256"), 64).decode("ascii", "replace")
+            return read_rounds(path) if files.sha256_of(path) == told else None
+        except TraceError:
+            return None
+
+    def keep(self, variant: ResolvedVariant, rounds: Rounds) -> None:
+        """Keep the rounds of ``variant`` alone. Raises OutputError."""
+        path = self._path(variant)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_rounds(rounds, path, force=True)
+            files.write_whole(path.with_suffix(".sha256"), [files.sha256_of(path).encode()])
+        except OSError as error:
+            raise OutputError(f"cannot write to {self.folder}: {error.strerror}; choose another --cache") from error
+
+    def drafts_blocks(self, variant: ResolvedVariant) -> bool:
+        """Whether the variant's head drafts blocks."""
+        return self.checkpoints[variant.draft].config.block is not None
+
+    def _path(self, variant: ResolvedVariant) -> Path:
+        asked = repr(replace(variant, draft=""))  # the head counts by what it holds, not by its name
+        key = _sha256([self._common.encode(), self._heads[variant.draft].encode(), asked.encode()])
+        return self.folder / key[:2] / f"{key}.parquet"
+
+    @cached_property
+    def _heads(self) -> dict[str, str]:
+        return {name: checkpoint_sha256(one) for name, one in self.checkpoints.items()}
+
+    @cached_property
+    def _common(self) -> str:
+        """What all entries share, as text."""
+        import torch
+
+        kernels = (torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+        parts = (program_sha256(), trace_sha256(self.trace), self.device, self.agreement, *kernels)
+        return json.dumps(parts)
+
+
+def open_cache(
+    folder: Path, trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str, *, agreement: bool
+) -> Cache | None:
+    """The cache in ``folder``; None for a trace whose recording has not ended, which no checksum names."""
+    finished = trace.header.requests_sha256 is not None
+    return Cache(folder, trace, checkpoints, device, agreement) if finished else None
+
+
+def check_cache_folder(folder: Path) -> None:
+    """Refuse, before anything is replayed, a folder that no entry can be put into. Raises OutputError."""
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise OutputError(f"{folder} {files.describe_path(folder)}, a cache is a folder: choose another --cache")
+    check_writable(folder)
+
+
+def simulate_cached(
+    cache: Cache | None,
+    trace: Trace,
+    checkpoints: Mapping[str, Checkpoint],
+    variants: Sequence[Variant | ResolvedVariant],
+    *,
+    device: str = "cpu",
+    agreement: bool = True,
+    on_event: Callable[[ReplayProgress], None] = lambda _: None,
+    on_found: Callable[[int], None] = lambda _: None,
+) -> Rounds:
+    """``simulate``, and ``with_agreement`` where it is asked for, of the variants that ``cache`` lacks.
+
+    Those that share their passes are replayed together, and kept before the next ones begin. ``on_found`` is told how
+    many were there. The rounds are those of a run without a cache. Raises as these, and OutputError.
+    """
+    if cache is None:
+        return _replay(trace, checkpoints, variants, device, agreement, on_event)
+    resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
+    found = {variant: rounds for variant in dict.fromkeys(resolved) if (rounds := cache.find(variant)) is not None}
+    on_found(sum(variant in found for variant in resolved))
+    missing: dict[ResolvedVariant, list[ResolvedVariant]] = {}
+    for variant in dict.fromkeys(resolved):
+        if variant not in found:
+            missing.setdefault(without_drafting(variant, cache.drafts_blocks(variant)), []).append(variant)
+    _check(trace, checkpoints, missing)
+    for number, alike in enumerate(missing.values()):
+        played = _replay(
+            trace, checkpoints, alike, device, agreement, _counted(on_event, number, len(missing))
+        )  # fmt: skip
+        for variant, rounds in zip(alike, _apart(played), strict=True):
+            cache.keep(variant, rounds)
+            found[variant] = rounds
+    return _together(trace, resolved, [found[variant] for variant in resolved])
+
+
+def _check(
+    trace: Trace,
+    checkpoints: Mapping[str, Checkpoint],
+    missing: Mapping[ResolvedVariant, Sequence[ResolvedVariant]],
+) -> None:
+    """Refuse what ``simulate`` would refuse of any lot before the first one is replayed. Raises as it does."""
+    for alike in missing.values():
+        for variant in alike:
+            check_rule(variant.verify, trace)
+        bind(alike[0], checkpoints[alike[0].draft], trace)
+
+
+def _replay(
+    trace: Trace,
+    checkpoints: Mapping[str, Checkpoint],
+    variants: Sequence[Variant | ResolvedVariant],
+    device: str,
+    agreement: bool,
+    on_event: Callable[[ReplayProgress], None],
+) -> Rounds:
+    rounds = simulate(trace, checkpoints, variants, device=device, on_event=on_event)
+    if not agreement:
+        return rounds
+    return with_agreement(rounds, trace, checkpoints, variants, device=device, on_event=on_event)
+
+
+def _counted(on_event: Callable[[ReplayProgress], None], number: int, lots: int) -> Callable[[ReplayProgress], None]:
+    """Events of one of several lots, over all of them; each lot has its own stages where there is more than one."""
+    said = "" if lots < 2 else f", lot {number + 1} of {lots}"
+    return lambda event: on_event(replace(event, stage=f"{event.stage}{said}"))
+
+
+def _apart(rounds: Rounds) -> list[Rounds]:
+    """Each variant's rounds by themselves."""
+    return [
+        replace(
+            rounds,
+            table=rounds.table.filter(rounds.table["variant"] == info.name),
+            variants=(info,),
+            drafts={info.draft: rounds.drafts[info.draft]},
+        )
+        for info in rounds.variants
+    ]
+
+
+def _together(trace: Trace, variants: Sequence[ResolvedVariant], parts: Sequence[Rounds]) -> Rounds:
+    """One run's rounds, with names that tell its variants apart; head and trace are called as they are now."""
+    import polars as pl
+
+    names = name_variants(variants)
+    infos = [
+        replace(part.variants[0], name=name, draft=variant.draft)
+        for name, variant, part in zip(names, variants, parts, strict=True)
+    ]
+    tables = [part.table.with_columns(variant=pl.lit(name)) for name, part in zip(names, parts, strict=True)]
+    wirings = {wiring: ids for part in parts for wiring, ids in part.trace["wirings"].items()}
+    heads: dict[str, list[Mapping[str, object]]] = {}
+    for variant, part in zip(variants, parts, strict=True):
+        heads.setdefault(variant.draft, []).extend(part.drafts.values())
+    return Rounds(
+        table=pl.concat(tables),
+        variants=tuple(infos),
+        requests=parts[0].requests,
+        trace={**parts[0].trace, "path": str(trace.path), "wirings": wirings},
+        drafts={name: {**said[0], "notes": _notes(said)} for name, said in heads.items()},
+    )
+
+
+def _notes(said: Iterable[Mapping[str, object]]) -> list[str]:
+    return list(dict.fromkeys(note for one in said for note in one["notes"]))  # type: ignore[attr-defined]
+
+
+# ---- what an entry is named after ----
+
+
+def trace_sha256(trace: Trace) -> str:
+    """Of trace.json, which holds the checksums of all else, and of which requests are open.
+
+    Where the target's weights lie elsewhere, of that file's size and time as well. Raises TraceError.
+    """
+    said = [files.read_small(trace.path / files.HEADER, 1 << 24)]
+    said += [record.request_id.encode() for record in trace.records]
+    if trace.header.weights is None and "embed" in trace.taps:
+        layout, _ = find_weight(trace.path, trace.header, "embed", trace.target_folder)
+        told = os.stat(layout.path)
+        said.append(f"{layout.path.name} {told.st_size} {told.st_mtime_ns}".encode())
+    return _sha256(said)
+
+
+def checkpoint_sha256(checkpoint: Checkpoint) -> str:
+    """Of a head's config and tensors."""
+    said: list[bytes | memoryview] = [repr(checkpoint.config).encode(), repr(checkpoint.notes).encode()]
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        said += [f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), tensor_bytes(tensor)]
+    return _sha256(said)
+
+
+def program_sha256() -> str:
+    """Of replay's version and sources."""
+    folders = [Path(str(import_module(name).__file__)).parent for name in _PACKAGES]
+    paths = sorted({path for folder in folders for path in folder.rglob("*.py")})
+    return _sha256([replay.__version__.encode(), *(path.read_bytes() for path in paths)])
+
+
+def _sha256(parts: Iterable[bytes | memoryview]) -> str:
+    """Of all parts, each by itself first, so that where one ends counts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()

@@ -1,0 +1,219 @@
+"""A sweep with a cache: its rounds are those of one without, and what was replayed is not replayed again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.heads import tiny_config, write_head
+from support.served_maker import make_checkpoint, make_served
+from support.trace_maker import H, V, make_four, make_requests, write_trace
+
+import replay
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.cli.app import cli
+from replay.errors import OutputError, WiringError
+from replay.simulator import cache as module
+from replay.simulator.agreement import with_agreement
+from replay.simulator.cache import check_cache_folder, open_cache, simulate_cached
+from replay.simulator.variant import Variant
+from replay.traces.reader import Trace
+from replay.traces.rounds import Rounds
+
+CONFIG = tiny_config(hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1]})
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    return Trace.open(write_trace(tmp_path / "trace", [make_four()]))
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Checkpoint:
+    return replay.load_head(write_head(tmp_path / "head", CONFIG))
+
+
+@pytest.fixture
+def lots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many variants each replay had."""
+    counted: list[int] = []
+    real: Callable[..., Rounds] = module.simulate
+
+    def simulate(trace: Trace, checkpoints: object, variants: list[Any], **named: Any) -> Rounds:
+        counted.append(len(variants))
+        return real(trace, checkpoints, variants, **named)
+
+    monkeypatch.setattr(module, "simulate", simulate)
+    return counted
+
+
+def variants(draft: str = "h") -> list[Variant]:
+    """Two wirings, two numbers of steps, a tree and faults: four lots."""
+    wirings = [replay.parse_wiring(text, layers=4) for text in ("embed,2", "2,embed")]
+    more = [Variant(draft, wirings[0], steps=2, kv="stale"), Variant(draft, wirings[0], 3, 2, 5)]
+    more.append(Variant(draft, wirings[0], faults=replay.parse_faults("attn.scale=2")))
+    return [*replay.sweep(draft=[draft], wiring=wirings, steps=[1, 3]), *more]
+
+
+def cached(folder: Path, trace: Trace, head: Checkpoint, asked: list[Variant], name: str = "h", **named: Any) -> Rounds:
+    heads = {name: head}
+    return simulate_cached(
+        open_cache(folder, trace, heads, "cpu", agreement=named.get("agreement", False)), trace, heads, asked,
+        **{"agreement": False, **named},
+    )  # fmt: skip
+
+
+def plain(rounds: Rounds) -> tuple[object, ...]:
+    """All of it but the time that it took."""
+    infos = tuple(replace(info, seconds=0.0) for info in rounds.variants)
+    return rounds.table.rows(), infos, rounds.requests, rounds.trace, rounds.drafts
+
+
+def test_the_rounds_are_those_of_a_run_without(tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int]) -> None:
+    asked = variants()
+    expected = plain(replay.simulate(trace, {"h": head}, asked))
+    assert plain(cached(tmp_path / "c", trace, head, asked)) == expected
+    replayed = len(lots)
+    assert replayed > 2 and sum(lots) == len(asked)
+    assert plain(cached(tmp_path / "c", trace, head, asked)) == expected
+    assert len(lots) == replayed
+
+
+def test_a_part_of_a_sweep_is_found_in_another(tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int]) -> None:
+    """Steps are replayed in one run at the most of them: those that were kept of a longer one are the same."""
+    asked = variants()
+    cached(tmp_path / "c", trace, head, asked[1::2])
+    before = sum(lots)
+    assert plain(cached(tmp_path / "c", trace, head, asked)) == plain(replay.simulate(trace, {"h": head}, asked))
+    assert sum(lots) - before == len(asked) - before
+    assert plain(cached(tmp_path / "c", trace, head, asked[:1])) == plain(
+        replay.simulate(trace, {"h": head}, asked[:1])
+    )
+
+
+def test_a_sweep_that_was_stopped_goes_on(
+    tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, counting = variants(), module.simulate
+
+    def stop(*given: Any, **named: Any) -> Rounds:
+        if lots:
+            raise KeyboardInterrupt
+        return counting(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "simulate", stop)
+        with pytest.raises(KeyboardInterrupt):
+            cached(tmp_path / "c", trace, head, asked)
+    done, found = lots[0], []
+    assert plain(cached(tmp_path / "c", trace, head, asked, on_found=found.append)) == plain(
+        replay.simulate(trace, {"h": head}, asked)
+    )
+    assert found == [done] and sum(lots) == len(asked)
+
+
+def test_agreement_is_kept_with_the_rounds(tmp_path: Path, lots: list[int]) -> None:
+    served, checkpoint = make_served(tmp_path / "served", make_checkpoint()), make_checkpoint()
+    trace = Trace.open(served.path)
+    asked = replay.sweep(draft=["h"], wiring=[replay.parse_wiring(text) for text in ("3,5,6", "5,3,6")], steps=[3])
+    heads = {"h": checkpoint}
+    expected = with_agreement(replay.simulate(trace, heads, asked), trace, heads, asked)
+    assert any(info.agreement is not None for info in expected.variants)
+    for _ in range(2):
+        assert plain(cached(tmp_path / "c", trace, checkpoint, asked, agreement=True)) == plain(expected)
+    assert sum(lots) == len(asked)
+    cached(tmp_path / "c", trace, checkpoint, asked)  # without the agreement they are other entries
+    assert sum(lots) == 2 * len(asked)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no sum", "other sum", "swap"])
+def test_an_entry_that_is_damaged_is_replayed_again(
+    tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int], damage: str
+) -> None:
+    asked = variants()[:2]
+    expected = plain(cached(tmp_path / "c", trace, head, asked))
+    first, second = sorted((tmp_path / "c").rglob("*.parquet"))
+    data = first.read_bytes()
+    match damage:
+        case "flip":
+            first.write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
+        case "cut":
+            first.write_bytes(data[: len(data) // 2])
+        case "empty":
+            first.write_bytes(b"")
+        case "no sum":
+            first.with_suffix(".sha256").unlink()
+        case "other sum":
+            first.with_suffix(".sha256").write_text("0" * 64)
+        case "swap":
+            first.write_bytes(second.read_bytes())
+    assert plain(cached(tmp_path / "c", trace, head, asked)) == expected
+    assert lots == [2, 1]
+    assert plain(cached(tmp_path / "c", trace, head, asked)) == expected
+    assert lots == [2, 1]
+
+
+def test_what_a_replay_is_made_of_is_what_it_is_found_by(
+    tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, folder = variants()[:1], tmp_path / "c"
+    cached(folder, trace, head, asked)
+    named = [replace(asked[0], draft="other")]
+    again = cached(folder, trace, head, named, name="other")  # a name is nothing that it is made of
+    assert len(lots) == 1
+    assert (again.variants[0].draft, list(again.drafts)) == ("other", ["other"])
+
+    def differs(case: str, *given: Any) -> None:
+        before = len(lots)
+        cached(folder, *given)
+        assert len(lots) == before + 1, case
+
+    tensors = {**head.tensors, "norm.weight": head.tensors["norm.weight"] + 1}
+    differs("tensors", trace, replace(head, tensors=tensors), asked)
+    differs("config", trace, replace(head, config=replace(head.config, rms_norm_eps=0.5)), asked)
+    other = Trace.open(write_trace(tmp_path / "other", [make_requests(4)]))
+    differs("trace", other, head, asked)
+    differs("steps", trace, head, [replace(asked[0], steps=2)])
+    differs("engine", trace, head, [replace(asked[0], engine="eagle")])
+    differs("numerics", trace, head, [replace(asked[0], numerics="hf")])
+    monkeypatch.setattr(module, "program_sha256", lambda: "another program")
+    differs("program", trace, head, asked)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another kernel")
+    differs("kernels", trace, head, asked)
+
+
+def test_a_lot_that_is_refused_is_so_before_any_is_replayed(
+    tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int]
+) -> None:
+    wrong = Variant("h", replay.parse_wiring("embed,3", layers=4))
+    with pytest.raises(WiringError, match="asks for tap 3"):
+        cached(tmp_path / "c", trace, head, [*variants(), wrong])
+    assert lots == []
+
+
+def test_a_trace_that_is_recorded_still_is_not_kept(tmp_path: Path, head: Checkpoint) -> None:
+    folder = write_trace(tmp_path / "t", [make_four()], finish=False)
+    trace = Trace.open(folder, allow_incomplete=True)
+    assert open_cache(tmp_path / "c", trace, {"h": head}, "cpu", agreement=False) is None
+
+
+def test_the_command_keeps_and_finds(tmp_path: Path, trace: Trace) -> None:
+    typed = ["simulate", str(trace.path), "--draft", str(tmp_path / "head"), "--steps", "1", "--steps", "2"]
+    write_head(tmp_path / "head", CONFIG)
+    runs = [CliRunner().invoke(cli, [*typed, "--cache", str(tmp_path / "c")]) for _ in range(2)]
+    assert [run.exit_code for run in runs] == [0, 0]
+    assert ["note: 0 of 2 variants" in runs[0].stderr, "note: 2 of 2 variants" in runs[1].stderr] == [True, True]
+    assert runs[0].stdout.splitlines()[:9] == runs[1].stdout.splitlines()[:9]
+
+
+def test_a_cache_that_cannot_be_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="is a file, a cache is a folder"):
+        check_cache_folder(tmp_path / "file")
+    with pytest.raises(OutputError, match="cannot write to /proc/cache"):
+        check_cache_folder(Path("/proc/cache"))
+    missing = CliRunner().invoke(cli, ["simulate", "no-trace", "--draft", "d", "--cache", str(tmp_path / "file")])
+    assert "a cache is a folder" in missing.stderr

@@ -1,0 +1,80 @@
+"""Files of a trace against their checksums, when they are first read; what was found whole is remembered safely.
+
+Only large files are remembered: a small one is read again in less time than asking takes. An entry stands for one file
+as it was: its device, inode, size, both times of change and the checksum. Whoever changes a file changes one of these.
+What a disk changes by itself does not: `replay inspect --check` reads everything, whatever is remembered.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from replay.errors import TraceCorruptError
+from replay.traces import files
+from replay.traces.fields import parse_json
+
+LARGE = 1 << 24  # bytes from which on a file is remembered
+_FRESH = 2 * 10**9  # nanoseconds: what changed within them may change once more at the same time of its clock
+_MOST = 1 << 26  # bytes of a memory
+
+Seen = list[int | str]
+
+
+def cache_folder() -> Path:
+    """$REPLAY_CACHE, or ~/.cache/replay where it is not set."""
+    return Path(os.environ.get("REPLAY_CACHE") or Path.home() / ".cache" / "replay").absolute()
+
+
+class Verifier:
+    """Checks each file of the trace in ``folder`` once."""
+
+    def __init__(self, folder: Path) -> None:
+        name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
+        self._memory = cache_folder() / "verified" / f"{name[:32]}.json"
+        self._whole: set[str] = set()
+
+    def check(self, path: Path, start: int, sha256: str) -> None:
+        """The bytes of ``path`` from ``start`` on. Raises TraceCorruptError where they are not those of ``sha256``."""
+        if path.name in self._whole:
+            return
+        before = _identity(path, sha256)
+        if before is None or self._remembered().get(path.name) != before:
+            found = files.sha256_of(path, start)
+            if found != sha256:
+                raise TraceCorruptError(
+                    f"{path} has changed since it was written (its SHA-256 is {found[:12]}..., not {sha256[:12]}...): "
+                    "fetch or capture it again, or read it as it is with --no-verify"
+                )
+            if before is not None and before == _identity(path, sha256):
+                self._remember(path.name, before)
+        self._whole.add(path.name)
+
+    def _remembered(self) -> Mapping[str, object]:
+        """File name -> identity; nothing where the memory is not there, or not to be read."""
+        try:
+            found = parse_json(files.read_small(self._memory, _MOST), "the memory")
+        except TraceCorruptError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _remember(self, name: str, identity: Seen) -> None:
+        """Another process may write at once: then the one's entry is lost, and its file is read once more."""
+        try:
+            self._memory.parent.mkdir(parents=True, exist_ok=True)
+            files.write_whole(self._memory, [json.dumps({**self._remembered(), name: identity}).encode()])
+        except OSError:
+            pass  # a home that cannot be written: every run reads the files then
+
+
+def _identity(path: Path, sha256: str) -> Seen | None:
+    """What tells this very content; None where it cannot be told, or is not worth it."""
+    try:
+        told = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    if told.st_size < LARGE or time.time_ns() - max(told.st_mtime_ns, told.st_ctime_ns) < _FRESH:
+        return None
+    return [told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns, sha256]
