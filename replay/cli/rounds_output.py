@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from replay.analysis.flat import FlatRow
     from replay.analysis.summary import VariantSummary
     from replay.capture.observed_number import Observed
+    from replay.simulator.tokens import Sources
     from replay.traces.rounds import Rounds
-
-_PAGE = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'  # how rich begins one
 
 
 by_option = click.option(
@@ -141,20 +140,39 @@ def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", wanted: Wan
 
 def is_web_page(path: Path) -> bool:
     """Whether ``path`` begins as the pages that ``write_html`` writes."""
+    from replay.analysis.page.page import START
+
     with path.open("rb") as file:
-        return file.read(len(_PAGE)) == _PAGE
+        return file.read(len(START)) == START.encode()
 
 
-def write_html(rounds: "Rounds", path: Path, peers: bool, by: Sequence[str] = ()) -> None:
-    """The report as a web page. Raises OutputError where it cannot be written."""
-    from rich.console import Console
+def write_html(rounds: "Rounds", path: Path, wanted: Wanted, sources: "Sources") -> None:
+    """The report as a web page, with the tokens of its requests under the best variant.
 
+    Raises OutputError where it cannot be written, and as ``write_page`` and ``show_tokens``.
+    """
+    from replay.analysis.page.page import Page, write_page
+    from replay.analysis.report.report import assess
     from replay.analysis.summary import summarise
+    from replay.simulator.tokens import show_tokens
     from replay.traces.files import write_whole
+    from replay.traces.parts import Part
 
-    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, markup=False, emoji=False)
-    console.print(Visible(_render(rounds, summarise(rounds), Wanted(peers=peers, by=by))))
+    summaries = summarise(rounds)
+    report = assess(rounds, summaries)
+    tokens = None if report.best is None else show_tokens(rounds, Part(), report.best.name, sources)
+    page = Page(report, _plain_text(_render(rounds, summaries, wanted)), tokens)
     try:
-        write_whole(path, [console.export_html().encode()])
+        write_whole(path, [write_page(page).encode()])
     except OSError as error:
         raise OutputError(f"{path} cannot be written ({error.strerror}); choose another --html") from error
+
+
+def _plain_text(renderable: "RenderableType") -> str:
+    """As a terminal of 100 columns shows it, without colour."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=100, color_system=None, markup=False, emoji=False)
+    with console.capture() as capture:
+        console.print(Visible(renderable))
+    return capture.get()

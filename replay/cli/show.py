@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option, part_options, read_part, target_option
+from replay.cli.options import PATH, json_option, part_options, read_part, source_options
 from replay.cli.terminal import print_json, print_rich
 from replay.errors import UsageError
 
@@ -22,9 +22,7 @@ from replay.errors import UsageError
     metavar="N",
     help="How many of the draft's likeliest tokens are shown where it was rejected.",
 )
-@click.option("--trace", type=PATH, metavar="DIR", help="The trace, if it has moved.  [default: as the rounds say]")
-@click.option("--draft", type=PATH, metavar="DIR", help="The head, if it has moved.  [default: as the rounds say]")
-@target_option
+@source_options
 @json_option
 def show(
     rounds: Path, category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None,

@@ -28,7 +28,11 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Inside these, rooms of their own; what lies beside the rooms is their common ground and imports none of them.
 DIVIDED = ("replay.capture", "replay.analysis")
-MAY_SEE = {("replay.analysis.diagnosis", "replay.analysis.ladder")}
+MAY_SEE = {
+    ("replay.analysis.diagnosis", "replay.analysis.ladder"),
+    ("replay.analysis.page", "replay.analysis.report"),
+    ("replay.analysis.page", "replay.analysis.tokens"),
+}
 
 
 @cache
