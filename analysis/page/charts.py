@@ -2,34 +2,19 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from replay.analysis import wording
 from replay.analysis.counts import position_rates, ratio
+from replay.analysis.page.chart_parts import BLUE, GREY, MOST_LABEL, Chart, Spec, above, configured, framed
 from replay.analysis.report.assessment import Report
 from replay.analysis.summary import VariantSummary
 from replay.printable import shorten
 
-Spec = dict[str, Any]
-
-WIDTH = 350  # pixels of a whole chart: what a phone of 390 has room for
 MOST_CURVES = 8  # variants that one chart of curves or of histograms tells apart
-_MOST_LABEL = 40  # characters
 _SERVER = "server"
-_BLUE, _GREY = "#2b6cb0", "#718096"
 # Eight colours that people with colour blindness tell apart (Okabe and Ito 2008); dashes tell the same.
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#8a6d00"]
 _DASHES = [[1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 4], [10, 3], [1, 3], [3, 1], [5, 1, 1, 1]]
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A specification, a heading and a sentence on how to read it."""
-
-    heading: str
-    caption: str
-    spec: Spec
 
 
 def charts(report: Report) -> Iterator[Chart]:
@@ -49,7 +34,7 @@ def charts(report: Report) -> Iterator[Chart]:
 
 def _names(report: Report, rows: Sequence[VariantSummary]) -> list[str]:
     """A label for each, distinct also where it was shortened."""
-    names = [shorten(wording.label(row, report.facts) or "replay", _MOST_LABEL) for row in rows]
+    names = [shorten(wording.label(row, report.facts) or "replay", MOST_LABEL) for row in rows]
     return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
 
 
@@ -63,10 +48,10 @@ def _forest(report: Report, rows: Sequence[VariantSummary]) -> Chart:
     seen = order[0][1].observed
     layers: list[Spec] = [
         {
-            "mark": {"type": "rule", "strokeWidth": 2, "color": _BLUE},
+            "mark": {"type": "rule", "strokeWidth": 2, "color": BLUE},
             "encoding": {"x": _x("low"), "x2": {"field": "high"}},
         },
-        {"mark": {"type": "point", "filled": True, "size": 70, "color": _BLUE}, "encoding": {"x": _x("length")}},
+        {"mark": {"type": "point", "filled": True, "size": 70, "color": BLUE}, "encoding": {"x": _x("length")}},
     ]  # fmt: skip
     if seen is not None:
         layers.append(_server_line(seen.accept_length))
@@ -80,11 +65,11 @@ def _forest(report: Report, rows: Sequence[VariantSummary]) -> Chart:
         "field": "variant",
         "type": "nominal",
         "sort": [name for name, _ in order],
-        "axis": _above("variant"),
+        "axis": above("variant"),
     }
     return Chart(
         "Accept length", caption,
-        _framed({"data": {"values": values}, "encoding": {"y": y}, "layer": layers}, 60 + 22 * len(values)),
+        framed({"data": {"values": values}, "encoding": {"y": y}, "layer": layers}, 60 + 22 * len(values)),
     )  # fmt: skip
 
 
@@ -93,16 +78,10 @@ def _x(field: str) -> Spec:
     return {"field": field, "type": "quantitative", "scale": {"zero": False}, "axis": {"title": title, "tickCount": 5}}
 
 
-def _above(title: str) -> Spec:
-    """An axis of names with its title above them, where it is in no label's way."""
-    upright = {"titleAngle": 0, "titleAlign": "right", "titleBaseline": "bottom", "titleX": -6, "titleY": -4}
-    return {"title": title, "labelLimit": 150, **upright}
-
-
 def _server_line(length: float) -> Spec:
     return {
         "data": {"values": [{"length": length}]},
-        "mark": {"type": "rule", "strokeDash": [4, 3], "color": _GREY},
+        "mark": {"type": "rule", "strokeDash": [4, 3], "color": GREY},
         "encoding": {"x": _x("length"), "y": None},
     }
 
@@ -142,7 +121,7 @@ def _positions(report: Report, rows: Sequence[VariantSummary], played: int) -> C
         f"{wording.counted(rows[0].rounds, 'round')} of {names[0]}.{_left_out(rows, played)}"
     )
     spec = {"data": {"values": values}, "mark": {"type": "line", "point": True}, "encoding": encoding}
-    return Chart("Acceptance by position", caption, _framed(spec, 290 + 18 * len(names)))
+    return Chart("Acceptance by position", caption, framed(spec, 290 + 18 * len(names)))
 
 
 def _left_out(rows: Sequence[VariantSummary], played: int) -> str:
@@ -177,7 +156,7 @@ def _histograms(report: Report, rows: Sequence[VariantSummary], played: int) -> 
         "spec": {
             "width": 110,
             "height": 80,
-            "mark": {"type": "bar", "color": _BLUE},
+            "mark": {"type": "bar", "color": BLUE},
             "encoding": {
                 "x": {
                     "field": "accepted",
@@ -193,7 +172,7 @@ def _histograms(report: Report, rows: Sequence[VariantSummary], played: int) -> 
         },
     }
     caption = "The share of rounds that accepted so many drafted tokens, without the bonus token, of the rounds named."
-    return Chart("Accepted tokens of a round", caption + _left_out(rows, played), _configured(spec))
+    return Chart("Accepted tokens of a round", caption + _left_out(rows, played), configured(spec))
 
 
 def _heat(report: Report, rows: Sequence[VariantSummary]) -> Chart | None:
@@ -204,8 +183,8 @@ def _heat(report: Report, rows: Sequence[VariantSummary]) -> Chart | None:
     across, down = sorted(facts, key=lambda fact: len({wording.fact(row, fact) for row in rows}))
     values = [
         {
-            "across": shorten(wording.fact(row, across), _MOST_LABEL),
-            "down": shorten(wording.fact(row, down), _MOST_LABEL),
+            "across": shorten(wording.fact(row, across), MOST_LABEL),
+            "down": shorten(wording.fact(row, down), MOST_LABEL),
             "length": row.accept_length,
             "said": wording.decimal(row.accept_length, 2),
         }
@@ -219,7 +198,7 @@ def _heat(report: Report, rows: Sequence[VariantSummary]) -> Chart | None:
             "field": "down",
             "type": "ordinal",
             "sort": None,
-            "axis": _above(down.replace("_", " ")),
+            "axis": above(down.replace("_", " ")),
         },
     }
     legend = {"title": "accept length (tokens / round)", "orient": "bottom", "gradientLength": 180}
@@ -234,7 +213,7 @@ def _heat(report: Report, rows: Sequence[VariantSummary]) -> Chart | None:
     height = 110 + 26 * len({value["down"] for value in values})
     caption = "Each cell is the accept length of one variant over its own rounds."
     spec = {"data": {"values": values}, "encoding": axes, "layer": layers}
-    return Chart(f"Accept length by {across} and {down}".replace("_", " "), caption, _framed(spec, height))
+    return Chart(f"Accept length by {across} and {down}".replace("_", " "), caption, framed(spec, height))
 
 
 def _agreement(report: Report, rows: Sequence[VariantSummary]) -> Chart | None:
@@ -255,7 +234,7 @@ def _agreement(report: Report, rows: Sequence[VariantSummary]) -> Chart | None:
         return None
     encoding: Spec = {
         "x": {"field": "rounds", "type": "quantitative", "axis": {"title": f"rounds of the server (of {total:,})"}},
-        "y": {"field": "variant", "type": "nominal", "sort": names, "axis": _above("variant")},
+        "y": {"field": "variant", "type": "nominal", "sort": names, "axis": above("variant")},
         "color": {
             "field": "kind",
             "type": "nominal",
@@ -267,22 +246,4 @@ def _agreement(report: Report, rows: Sequence[VariantSummary]) -> Chart | None:
     caption = "How many of the server's own rounds each variant drafts alike, parts from at a near tie, or leaves open."
     height = 80 + 24 * len({value["variant"] for value in values})
     spec = {"data": {"values": values}, "mark": {"type": "bar", "stroke": "white"}, "encoding": encoding}
-    return Chart("Against the server", caption, _framed(spec, height))
-
-
-def _framed(spec: Spec, height: int) -> Spec:
-    return _configured({**spec, "width": WIDTH, "height": height, "autosize": {"type": "fit", "contains": "padding"}})
-
-
-def _configured(spec: Spec) -> Spec:
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",  # a name; nothing is fetched
-        "background": None,
-        "config": {
-            "font": "Arial, Helvetica, 'Liberation Sans', sans-serif",
-            "axis": {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal", "gridColor": "#e2e8f0"},
-            "legend": {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal"},
-            "view": {"stroke": None},
-        },
-        **spec,
-    }
+    return Chart("Against the server", caption, framed(spec, height))

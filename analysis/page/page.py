@@ -4,11 +4,10 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 
 from replay.analysis import wording
-from replay.analysis.page.charts import Chart, charts
-from replay.analysis.page.draw import draw
+from replay.analysis.page.charts import charts
+from replay.analysis.page.document import bullets, document, own_file
 from replay.analysis.page.token_data import token_data
 from replay.analysis.report.answer import answer
 from replay.analysis.report.assessment import Report
@@ -18,9 +17,6 @@ from replay.analysis.summary import VariantSummary
 from replay.analysis.tokens.view import View
 from replay.printable import one_line
 
-START = (
-    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="eagle-replay">'
-)
 _LESS = "\\u003c"  # in JSON: a plain one could end the script that holds the data
 
 
@@ -35,39 +31,15 @@ class Page:
 
 def write_page(page: Page) -> str:
     """The HTML. Raises UsageError where charts cannot be drawn."""
-    title = one_line(answer(page.report))
-    parts = [
-        START,
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>replay: {escape(title)}</title>",
-        f"<style>\n{_own('page.css')}</style>\n</head>\n<body>\n<main>",
-        *_head(page.report, title),
-        '<div class="charts">',
-        *(_figure(chart) for chart in charts(page.report)),
-        "</div>",
-        *_variants(page.report),
-        *_list("Doubts", page.report.doubts or ("none of the checks raised one",)),
-        *_provenance(page.report.provenance),
-        f"<details><summary>The report as text</summary>\n<pre>{escape(page.text)}</pre></details>",
+    report = page.report
+    said = (expected_sentence(report.summaries), observed_sentence(report), *report.layouts)
+    sections = [
+        *_variants(report),
+        *bullets("Doubts", report.doubts or ("none of the checks raised one",)),
+        *_provenance(report.provenance),
         *([] if page.tokens is None else _tokens(page.tokens)),
-        "</main>\n</body>\n</html>\n",
     ]
-    return "\n".join(parts)
-
-
-def _own(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _head(report: Report, title: str) -> Iterator[str]:
-    yield f"<h1>{escape(title)}</h1>"
-    sentences = (expected_sentence(report.summaries), observed_sentence(report), *report.layouts)
-    yield from (f"<p>{escape(one_line(said))}</p>" for said in sentences if said)
-
-
-def _figure(chart: Chart) -> str:
-    heading, caption = escape(one_line(chart.heading)), escape(one_line(chart.caption))
-    return f"<figure>\n<h2>{heading}</h2>\n{draw(chart.spec)}\n<figcaption>{caption}</figcaption>\n</figure>"
+    return document(answer(report), said, charts(report), sections, page.text)
 
 
 def _variants(report: Report) -> Iterator[str]:
@@ -83,7 +55,8 @@ def _variants(report: Report) -> Iterator[str]:
             + "</tr>"
         )
     yield "</tbody></table></div>"
-    yield "<p>lost: accept length below the best's, paired over the same requests; ≈ where this cannot be told.</p>"
+    yield "<p>lost: accept length below the best's, paired over the same requests; "
+    yield "≈ where the two cannot be told apart.</p>"
     yield "</section>"
 
 
@@ -108,12 +81,6 @@ def _lost(report: Report, row: VariantSummary) -> str:
     return ("≈ " if gap.verdict == "cannot tell" else "") + wording.decimal(-gap.difference)
 
 
-def _list(heading: str, said: Sequence[str]) -> Iterator[str]:
-    yield f"<section>\n<h2>{heading}</h2>\n<ul>"
-    yield from (f"<li>{escape(one_line(sentence))}</li>" for sentence in said)
-    yield "</ul></section>"
-
-
 def _provenance(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
     yield "<section>\n<h2>Provenance</h2>\n<dl>"
     yield from (f"<dt>{escape(word)}</dt><dd>{escape(said)}</dd>" for word, said in pairs)
@@ -127,4 +94,4 @@ def _tokens(view: View) -> Iterator[str]:
     yield '<p id="legend"></p>\n<form id="filters"></form>\n<div id="request"></div>\n<noscript>'
     yield "The requests are shown by a script in this page, which is switched off here.</noscript></section>"
     yield f'<script type="application/json" id="token-data">{data.replace("<", _LESS)}</script>'
-    yield f'<script type="text/javascript">\n{_own("page.js")}</script>'
+    yield f'<script type="text/javascript">\n{own_file("page.js")}</script>'

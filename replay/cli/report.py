@@ -14,19 +14,18 @@ from replay.cli.options import (
     source_options,
     top_option,
 )
-from replay.cli.rounds_output import Wanted, by_option, is_web_page, show_rounds, write_html
+from replay.cli.rounds_output import Wanted, by_option, show_rounds, write_html
 from replay.cli.table_formats import refuse_two_forms
-from replay.cli.terminal import refuse_existing
+from replay.cli.web_page import page_options, refuse_page
 
 
 @click.command()
 @click.argument("rounds", type=PATH, metavar="ROUNDS")
-@click.option("--html", type=PATH, metavar="FILE", help="Write the report as a web page in one file as well.")
 @click.option("--peers", is_flag=True, help="Add the metrics of other projects, made from the same rounds.")
 @by_option
 @part_options
 @source_options
-@click.option("--force", is_flag=True, help="Replace an existing web page.")
+@page_options
 @sort_option
 @top_option
 @format_option
@@ -41,11 +40,7 @@ def report(
     from replay.traces.rounds_sets import take_part
 
     refuse_two_forms(table_format, as_json)
-    if html is not None:
-        from replay.analysis.page.draw import check_drawing
-
-        refuse_existing(html, force, ours=is_web_page)
-        check_drawing()
+    refuse_page(html, force)
     table = take_part(read_rounds(rounds), read_part(category, request, first_turn, limit))
     wanted = Wanted(peers=peers, by=by, sort=sort, top=top, table_format=table_format)
     show_rounds(table, as_json, wanted)

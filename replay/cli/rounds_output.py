@@ -1,6 +1,5 @@
 """Rounds on the terminal, as JSON or as a web page: what several commands show."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from replay.cli.table_formats import print_table
-from replay.cli.terminal import Visible, print_json, print_rich
-from replay.errors import OutputError
+from replay.cli.terminal import print_json, print_rich
+from replay.cli.web_page import write_page_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -138,14 +137,6 @@ def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", wanted: Wan
     return Group(*parts)
 
 
-def is_web_page(path: Path) -> bool:
-    """Whether ``path`` begins as the pages that ``write_html`` writes."""
-    from replay.analysis.page.page import START
-
-    with path.open("rb") as file:
-        return file.read(len(START)) == START.encode()
-
-
 def write_html(rounds: "Rounds", path: Path, wanted: Wanted, sources: "Sources") -> None:
     """The report as a web page, with the tokens of its requests under the best variant.
 
@@ -155,24 +146,9 @@ def write_html(rounds: "Rounds", path: Path, wanted: Wanted, sources: "Sources")
     from replay.analysis.report.report import assess
     from replay.analysis.summary import summarise
     from replay.simulator.tokens import show_tokens
-    from replay.traces.files import write_whole
     from replay.traces.parts import Part
 
     summaries = summarise(rounds)
     report = assess(rounds, summaries)
     tokens = None if report.best is None else show_tokens(rounds, Part(), report.best.name, sources)
-    page = Page(report, _plain_text(_render(rounds, summaries, wanted)), tokens)
-    try:
-        write_whole(path, [write_page(page).encode()])
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written ({error.strerror}); choose another --html") from error
-
-
-def _plain_text(renderable: "RenderableType") -> str:
-    """As a terminal of 100 columns shows it, without colour."""
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=100, color_system=None, markup=False, emoji=False)
-    with console.capture() as capture:
-        console.print(Visible(renderable))
-    return capture.get()
+    write_page_file(path, lambda text: write_page(Page(report, text, tokens)), _render(rounds, summaries, wanted))

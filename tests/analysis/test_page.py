@@ -11,10 +11,17 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.documents import rare_diagnosis
+from support.ladder_cases import make_anchors, make_replays
 from support.report_cases import many, nothing, rewired, served, single, sweep
 from support.rounds_maker import make_rounds, make_variant
 
-from replay.analysis.page.charts import MOST_CURVES, Chart, charts
+from replay.analysis.compare.compare import compare
+from replay.analysis.ladder.ladder import build_ladder
+from replay.analysis.page.chart_parts import Chart
+from replay.analysis.page.charts import MOST_CURVES, charts
+from replay.analysis.page.compared import comparison_charts, write_comparison
+from replay.analysis.page.diagnosed import diagnosis_charts, write_diagnosis
 from replay.analysis.page.draw import draw
 from replay.analysis.page.page import Page, write_page
 from replay.analysis.page.token_data import token_data
@@ -164,3 +171,51 @@ def test_without_the_library_the_page_is_refused_first(tmp_path: Path, monkeypat
     done = CliRunner().invoke(cli, ["report", str(path), "--html", str(tmp_path / "r.html")])
     assert done.exit_code == 1 and done.stdout == "" and "pip install 'eagle-replay[page]'" in done.stderr
     assert not (tmp_path / "r.html").exists()
+
+
+# ---- the pages of diagnose and compare ----
+
+
+def test_a_diagnosis_is_a_ranking_and_a_waterfall() -> None:
+    """The levels of tests/analysis/test_ladder.py, which says how they come about."""
+    ladder = build_ladder(make_anchors(), make_replays(observed=[[1], [0, 0]]))
+    diagnosis = replace(rare_diagnosis(), ladder=ladder)
+    ranking, waterfall = diagnosis_charts(diagnosis)
+    assert [one["probability"] for one in ranking.spec["data"]["values"]] == [
+        100 * one.probability for one in diagnosis.ranked
+    ]
+    bars = [(one["from"], one["to"], one["kind"]) for one in waterfall.spec["data"]["values"]]
+    assert bars == [
+        (1.0, 1.9375, "level"), (1.9375, 1.6875, "lost"), (1.6875, 1.75, "gained"), (1.75, 1.75, "level"),
+        (1.75, 1.5, "lost"), (1.5, 1.5, "level"), (1.5, 1.0, "lost"), (1.0, 1.0, "level"),
+        (1.0, pytest.approx(4 / 3), "level"), (pytest.approx(1.0), pytest.approx(4 / 3), "gained"),
+    ]  # fmt: skip
+    text = write_diagnosis(diagnosis, "as text")
+    assert LOADS.findall(text) == [] and text.count("<svg") == 2 and "Verdict: engine" in text
+
+
+def test_a_comparison_is_a_difference_with_its_interval() -> None:
+    rounds = make_rounds({make_variant("a"): [[0, 1], [2], [1, 1]], make_variant("b<"): [[1, 1], [2], [2, 2]]})
+    comparison = compare(rounds)
+    (chart,) = comparison_charts(comparison)
+    (value,) = chart.spec["data"]["values"]
+    assert value["difference"] == pytest.approx(8 / 5 - 5 / 5)  # accepted of five rounds each
+    assert (value["low"], value["high"]) == comparison.pairs[0].ci95
+    text = write_comparison(comparison, "")
+    assert LOADS.findall(text) == [] and "1. b&lt;" in text and "difference (tokens / round)" in text
+
+
+def test_every_axis_of_both_has_a_title() -> None:
+    ladder = build_ladder(make_anchors(), make_replays())
+    rounds = make_rounds({make_variant("a"): [[0, 1], [2]], make_variant("b"): [[1, 1], [2]]})
+    made = [*diagnosis_charts(replace(rare_diagnosis(), ladder=ladder)), *comparison_charts(compare(rounds))]
+    assert len(made) == 3 and all(title for chart in made for _, title in axes(chart.spec))
+
+
+def test_compare_writes_its_page(tmp_path: Path) -> None:
+    write_rounds(sweep(), path := tmp_path / "r.parquet")
+    page = tmp_path / "c.html"
+    for more in ((), ("--force",)):
+        done = CliRunner().invoke(cli, ["compare", str(path), "--html", str(page), *more])
+        assert done.exit_code == 0, done.output
+    assert "Difference in accept length" in page.read_text() and done.stdout.splitlines()[0][:20] in page.read_text()

@@ -30,8 +30,10 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 DIVIDED = ("replay.capture", "replay.analysis")
 MAY_SEE = {
     ("replay.analysis.diagnosis", "replay.analysis.ladder"),
-    ("replay.analysis.page", "replay.analysis.report"),
-    ("replay.analysis.page", "replay.analysis.tokens"),
+    *(
+        ("replay.analysis.page", f"replay.analysis.{room}")
+        for room in ("compare", "diagnosis", "ladder", "report", "tokens")
+    ),
 }
 
 
