@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from replay.analysis.summary import VariantSummary
+from replay.printable import counted as counted
 from replay.printable import one_line
 
 NOTHING = "-"
@@ -33,11 +34,6 @@ _NOUNS = {"engine": "engine profile"}
 def count(number: int) -> str:
     """``1450`` as ``1,450``."""
     return f"{number:,}"
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 round``, ``290 rounds``."""
-    return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
 
 def decimal(number: float, digits: int = 3) -> str:

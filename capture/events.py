@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from replay.capture.size import Room
 from replay.traces.taps import EMBED, sort_taps
 
 
@@ -23,6 +24,13 @@ class Loading:
 
     model: str
     requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What the capture will take at most, before the target is loaded or the first prompt sent."""
+
+    room: Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,4 +90,4 @@ class Finished:
     result: CaptureResult
 
 
-Event = Loading | Planned | Noted | CaptureProgress | Finished
+Event = Loading | Sized | Planned | Noted | CaptureProgress | Finished

@@ -23,6 +23,7 @@ from replay.capture.observed_engines import (
 )
 from replay.capture.observed_number import Observed
 from replay.errors import CaptureError, TraceCorruptError
+from replay.printable import counted
 from replay.traces.fields import is_number, parse_json
 from replay.traces.files import as_path, read_small
 
@@ -139,7 +140,9 @@ def observed_counters(metas: Iterable[Mapping[str, Any]]) -> Observed | None:
         mean = 1 + sum(place * count for place, count in enumerate(histogram)) / total
         return Observed(mean, f"histograms of {answers} requests, as the server counted", total, tuple(histogram))
     if rounds:
-        return Observed(emitted / rounds, f"completion tokens over verify rounds of {answers} requests", rounds)
+        return Observed(
+            emitted / rounds, f"completion tokens over verify rounds of {counted(answers, 'request')}", rounds
+        )
     return None
 
 

@@ -38,6 +38,15 @@ def json_text(text: str) -> str:
     return _LINES.sub(_json_escaped, text)
 
 
+def counted(number: int, noun: str) -> str:
+    """How many of what, the noun in its number.
+
+    >>> counted(1, "round"), counted(1290, "round")
+    ('1 round', '1,290 rounds')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def shorten(text: str, most: int) -> str:
     """``text`` where it has at most ``most`` characters, else its two ends with dots between them."""
     if len(text) <= most:
@@ -53,11 +62,6 @@ def _escaped(match: re.Match[str]) -> str:
 def _json_escaped(match: re.Match[str]) -> str:
     units = match[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[place : place + 2].hex()}" for place in range(0, len(units), 2))
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 row``, ``290 rows``."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def html_table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replay.errors import TraceCorruptError
+from replay.printable import counted
 from replay.traces import files
 from replay.traces.check_lm_head import lm_head_findings
 from replay.traces.reader import Trace
@@ -82,7 +83,7 @@ def _checksums(trace: Trace) -> Iterator[TraceFinding]:
     except TraceCorruptError as error:
         yield TraceFinding(ERROR, None, str(error))
     yield TraceFinding(
-        NOTE, None, f"{len(wanted) - bad} of {len(wanted)} files have the bytes that their checksums name"
+        NOTE, None, f"{len(wanted) - bad} of {counted(len(wanted), 'file')} have the bytes that their checksums name"
     )
 
 
@@ -113,7 +114,8 @@ def _request_problems(trace: Trace, index: int, shared: SharedRows) -> Iterator[
         values = rows.taps[tap]
         zero = (values == 0).all(dim=1)
         if tap != EMBED and bool(zero.any()):
-            yield f"{int(zero.sum())} of {len(zero)} rows of {tap} are all zero, first row {int(zero.nonzero()[0, 0])}"
+            first = int(zero.nonzero()[0, 0])
+            yield f"{int(zero.sum())} of {counted(len(zero), 'row')} of {tap} are all zero, first row {first}"
         if tap == FINAL:
             shared.add(index, rows.tokens, values)
     try:

@@ -414,7 +414,9 @@ def _check(rounds: Rounds, path: Path) -> None:
 
 def _check_expected(name: str, expected: Expected, requests: int, path: Path) -> None:
     if len(expected.sums) != requests or any(len(row) != EXPECTED_COLUMNS for row in expected.sums):
-        raise _corrupt(path, f"variant {name!r} expects sums of {len(expected.sums)} requests where {requests} belong")
+        raise _corrupt(
+            path, f"variant {name!r} expects sums of {counted(len(expected.sums), 'request')} where {requests} belong"
+        )
     if any(not (math.isfinite(value) and value >= 0) for row in expected.sums for value in row):
         raise _corrupt(path, f"variant {name!r} expects a negative or endless number of tokens")
 

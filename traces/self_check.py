@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from replay.errors import TraceCorruptError, TraceError
+from replay.printable import counted
 from replay.traces.fields import some
 from replay.traces.taps import EMBED, FINAL
 
@@ -69,7 +70,8 @@ def _final_doubts(trace: "Trace") -> Iterator[str]:
     wrong = [place for place in places if _correlation(trace, place, lm_head_VH) < _CORRELATED]
     if wrong:
         yield (
-            f"In {len(wrong)} of {len(places)} requests ({_named(trace, wrong)}) the rows of final do not give the "
+            f"In {len(wrong)} of {counted(len(places), 'request')} ({_named(trace, wrong)}) the rows of final "
+            f"do not give the "
             "choices that were recorded with them: they are rows of other requests or of another target; type replay "
             "inspect --check, and capture again."
         )
@@ -109,7 +111,8 @@ def tap_doubts(trace: "Trace") -> Iterator[str]:
     if mixed:
         like = f", but like those of another ({_named(trace, sorted(partners))})" if partners else ""
         yield (
-            f"In {len(mixed)} of {len(trace)} requests ({_named(trace, sorted(mixed))}) the rows of some taps are not "
+            f"In {len(mixed)} of {counted(len(trace), 'request')} ({_named(trace, sorted(mixed))}) the rows of "
+            f"some taps are not "
             f"like the other taps of the same request{like}: rows were mixed up in recording; capture again."
         )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError, TraceCorruptError
+from replay.printable import counted
 from replay.traces.files import read_small
 from replay.traces.parquet import check_parquet, first_line
 
@@ -131,7 +132,8 @@ def _problem_of_passes(frame: "pl.DataFrame") -> str | None:
             return f"the column {name} holds {negative[0]}, must be 0 or more"
     half = frame.filter(pl.col("verify_pass").is_null() != pl.col("batch_row").is_null())
     if len(half):
-        return f"{len(half)} rounds have a verify_pass or a batch_row without the other"
+        have = "has" if len(half) == 1 else "have"
+        return f"{counted(len(half), 'round')} {have} a verify_pass or a batch_row without the other"
     told = frame.filter(pl.col("verify_pass").is_not_null())
     beyond = told.filter(pl.col("batch_row") >= pl.col("batch"))
     if len(beyond):

@@ -222,7 +222,7 @@ def _anchor_sentence(pair: Pair) -> str:
     shares = f"{wording.percent(common.share_a)} of A's, {wording.percent(common.share_b)} of B's"
     return (
         f"{wording.counted(common.rounds, 'round')} of both start at the same anchor ({shares}): A accepted "
-        f"{wording.count(common.accepted_a)} tokens there, B {wording.count(common.accepted_b)}, "
+        f"{wording.counted(common.accepted_a, 'token')} there, B {wording.count(common.accepted_b)}, "
         f"{_signed(common.difference)} a round{_within(common.ci95)}; A accepted more in "
         f"{wording.count(common.a_more)}, B in {wording.count(common.b_more)}, both the same in "
         f"{wording.count(common.equal)}."

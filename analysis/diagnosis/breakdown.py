@@ -10,6 +10,7 @@ import numpy as np
 from replay.analysis.diagnosis.evidence import DRAFTED, LENGTH
 from replay.analysis.followed import Followed, Noise, judge_rounds
 from replay.analysis.json_document import JsonObject, json_value
+from replay.printable import counted
 
 _WIDTH = NormalDist().inv_cdf(0.975)
 
@@ -124,7 +125,7 @@ def say_profile(found: Profile) -> Iterator[str]:
         )
         most, least = parts[0], parts[-1]
         yield (
-            f"{part.by}: {1 - most.agreeing / most.rounds:.0%} of {most.rounds} rounds with {most.value}, "
+            f"{part.by}: {1 - most.agreeing / most.rounds:.0%} of {counted(most.rounds, 'round')} with {most.value}, "
             f"{1 - least.agreeing / least.rounds:.0%} of {least.rounds} with {least.value} "
             f"({part.information:.3f} bits)"
         )

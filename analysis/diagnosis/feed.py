@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from replay.analysis.json_document import JsonObject
+from replay.printable import counted
 from replay.traces.taps import tap_index
 
 Place = tuple[str, int]
@@ -170,18 +171,17 @@ def say_slot(slot: Slot) -> str:
     """``slot 1: R[3], bit for bit in 64 of 64 rows``."""
     place = slot.place
     if slot.zeroed:
-        said = f"slot {slot.slot}: zeros in {slot.zeros} of {slot.rows} rows"
+        said = f"slot {slot.slot}: zeros in {slot.zeros} of {counted(slot.rows, 'row')}"
     elif slot.spoiled:
-        return f"slot {slot.slot}: NaN or Inf in {slot.broken} of {slot.rows} rows"
+        return f"slot {slot.slot}: NaN or Inf in {slot.broken} of {counted(slot.rows, 'row')}"
     elif place is None:
         near = (
             f"nearest is {_say_place(slot.nearest)} with cosine {slot.cosine:.3f}" if math.isfinite(slot.cosine) else ""
         )
         return f"slot {slot.slot}: not identified, no recorded tap has its bits" + (f"; {near}" if near else "")
     else:
-        said = (
-            f"slot {slot.slot}: {_say_place(place)}, bit for bit in {slot.equal[place]} of {slot.compared[place]} rows"
-        )
+        rows = counted(slot.compared[place], "row")
+        said = f"slot {slot.slot}: {_say_place(place)}, bit for bit in {slot.equal[place]} of {rows}"
     if slot.broken:
         said += f", NaN or Inf in {slot.broken} of {slot.rows}"
     if slot.also:
@@ -197,13 +197,13 @@ def _say_place(place: Place) -> str:
 
 
 def _say_tokens(feeding: Feeding) -> str:
-    return f"token: row i embeds x[i+1] in {feeding.next_token} of {feeding.rows} rows" + (
+    return f"token: row i embeds x[i+1] in {feeding.next_token} of {counted(feeding.rows, 'row')}" + (
         f", x[i] in {feeding.own_token}" if feeding.own_token > feeding.next_token else ""
     )
 
 
 def _say_positions(feeding: Feeding) -> str:
-    return f"position: {_say_offset(feeding.offset)} its row in {feeding.at_offset} of {feeding.rows} rows"
+    return f"position: {_say_offset(feeding.offset)} its row in {feeding.at_offset} of {counted(feeding.rows, 'row')}"
 
 
 def _say_offset(offset: int) -> str:

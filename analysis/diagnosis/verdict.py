@@ -12,7 +12,7 @@ from replay.analysis.diagnosis.feed import Feeding, feeding_json
 from replay.analysis.diagnosis.scored import CERTAIN, NOTHING, Scored, Unknown, alike, rank, undecided
 from replay.analysis.json_document import JsonObject, interval_json, object_json
 from replay.analysis.ladder.ladder import Ladder, ladder_json
-from replay.printable import html_table, one_line
+from replay.printable import counted, html_table, one_line
 from replay.traces.agreement import Agreement
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -202,8 +202,8 @@ def _fault_of_rounds(blank: Diagnosis, best: Scored) -> Diagnosis:
     close = [item.name for item in undecided([best, *blank.ranked]) if item.kind != HEALTHY_NAME]
     others = f"; not told apart from it: {', '.join(close)}" if close else ""
     left = best.evidence
-    rest = f", {left.near_tie} of {left.rounds} rounds at a near tie" if left.near_tie else ""
-    odd = f", {left.unexplained} of {left.rounds} rounds unexplained" if left.unexplained else ""
+    rest = f", {left.near_tie} of {counted(left.rounds, 'round')} at a near tie" if left.near_tie else ""
+    odd = f", {left.unexplained} of {counted(left.rounds, 'round')} unexplained" if left.unexplained else ""
     return replace(
         blank,
         verdict="fault",
@@ -255,9 +255,11 @@ def _unexplained(blank: Diagnosis) -> Diagnosis:
     if evidence.kind == LENGTH:
         parted = f"the server's accept length is not what the healthy replay gives ({evidence.accept_length:.2f})"
     elif evidence.unexplained:
-        parted = f"{evidence.unexplained} of {evidence.rounds} rounds are not what the healthy replay does"
+        parted = f"{evidence.unexplained} of {counted(evidence.rounds, 'round')} are not what the healthy replay does"
     else:
-        parted = f"{evidence.near_tie} of {evidence.rounds} rounds part at a near tie, more than rounding does"
+        parted = (
+            f"{evidence.near_tie} of {counted(evidence.rounds, 'round')} part at a near tie, more than rounding does"
+        )
     near = ""
     if nearest is not healthy:
         near = (

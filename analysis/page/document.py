@@ -13,8 +13,15 @@ START = (
 )
 
 
-def document(title: str, said: Sequence[str], charts: Iterable[Chart], sections: Iterable[str], text: str) -> str:
-    """The HTML: a heading, sentences, charts, sections that are HTML already, and the terminal's ``text``.
+def document(
+    title: str,
+    said: Sequence[str],
+    charts: Iterable[Chart],
+    sections: Iterable[str],
+    text: str,
+    last: Iterable[str] = (),
+) -> str:
+    """The HTML: a heading, sentences, charts, sections (HTML already), the terminal's ``text``, ``last`` sections.
 
     Raises UsageError where charts cannot be drawn.
     """
@@ -28,8 +35,9 @@ def document(title: str, said: Sequence[str], charts: Iterable[Chart], sections:
         '<div class="charts">',
         *map(_figure, charts),
         "</div>",
-        f"<details><summary>The report as text</summary>\n<pre>{escape(text)}</pre></details>",
         *sections,
+        f"<details><summary>The report as text</summary>\n<pre>{escape(text)}</pre></details>",
+        *last,
         "</main>\n</body>\n</html>\n",
     ]
     return "\n".join(parts)

@@ -37,9 +37,9 @@ def write_page(page: Page) -> str:
         *_variants(report),
         *bullets("Doubts", report.doubts or ("none of the checks raised one",)),
         *_provenance(report.provenance),
-        *([] if page.tokens is None else _tokens(page.tokens)),
     ]
-    return document(answer(report), said, charts(report), sections, page.text)
+    tokens = () if page.tokens is None else _tokens(page.tokens)
+    return document(answer(report), said, charts(report), sections, page.text, tokens)
 
 
 def _variants(report: Report) -> Iterator[str]:

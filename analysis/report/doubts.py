@@ -104,7 +104,7 @@ def _observed_partly(results: Results) -> Iterator[str]:
         if summary.observed is not None and summary.observed.requests < summary.played_requests:
             yield (
                 f"The server reported its rounds for {count(summary.observed.requests)} of "
-                f"{count(summary.played_requests)} requests only."
+                f"{counted(summary.played_requests, 'request')} only."
             )
 
 

@@ -18,6 +18,7 @@ from replay.analysis.counts import ACCEPTED, ROUNDS, per_request, ratio
 from replay.analysis.summary import VariantSummary, summarise
 from replay.analysis.tables import heading, pairs
 from replay.errors import UsageError
+from replay.printable import counted
 from replay.traces.rounds import Rounds
 
 
@@ -117,7 +118,7 @@ def _metrics(row: VariantSummary, played: Sequence[tuple[int, int]], tokens: int
             "specdec_bench",
             "Average_AL",
             (by_request,),
-            f"{len(played):,} requests",
+            counted(len(played), "request"),
             "mean of the requests' own lengths",
         ),
         PeerMetric(

@@ -72,7 +72,7 @@ def render_ranking(ranking: Ranking) -> RenderableType:
     paying = [row for row in ranking.rows if row.verdict == "worse"]
     answer = (
         f"{paying[0].tensor} costs most, {wording.decimal(paying[0].lost)} of the accept length; "
-        f"the loss can be told in {len(paying)} of {len(ranking.rows)} rows."
+        f"the loss can be told in {len(paying)} of {wording.counted(len(ranking.rows), 'row')}."
         if paying
         else "No tensor alone costs anything that can be told."
     )

@@ -20,7 +20,7 @@ from replay.capture.client.requests import PROBE_TOKENS, ServerClient
 from replay.capture.client.spool_reader import SpoolReader
 from replay.capture.client.without_plugin import RESPONSES
 from replay.capture.encode import Encoded, EncodedRequest, TargetLimits, encode_prompts
-from replay.capture.events import CaptureResult, Event, Loading, Noted
+from replay.capture.events import CaptureResult, Event, Loading, Noted, Sized
 from replay.capture.options import (
     ServerOptions,
     check_options,
@@ -30,6 +30,7 @@ from replay.capture.options import (
     without_embed,
 )
 from replay.capture.prompts import PromptFile, read_prompts
+from replay.capture.size import ITEM_BYTES, Room, RowSize, expect
 from replay.capture.spool import RID_PREFIX, SPOOL
 from replay.errors import OutputError, PromptError, TraceError, UsageError
 from replay.traces.files import HEADER
@@ -113,6 +114,7 @@ def _capture_recorded(
         check_same_server(begun.engine, header.engine, options.out)
         check_equal("target.fingerprint", begun.target.fingerprint, target.fingerprint, options.out)
         check_equal("taps", without_embed(begun.taps), without_embed([FINAL, *taps]), options.out)
+    on_event(Sized(_room(options, header, requests, facts.manifests[0].wiring)))
     name = f"{RID_PREFIX}{secrets.token_hex(8)}"
     with SpoolReader(facts.spool, facts.taps, target.hidden_size, name) as spool:
         client = ServerClient(options, api, facts, spool, on_event)
@@ -129,6 +131,18 @@ def _capture_recorded(
             if weights is not None and options.weights:
                 writer.write_target_weights(*weights)
             return client.run(requests, writer, stored)
+
+
+def _room(options: ServerOptions, header: TraceHeader, requests: Sequence[EncodedRequest], fed: Sequence[str]) -> Room:
+    """What will be written at most, the server's own rows aside, which go as they are joined."""
+    target = header.target
+    item_bytes = ITEM_BYTES.get(target.dtype, 4)
+    size = RowSize(without_embed([FINAL, *header.taps]), target.hidden_size, item_bytes, header.topk)
+    tables = 1 if target.tie_word_embeddings else 2
+    weights = tables * target.vocab_size * target.hidden_size * item_bytes if options.weights else 0
+    return expect(
+        options.out, size, requests, layers=target.layers, beside=weights, needed_taps=fed, replaces=options.force
+    )
 
 
 def _wanted_taps(options: ServerOptions, facts: ServerFacts, layers: int) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Noted, Planned
 from replay.capture.options import ServerOptions
 from replay.errors import CaptureError, OutputError, TraceCorruptError
+from replay.printable import counted
 
 if TYPE_CHECKING:
     from replay.traces.writer import TraceWriter
@@ -95,7 +96,8 @@ class ServerClient:
             self._gather(todo, len(requests), writer, taps)
         except KeyboardInterrupt:
             raise CaptureError(
-                f"interrupted: {len(writer.done_ids)} of {len(requests)} requests are safe in {self.options.out}; type "
+                f"interrupted: {len(writer.done_ids)} of {counted(len(requests), 'request')} are safe in "
+                f"{self.options.out}; type "
                 "the same command with --resume to go on"
             ) from None
         except RecordingStoppedError as error:
@@ -226,13 +228,14 @@ class ServerClient:
         doubts = []
         if self.differing:
             doubts.append(
-                f"{self.differing} requests whose recorded rounds differ from the histogram the server counted for them"
+                f"{counted(self.differing, 'request')} whose recorded rounds differ from the histogram the server "
+                "counted for them"
             )
         if self.cached:
-            doubts.append(f"{self.cached} requests of which the server took a prefix from its cache")
+            doubts.append(f"{counted(self.cached, 'request')} of which the server took a prefix from its cache")
         if self.unfed:
             why = f" ({self.watch.no_feed})" if self.watch.no_feed else ""
-            doubts.append(f"{self.unfed} requests of which it was not recorded what the draft was fed{why}")
+            doubts.append(f"{counted(self.unfed, 'request')} of which it was not recorded what the draft was fed{why}")
         for text in doubts:
             self.on_event(Noted(text))
         refused = [f"{_REFUSED}{name!r} ({reason})" for name, reason in self.refused.items()]

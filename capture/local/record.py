@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import replay
 from replay.capture.encode import EncodedRequest, encode_prompts
-from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Loading, Noted, Planned
+from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Loading, Noted, Planned, Sized
 from replay.capture.local.sampling import Sampling
 from replay.capture.options import CaptureOptions, check_options, check_output_folder, check_resumed, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
+from replay.capture.size import ITEM_BYTES, Room, RowSize, expect
 from replay.capture.target_files import fingerprint_target
 from replay.errors import CaptureError
+from replay.printable import counted
 from replay.traces.header import EngineInfo, TapInfo, TargetInfo, TraceHeader
 from replay.traces.place import check_equal
 from replay.traces.taps import EMBED, FINAL, default_taps, parse_taps, sort_taps
@@ -52,6 +54,7 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
         prompts, files.tokenizer, files.limits, raw=options.raw, max_new_tokens=options.max_new_tokens
     )
     requests = encoded.requests
+    on_event(Sized(_room(options, files, taps, requests)))
     on_event(Loading(files.name, len(requests)))
     for note in (*prompts.notes, *encoded.notes(), *_notes(requests, options)):
         on_event(Noted(note))
@@ -73,11 +76,30 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
         return replace(result, left_out=encoded.left_out)
 
 
+def _room(
+    options: CaptureOptions, files: "TargetFiles", taps: Sequence[str], requests: Sequence[EncodedRequest]
+) -> Room:
+    """What will be written at most. The embedding is taken for a lookup, which it mostly is, and not counted."""
+    config = files.config
+    dtype = options.dtype if options.dtype != "auto" else str(getattr(config, "dtype", None) or "float32")
+    item_bytes = ITEM_BYTES.get(dtype.removeprefix("torch."), 4)
+    size = RowSize(
+        tuple(tap for tap in sort_taps([FINAL, *taps]) if tap != EMBED), int(config.hidden_size), item_bytes,
+        min(options.topk, files.limits.vocab_size),
+    )  # fmt: skip
+    tables = 1 if getattr(config, "tie_word_embeddings", False) else 2
+    weights = tables * files.limits.vocab_size * int(config.hidden_size) * item_bytes
+    return expect(
+        options.out, size, requests, layers=files.layers, beside=weights if options.weights else 0,
+        replaces=options.force,
+    )  # fmt: skip
+
+
 def _notes(requests: Sequence[EncodedRequest], options: CaptureOptions) -> Iterator[str]:
     short = [one for one in requests if one.forced_ids is None and one.max_new_tokens < options.max_new_tokens]
     if short:
         yield (
-            f"{len(short)} of {len(requests)} requests reach the end of the target's context before "
+            f"{len(short)} of {counted(len(requests), 'request')} reach the end of the target's context before "
             f"{options.max_new_tokens} new tokens ({short[0].request_id!r} after {short[0].max_new_tokens})"
         )
 
@@ -191,8 +213,8 @@ class _Recorder:
             self.writer.finish()
         except KeyboardInterrupt:
             raise CaptureError(
-                f"interrupted: {self.requests_done} of {self.requests} requests are safe in {self.options.out}; "
-                f"{self.options.go_on} to go on"
+                f"interrupted: {self.requests_done} of {counted(self.requests, 'request')} are safe in "
+                f"{self.options.out}; {self.options.go_on} to go on"
             ) from None
         seconds = time.monotonic() - self.started
         result = CaptureResult(
@@ -219,7 +241,7 @@ class _Recorder:
             )
         except torch.cuda.OutOfMemoryError as error:
             raise CaptureError(
-                f"the device has no memory for a batch of {len(batch)} requests, {self.requests_done} of "
+                f"the device has no memory for a batch of {counted(len(batch), 'request')}, {self.requests_done} of "
                 f"{self.requests} are safe: {self.options.go_on} and a smaller --concurrency"
             ) from error
         self.writer.add(rows)

@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from replay.capture.options import parse_distinct_taps
-from replay.capture.plugin.arguments import has_option, typed_nodes
+from replay.capture.options import parse_distinct_taps, without_embed
+from replay.capture.plugin.arguments import has_option, typed_nodes, typed_value
 from replay.capture.plugin.facts import without_secrets
 from replay.capture.plugin.recording import RECORD_VARIABLE, SIMULATED, VERSIONS, Recording
+from replay.capture.size import RowSize, free_bytes, spell_bytes
 from replay.capture.spool import SPOOL, drop_launches, launch_folder
-from replay.errors import CaptureError, OutputError, UsageError
+from replay.errors import CaptureError, OutputError, TraceCorruptError, UsageError
+from replay.traces.fields import Fields, read_json
 from replay.traces.files import LOCK, is_locked, take_lock
+from replay.traces.header import MAX_LAYERS, MAX_WIDTH
 from replay.traces.place import check_writable, no_folder
-from replay.traces.taps import FINAL, parse_taps
+from replay.traces.taps import FINAL, default_taps, parse_taps
 
+_MOST_CONFIG = 1 << 24  # bytes of a config.json
 PLUGIN = "replay"  # the name of the entry point
 # SGLang is run from whatever folder the user is in. The safe path keeps that folder off the import path, or a folder
 # `replay` in it would hide this package from SGLang; `multiprocessing` hands the flag on to the schedulers.
@@ -70,11 +74,32 @@ def prepare(options: ServeOptions, environment: Mapping[str, str]) -> Launch:
     if not has_option(arguments, "--speculative-algorithm"):
         arguments.append("--enable-return-hidden-states")
         notes.append("no draft: added --enable-return-hidden-states, which lets SGLang keep hidden states of decodes")
+    notes += _room_notes(options)
     launch = secrets.token_hex(8)
     folder = launch_folder(options.trace.resolve(), launch)
     made = _environment(options, environment, launch, arguments)
     _check_plugin(made)
     return Launch((*PYTHON, "-m", "sglang.launch_server", *arguments), made, folder, tuple(notes))
+
+
+def _room_notes(options: ServeOptions) -> list[str]:
+    """How far the disk will reach, as the target's config tells; nothing where that is not here to be read."""
+    path = typed_value(options.arguments, "--model-path", "--model")
+    if path is None or not os.path.isfile(config := Path(path) / "config.json"):
+        return []
+    try:
+        root = Fields(str(config), read_json(config, _MOST_CONFIG, follow=True))
+        values = root.object("text_config") if "text_config" in root.values else root
+        layers, width = values.integer("num_hidden_layers", 1, MAX_LAYERS), values.integer("hidden_size", 1, MAX_WIDTH)
+        taps = default_taps(layers) if options.taps is None else parse_distinct_taps(options.taps, layers=layers)
+    except (TraceCorruptError, UsageError):  # SGLang says what is wrong with it
+        return []
+    size = RowSize(without_embed([FINAL, *taps]), width, 2, options.topk)
+    a_token, free = size.of(1, 1), free_bytes(options.trace)
+    return [
+        f"an output token takes about {spell_bytes(a_token)} in 16 bits, {spell_bytes(free)} are free in "
+        f"{options.trace}: room for some {free // a_token:,} tokens"
+    ]
 
 
 def _environment(

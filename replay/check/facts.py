@@ -17,11 +17,13 @@ from replay.check.override import overridden, override_of
 from replay.check.quantization import Quantisation, quantisation_of
 from replay.check.server import Server
 from replay.check.sizes import Replaced, with_sizes
+from replay.checkpoint.config import FAMILY_NAMES
 from replay.checkpoint.config_classes import ConfigClass, class_called, class_of
 from replay.checkpoint.config_file import CONFIG, Settings, is_word, read_config, read_object
 from replay.checkpoint.eagle import is_eagle
 from replay.checkpoint.headers import TensorFact, Weights, read_weights
 from replay.checkpoint.hub import spoken_name
+from replay.checkpoint.nextn import is_nextn
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
 from replay.targets.rules import served_architecture
@@ -189,11 +191,7 @@ def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, who
     name = spoken_name(folder)
     stated = Settings(_flat(document), f"{name}/{CONFIG}")
     weights = read_weights(folder, whole=whole)
-    shapes = {fact.original: fact.shape for fact in weights.tensors.values()}
-    if is_eagle(document, shapes, stated.where):
-        raise CheckpointError(
-            f"{name} is an EAGLE-1 or EAGLE-2 head, and check has rules for EAGLE-3 heads; type replay inspect {folder}"
-        )
+    _check_family(document, weights, name, folder)
     # A config without a model type is Llama's to the engines that take it at all.
     cls = _class_of_head(stated)
     config, replaced = with_sizes(stated, cls, weights.tensors, target.hidden_size, target.vocab_size)
@@ -202,6 +200,17 @@ def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, who
     speculators = isinstance(document.get("transformer_layer_config"), dict)
     quantisation = quantisation_of(stated, _beside(folder), f"{name}/{_QUANTISATION}")
     return Draft(name, config, stated, cls, speculators, weights, replaced, quantisation, _flat(original))
+
+
+def _check_family(document: Mapping[str, Any], weights: Weights, name: str, folder: Path) -> None:
+    """Raises CheckpointError for a head of another family than rules know."""
+    shapes = {fact.original: fact.shape for fact in weights.tensors.values()}
+    family = "nextn" if is_nextn(document) else "eagle" if is_eagle(document, shapes, f"{name}/{CONFIG}") else None
+    if family is not None:
+        raise CheckpointError(
+            f"{name} is a head of the family {FAMILY_NAMES[family]}, and check has rules for EAGLE-3 heads; type "
+            f"replay inspect {folder}"
+        )
 
 
 def _beside(folder: Path) -> dict[str, Any] | None:

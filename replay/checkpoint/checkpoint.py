@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from replay.checkpoint import nextn
 from replay.checkpoint.config import HeadConfig, parse_config
 from replay.checkpoint.config_file import CONFIG, read_config
 from replay.checkpoint.dflash import check_folder
@@ -59,7 +60,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         found = check_checkpoint(name, parse_config(document, name=where, shapes=_shapes_of(tensors)), tensors)
         return replace(found, path=str(path))
     config = parse_config(document, name=where, shapes=shapes)
-    _check_table(name, config, _rename(name, shapes, latent=config.latent is not None))  # before anything is loaded
+    _check_table(name, config, _rename(name, shapes, config))  # before anything is loaded
     return replace(check_checkpoint(name, config, read_tensors(path)), path=str(path))
 
 
@@ -74,7 +75,7 @@ def check_checkpoint(name: str, config: HeadConfig, tensors: "Mapping[str, torch
     Raises CheckpointError for a missing, unexpected, misshapen or non-finite tensor, and for a vocabulary map that
     leaves the target's vocabulary.
     """
-    renamed = _rename(name, tensors, latent=config.latent is not None)
+    renamed = _rename(name, tensors, config)
     for key, tensor in renamed.items():
         _check_kind(name, key, tensor)
     _check_table(name, config, {key: tuple(tensor.shape) for key, tensor in renamed.items()})
@@ -109,18 +110,20 @@ def _check_table(name: str, config: HeadConfig, shapes: Mapping[str, tuple[int, 
             )
 
 
-def _rename(name: str, tensors: Mapping[str, _Held], *, latent: bool) -> dict[str, _Held]:
+def _rename(name: str, tensors: Mapping[str, _Held], config: HeadConfig) -> dict[str, _Held]:
+    latent, apart = config.latent is not None, config.family == "nextn"
     renamed: dict[str, _Held] = {}
     for original, tensor in tensors.items():
-        if latent and original.startswith("model.") and not original.endswith((".d2t", ".t2d")):
+        if apart and original.endswith(nextn.LM_HEAD):
+            continue  # a copy of the target's, which servers read instead
+        if latent and not apart and original.startswith("model.") and not original.endswith((".d2t", ".t2d")):
             raise CheckpointError(
                 f"draft head {name} has {original}, and of a latent head a server skips every name that begins with "
                 f"model.; export it as {original.removeprefix('model.')}"
             )
         # lm_head behind model. is taken here: that a server misses it there is `replay check`'s to say.
-        key = spell(
-            original.removeprefix("model.") if original.startswith("model.lm_head.") else original, latent=latent
-        )
+        key = original.removeprefix("model.") if original.startswith("model.lm_head.") else original
+        key = nextn.spell(key) if apart else spell(key, latent=latent)
         if key in renamed:
             raise CheckpointError(f"draft head {name} has the tensor {key} twice, once as {original}; keep one of them")
         renamed[key] = tensor

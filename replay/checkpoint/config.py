@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replay.checkpoint import eagle, modelopt, speculators
+from replay.checkpoint import eagle, modelopt, nextn, speculators
 from replay.checkpoint.config_file import Settings
 from replay.checkpoint.dflash import Block, read_block, read_layer_ids
 from replay.checkpoint.latent import Latent, read_latent, read_latent_taps
@@ -16,10 +16,10 @@ LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 BLOCK_ARCHITECTURE = "DFlashDraftModel"
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE, BLOCK_ARCHITECTURE,
-    *speculators.ARCHITECTURES, eagle.ARCHITECTURE,
+    *speculators.ARCHITECTURES, eagle.ARCHITECTURE, nextn.ARCHITECTURE,
 )  # fmt: skip
 # What families are called where people read of them.
-FAMILY_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1 or EAGLE-2", "dflash": "DFlash"}
+FAMILY_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1 or EAGLE-2", "nextn": "NextN", "dflash": "DFlash"}
 # More layers or taps than any head has: a config that asks for millions must not make us count to it.
 _MOST = 256
 
@@ -58,6 +58,7 @@ class HeadConfig:
     last_norm: bool = True  # in front of lm_head
     window: int | None = None  # rows that a row sees, itself included
     vllms: bool = False  # vLLM alone loads it: its ids are R indices, its embedding and biases are read
+    experts: nextn.Experts | None = None  # of a layer whose MLP is a mixture of them
     latent: Latent | None = None  # sizes of a head whose draft KV is a latent and a rope key, which has no q, k, v
     block: Block | None = None  # of a head that drafts a block of mask tokens in one pass
 
@@ -110,6 +111,10 @@ def parse_config(
     if speculators.is_speculators(document):
         plain = _parse_plain(Settings(speculators.flattened(document, name), name))
         return replace(plain, lm_head="own", **speculators.switches(document, name))
+    if nextn.is_nextn(document):
+        config = Settings(document, name)
+        plain = _parse_plain(Settings(nextn.plain(config, LATENT_ARCHITECTURE), name))
+        return replace(plain, **nextn.switches(config))
     if eagle.is_eagle(document, shapes, name):
         return replace(_parse_plain(Settings(eagle.plain(Settings(document, name)), name)), **eagle.SWITCHES)
     return _parse_plain(Settings(document, name))
@@ -210,8 +215,8 @@ def _check_kind(config: Settings) -> str:
     architectures = config.values.get("architectures") or [ARCHITECTURES[0]]
     if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
         raise CheckpointError(
-            f"{config.where}: architecture {show(architectures)}, replay reads EAGLE-3 heads and DFlash's, of the "
-            f"kinds {', '.join(ARCHITECTURES)}"
+            f"{config.where}: architecture {show(architectures)}, replay reads heads of the kinds "
+            f"{', '.join(ARCHITECTURES)}"
         )
     if config.values.get("hidden_act", "silu") != "silu":
         raise CheckpointError(

@@ -22,7 +22,8 @@ _UNKNOWN = {
     "conv_kernel_size": 0, "conv_group_size": 0, "selector_rank": 0, "selector_top_k": 0, "projector_type": None,
     "markov_rank": 0, "output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": 0,
     "attention_sink_bias": False, "attention_value_scale": None, "use_gemma_norm": False, "has_embed_tokens": False,
-    "sample_from_anchor": None, "mlp_bias": False, "bias": False, "draft_vocab_size": None,
+    "shift_label": False, "pure_draft_prefix_len": 0, "sample_from_anchor": None, "mlp_bias": False,
+    "bias": False, "draft_vocab_size": None,
 }  # fmt: skip
 
 

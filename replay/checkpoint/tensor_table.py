@@ -6,6 +6,7 @@ Heads are written with the names of SafeAILab/EAGLE (``midlayer.*``), SpecForge 
 
 import re
 
+from replay.checkpoint import nextn
 from replay.checkpoint.config import HeadConfig
 
 # Spellings that SGLang 0.5.23 (models/llama_eagle3.py load_weights) takes for one tensor.
@@ -39,7 +40,11 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         return _block_tensors(config)
     E, F = config.hidden_size, config.intermediate_size
     joins_early = config.family == "eagle"  # fc takes in the embedding beside the state
-    table: dict[str, tuple[int, ...]] = {"fc.weight": (E, 2 * E if joins_early else config.fc_inputs)}
+    table: dict[str, tuple[int, ...]] = {}
+    if config.experts is not None:
+        table |= nextn.tensors(config.experts, E)
+    else:
+        table["fc.weight"] = (E, 2 * E if joins_early else config.fc_inputs)
     if config.last_norm:
         table["norm.weight"] = (E,)
     if config.fc_bias:
@@ -56,7 +61,8 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_norm:
             table |= {f"{prefix}self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
         projections = _grouped_projections(config, inputs) if config.latent is None else _latent_projections(config)
-        projections |= {"mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F)}
+        if config.experts is None:
+            projections |= {"mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F)}
         if config.latent is not None:
             table[f"{prefix}self_attn.q_a_layernorm.weight"] = (config.latent.q_rank,)
             table[f"{prefix}self_attn.kv_a_layernorm.weight"] = (config.latent.kv_rank,)
@@ -75,6 +81,8 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 def _layer_norms(config: HeadConfig, layer: int) -> tuple[str, ...]:
     """Those of one layer. SGLang's later layers have a norm that nobody reads, those of other programs do not."""
+    if config.family == "nextn":
+        return "input_layernorm", "post_attention_layernorm"
     if config.family == "eagle" and layer == 0:
         return ("post_attention_layernorm",)
     if layer and config.later_norm == "input_layernorm":
@@ -112,9 +120,10 @@ def _latent_projections(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """SGLang 0.5.23 models/kimi_k25_eagle3.py; kv_b_proj has each head's key rows before its value rows."""
     assert config.latent is not None
     latent, heads, E = config.latent, config.num_heads, config.hidden_size
+    inputs = E if config.family == "nextn" else 2 * E
     return {
-        "self_attn.q_a_proj": (latent.q_rank, 2 * E),
-        "self_attn.kv_a_proj_with_mqa": (latent.kv_rank + latent.rope, 2 * E),
+        "self_attn.q_a_proj": (latent.q_rank, inputs),
+        "self_attn.kv_a_proj_with_mqa": (latent.kv_rank + latent.rope, inputs),
         "self_attn.q_b_proj": (heads * (latent.nope + latent.rope), latent.q_rank),
         "self_attn.kv_b_proj": (heads * (latent.nope + latent.value), latent.kv_rank),
         "self_attn.o_proj": (E, heads * latent.value),

@@ -9,7 +9,7 @@ from replay.cli.options import PATH, api_key_option, json_option
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_text
 from replay.errors import CaptureError
-from replay.printable import one_line
+from replay.printable import counted, one_line
 
 if TYPE_CHECKING:
     from replay.capture.events import CaptureResult
@@ -101,7 +101,8 @@ def capture(
         print_json({**object_json(result), "taps": list(result.readable_taps) if result.has_trace else []})
     elif result.has_trace:
         print_text(
-            f"{result.path}: {result.requests} requests ({result.recorded} recorded now, {result.output_tokens} output "
+            f"{result.path}: {counted(result.requests, 'request')} ({result.recorded} recorded now, "
+            f"{result.output_tokens} output "
             f"tokens in {result.seconds:.0f} s), taps {','.join(result.readable_taps)}"
         )
     if not result.has_trace:
@@ -115,7 +116,7 @@ def capture(
 def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
     """Capture, and show on stderr how far it is: tokens done, rate, time left."""
     from replay.capture.client.capture import capture_server
-    from replay.capture.events import CaptureProgress, Event, Loading, Noted, Planned
+    from replay.capture.events import CaptureProgress, Event, Loading, Noted, Planned, Sized
     from replay.capture.local.record import capture_local
     from replay.capture.options import CaptureOptions
 
@@ -125,6 +126,8 @@ def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":
             match event:
                 case Noted(text):
                     progress.note(one_line(f"note: {text}"))
+                case Sized(room):
+                    progress.note(one_line(f"{'note' if room.fits else 'warning'}: {room.sentence()}"))
                 case Loading():
                     progress.update("loading the target", 0, None, "")
                 case Planned():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from replay.cli.options import (
+    cache_option,
     draft_option,
     json_option,
     no_verify_option,
@@ -50,12 +51,13 @@ if TYPE_CHECKING:
 @target_option
 @no_verify_option
 @page_options
+@cache_option
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, target: Path | None,
-    no_verify: bool, html: Path | None, force: bool, as_json: bool,
+    no_verify: bool, cache: Path | None, html: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -68,15 +70,15 @@ def diagnose(
     from replay.diagnosis.diagnose import diagnose as run
     from replay.engines.profiles import engine_profile
     from replay.simulator.binding import stated_wiring
-    from replay.simulator.variant import default_steps
+    from replay.simulator.cache import check_cache_folder
 
     refuse_page(html, force)
+    if cache is not None:
+        check_cache_folder(cache)
     told = None if observed is None else read_observed(observed)
     opened = open_trace(trace, read_part(category, request, first_turn, limit), target, verify=not no_verify)
     checkpoint = read_draft(draft)
     profile = engine_profile(engine or "sglang")
-    if steps is None and checkpoint.config.block is not None:
-        steps = default_steps(checkpoint)  # a server drafts whole blocks unless it is told otherwise
 
     def typed(text: str | None) -> "Wiring | None":
         found = parse_wiring_option(text, opened.header.target)
@@ -95,6 +97,7 @@ def diagnose(
             precision=precision,
             engine=engine,
             ladder=ladder,
+            cache=cache,
             on_event=on_event,
         )
     )

@@ -8,6 +8,7 @@ from replay.capture.dumps.find import FORMATS
 from replay.cli.options import PATH, json_option
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, say
+from replay.printable import counted
 
 
 @click.command("import")
@@ -56,7 +57,8 @@ def import_dumps(
         return
     tokens, agreed = result.output_tokens, result.agreed
     click.echo(
-        f"{result.path}: {result.requests} requests of {result.texts} texts, {tokens} output tokens, taps "
+        f"{result.path}: {counted(result.requests, 'request')} of {counted(result.texts, 'text')}, {tokens} "
+        f"output tokens, taps "
         f"{','.join(result.taps)}\n"
         f"The last states are those {result.last_state} the final norm. {agreed} of {tokens} output tokens "
         f"are the target's first choice; one costs {result.nats:.2f} nats.\n"

@@ -40,6 +40,7 @@ from replay.diagnosis.views import round_views
 from replay.engines.wiring import parse_wiring
 from replay.errors import TraceError
 from replay.faults.remedies import remedy
+from replay.printable import counted
 from replay.traces.reader import Trace
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -183,7 +184,8 @@ def check_width(case: Case, tell: Tell) -> None:
     low, high = summary.accept_length_ci95
     if not high - low <= 2 * _WIDEST * summary.accept_length:
         raise TraceError(
-            f"{summary.rounds} rounds of {summary.played_requests} requests leave the replay's accept length open "
+            f"{counted(summary.rounds, 'round')} of {counted(summary.played_requests, 'request')} leave "
+            "the replay's accept length open "
             f"between {low:.2f} and {high:.2f}, too wide to hold an observed one against; capture more prompts"
         )
 

@@ -8,6 +8,7 @@ from replay.analysis.diagnosis.feed import Feeding
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.observed import Observation
 from replay.engines.wiring import Wiring
+from replay.simulator.cache import Cache
 from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import Trace
 
@@ -18,7 +19,7 @@ class Case:
 
     ``trained``: the wiring that the head was made for, where it is known and is another one than that served.
     ``feeding``: what the draft of the trace's own server was fed, where that was recorded. ``without``: kinds of faults
-    that are not tried.
+    that are not tried. ``cache`` keeps what was replayed.
     """
 
     trace: Trace
@@ -28,6 +29,7 @@ class Case:
     observation: Observation
     feeding: Feeding | None
     without: Collection[str] = ()
+    cache: Cache | None = None
 
     @property
     def right_wiring(self) -> Wiring:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH
@@ -21,8 +22,9 @@ from replay.diagnosis.search import search
 from replay.diagnosis.trials import Trial, healthy
 from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
+from replay.simulator.cache import open_cache
 from replay.simulator.simulation import ReplayProgress
-from replay.simulator.variant import ResolvedVariant, Variant
+from replay.simulator.variant import ResolvedVariant, Variant, default_steps
 from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 
@@ -41,16 +43,21 @@ def diagnose_server(
     observed: "Observed | None" = None,
     without: Collection[str] = (),
     ladder: bool = True,
+    cache: Path | None = None,
     on_event: Tell = lambda _: None,
 ) -> Diagnosis:
     """Why a server that ran ``served`` accepted what it did.
 
     ``trained`` is the wiring the head was made for, where known; ``observed`` an accept length from elsewhere, else
     the trace's own server is explained; kinds of faults in ``without`` are not tried. With ``ladder`` the way from the
-    training metric down to what was observed follows (ladder.py). Raises TraceError where nothing was observed,
+    training metric down to what was observed follows (ladder.py). ``cache`` is a folder in which what was replayed is
+    kept, so that a diagnosis that was stopped goes on. Raises TraceError where nothing was observed,
     UsageError where the two differ in steps, and whatever ``simulate`` raises.
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
+    if cache is not None:
+        heads = {case.served.draft: checkpoint}
+        case = replace(case, cache=open_cache(cache, trace, heads, "cpu", agreement=False))
     if case.observation.kind == LENGTH:
         check_width(case, on_event)
     reference = measure(case, on_event) if case.observation.kind == DRAFTED else None
@@ -129,6 +136,7 @@ def _climb(case: Case, found: Diagnosis, tried: Sequence[Trial], tell: Tell) -> 
         trained_steps=None,
         observed=case.observation.accepted,
         served_products=False,
+        cache=case.cache,
         on_event=on_event,
     )
 
@@ -154,21 +162,26 @@ def diagnose(
     precision: str | None = None,
     engine: str | None = None,
     ladder: bool = True,
+    cache: Path | None = None,
     on_event: Tell = lambda _: None,
 ) -> Diagnosis:
     """What `replay diagnose` finds: why the server that ran ``head`` accepted what it did.
 
     ``observed``: an accept length or a file that has one (capture/observed.py), else the trace's own server is
     explained. ``trained``: the wiring that the head was made for, where known. What the server ran, ``wiring`` (what it
-    feeds) to ``engine``, is as the trace says where it is not given. Raises as ``diagnose_server`` and CaptureError for
-    an ``observed`` that says nothing.
+    feeds) to ``engine``, is as the trace says where it is not given. ``cache`` as in ``diagnose_server``. Raises as
+    ``diagnose_server`` and CaptureError for an ``observed`` that says nothing.
     """
     from replay.capture.observed import read_observed
     from replay.capture.observed_number import Observed
 
+    if steps is None and head.config.block is not None:
+        steps = default_steps(head)  # a server drafts whole blocks unless it is told otherwise
     served = served_variant(
         trace, head.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens, precision=precision, engine=engine,
         wiring=wiring,
     )  # fmt: skip
     seen = observed if observed is None or isinstance(observed, Observed) else read_observed(str(observed))
-    return diagnose_server(trace, head, served, trained=trained, observed=seen, ladder=ladder, on_event=on_event)
+    return diagnose_server(
+        trace, head, served, trained=trained, observed=seen, ladder=ladder, cache=cache, on_event=on_event
+    )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from replay.analysis.ladder.ladder import Factor, Ladder
     from replay.checkpoint.checkpoint import Checkpoint
     from replay.engines.wiring import Wiring
+    from replay.simulator.cache import Cache
     from replay.simulator.simulation import ReplayProgress
     from replay.simulator.variant import ResolvedVariant, Variant
     from replay.traces.reader import Trace
@@ -44,6 +45,7 @@ def climb(
     observed: float | Mapping[str, Sequence[int]] | None = None,
     device: str = "cpu",
     served_products: bool = True,
+    cache: "Cache | None" = None,
     seed: int = 0,
     resamples: int = DEFAULT_RESAMPLES,
     on_event: "Callable[[ReplayProgress], None]" = lambda _: None,
@@ -53,12 +55,12 @@ def climb(
     Every rung holds drafts against the recorded tokens, whatever acceptance rule ``served`` names; a note says so.
     ``trained_wiring`` and ``trained_steps`` (None: as many as the server's) are what training assumed, in fp32 and
     with nothing wrong. ``observed`` is an accept length, or by request id the server's rounds by accepted tokens (None:
-    what the trace holds of it); ``served_products`` as ``simulate`` takes it. Up to 2^5 replays, which share what they
-    can. Raises WiringError, CheckpointError, UsageError or TraceError.
+    what the trace holds of it); ``served_products`` as ``simulate`` takes it, ``cache`` keeps the replays. Up to
+    2^5 replays, which share what they can. Raises WiringError, CheckpointError, UsageError or TraceError.
     """
     from replay.analysis.ladder.ladder import Replays, build_ladder
     from replay.simulator.binding import resolve
-    from replay.simulator.simulation import simulate
+    from replay.simulator.cache import simulate_kept
     from replay.simulator.teacher_forced import score_anchors
 
     served = resolve(served, checkpoint, trace)
@@ -76,7 +78,8 @@ def climb(
         device=device,
         on_event=lambda event: on_event(replace(event, total=total)),
     )
-    rounds = simulate(
+    rounds = simulate_kept(
+        cache,
         trace,
         {served.draft: checkpoint},
         distinct,

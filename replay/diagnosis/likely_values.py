@@ -164,7 +164,7 @@ LIKELY_VALUES: Mapping[str, LikelyValues] = {
     "wiring.norm": always(
         "residual", "skip:input_norm", "skip:fc_norm", "skip:hidden_norm", "skip:input_layernorm",
         "skip:post_attention_layernorm", "skip:norm", "skip:kv_a_layernorm", "skip:q_a_layernorm",
-        "skip:q_norm", "skip:k_norm",
+        "skip:q_norm", "skip:k_norm", "skip:enorm", "skip:hnorm",
     ),
     "wiring.norm-eps": _norm_epsilons,
     "wiring.recycle-norm": always("other"),

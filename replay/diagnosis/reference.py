@@ -10,11 +10,12 @@ import numpy as np
 from replay.analysis.diagnosis.evidence import noise_scales, outliers_allowed
 from replay.analysis.followed import BOTH_SIDES, Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
+from replay.diagnosis.kept import asked_of, find_followed, keep_followed
 from replay.diagnosis.observed import count_by_request
 from replay.diagnosis.progress import Tell, Told, say_nothing, within
+from replay.simulator.cache import simulate_kept
 from replay.simulator.following import follow_server
 from replay.simulator.rounding import noise_between, other_orders
-from replay.simulator.simulation import simulate
 from replay.simulator.variant import ResolvedVariant
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def measure_discordance(case: Case) -> float:
     Twice what is seen, because server and replay are both rounded (analysis/followed.py), with one round added.
     """
     orders = [case.served, other_orders(case.served, case.trace)[0]]
-    played = simulate(case.trace, {case.served.draft: case.checkpoint}, orders, served_products=False)
+    heads = {case.served.draft: case.checkpoint}
+    played = simulate_kept(case.cache, case.trace, heads, orders, served_products=False)
     ours, exact = (
         count_by_request(played.table.filter(played.table["variant"] == info.name), case.served.steps)
         for info in played.variants
@@ -95,10 +97,22 @@ def follow(
     on_event: Told = lambda _: None,
 ) -> list[Followed]:
     """Variants of the case along the drafts of some of the server's rounds."""
-    heads = {case.served.draft: case.checkpoint}
-    return follow_server(
-        case.trace, heads, variants, rounds, scales=scales, served_products=served_products, on_event=on_event
-    )
+    asked = "" if case.cache is None else asked_of(rounds, scales, served_products)
+    found = {one: _kept(case, one, asked) for one in variants}
+    if missing := [one for one, kept in found.items() if kept is None]:
+        heads = {case.served.draft: case.checkpoint}
+        made = follow_server(
+            case.trace, heads, missing, rounds, scales=scales, served_products=served_products, on_event=on_event
+        )
+        for one, followed in zip(missing, made, strict=True):
+            found[one] = followed
+            if case.cache is not None:
+                keep_followed(case.cache, one, asked, followed)
+    return [kept for one in variants if (kept := found[one]) is not None]
+
+
+def _kept(case: Case, variant: ResolvedVariant, asked: str) -> Followed | None:
+    return None if case.cache is None else find_followed(case.cache, variant, asked)
 
 
 def noise_of(case: Case, variant: ResolvedVariant, followed: Followed, rounds: "pl.DataFrame") -> Noise:

@@ -27,7 +27,7 @@ from replay.diagnosis.observed import count_by_request
 from replay.diagnosis.progress import Tell, Told, Trying, say_nothing, within
 from replay.diagnosis.reference import Reference, follow, noise_of
 from replay.faults.table import Fault
-from replay.simulator.simulation import simulate
+from replay.simulator.cache import simulate_kept
 from replay.traces.rounds import HEALTHY_NAME
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def own_walks(
         variants = [item.variant for item in batch]
         told = within(tell, "what it does by itself", len(found), len(batch), len(hypotheses))
         heads = {case.served.draft: case.checkpoint}
-        rounds = simulate(case.trace, heads, variants, served_products=False, on_event=told)
+        rounds = simulate_kept(case.cache, case.trace, heads, variants, served_products=False, on_event=told)
         for item, summary in zip(batch, summarise(rounds), strict=True):
             found[item.name] = (summary, rounds)
     return found
@@ -108,7 +108,8 @@ def own_drafts(
     """What each of them would draft, and how much of it the target takes, at the anchors of the server's ``rounds``."""
     found: dict[str, dict[RoundKey, RoundDraft]] = {}
     for batch in _batches(hypotheses):
-        played = simulate(
+        played = simulate_kept(
+            case.cache,
             case.trace,
             {case.served.draft: case.checkpoint},
             [item.variant for item in batch],
@@ -162,7 +163,8 @@ def served_length(rounds: "pl.DataFrame") -> float:
 def _walk(case: Case, batch: Sequence[Hypothesis], whole: bool, told: Told) -> Iterator[Trial]:
     """By itself, over the same text or another one."""
     seen, steps = case.observation, case.served.steps
-    played = simulate(
+    played = simulate_kept(
+        case.cache,
         case.trace,
         {case.served.draft: case.checkpoint},
         [item.variant for item in batch],

@@ -11,6 +11,7 @@ from replay.traces.taps import tap_index, tap_name
 _NORMS = ("input_norm", "fc_norm", "hidden_norm", "input_layernorm", "post_attention_layernorm", "norm")
 _LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 _QK_NORMS = ("q_norm", "k_norm")
+_NEXTN_NORMS = ("enorm", "hnorm")
 
 
 # ---- wiring ----
@@ -78,7 +79,9 @@ def norm(value: str) -> Change:
 
         return change
 
-    changes: dict[str, Change] = {f"skip:{name}": skip(name) for name in (*_NORMS, *_LATENT_NORMS, *_QK_NORMS)}
+    changes: dict[str, Change] = {
+        f"skip:{name}": skip(name) for name in (*_NORMS, *_LATENT_NORMS, *_QK_NORMS, *_NEXTN_NORMS)
+    }
     other = {"residual": _other_residual, "twice": _twice}
     return choice("wiring.norm", value, {**other, **changes})
 

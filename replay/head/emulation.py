@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from replay.checkpoint.config import HeadConfig
+from replay.checkpoint.nextn import ROUTING_BIAS
 from replay.checkpoint.tensor_table import LATENT_KV_B, NOT_LINEAR, linear_names
 from replay.engines.precision import Format, Precision, Scheme, fused_name
 from replay.engines.profiles import PRECISIONS, EngineProfile
@@ -92,6 +93,8 @@ class Emulation:
 
         ``largest`` is the largest magnitude under a scale per tensor, where it spans more than this one.
         """
+        if name.endswith(ROUTING_BIAS):
+            return weight.to(device)
         product = self._products.get(fused_name(name.removesuffix(".weight"))) if name.endswith(".weight") else None
         dtype = self._dtype if product is None else product.dtype
         form = self._form(name)

@@ -12,6 +12,7 @@ from torch import Tensor
 from replay.head.dflash import Dflash
 from replay.head.eagle import Eagle
 from replay.head.eagle3 import Eagle3
+from replay.head.nextn import NextN
 from replay.head.parts import Parts
 from replay.head.products import ProductSizes
 
@@ -41,4 +42,4 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: Mapping[str, Family] = {"eagle3": Eagle3(), "eagle": Eagle(), "dflash": Dflash()}
+FAMILIES: Mapping[str, Family] = {"eagle3": Eagle3(), "eagle": Eagle(), "nextn": NextN(), "dflash": Dflash()}

@@ -8,11 +8,12 @@ that differs is replayed again.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import replay
 from replay.checkpoint.checkpoint import Checkpoint
@@ -29,6 +30,9 @@ from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds, read_rounds, write_rounds
 from replay.traces.tensors import tensor_bytes
 from replay.traces.weights import find_weight
+
+if TYPE_CHECKING:
+    import polars as pl
 
 # What a replay is made by; their sources count as replay's version, so that a checkout's cache never lags behind it.
 _PACKAGES = ("replay", "replay.traces", "replay.analysis")
@@ -47,21 +51,24 @@ class Cache:
     device: str
     agreement: bool
 
-    def find(self, variant: ResolvedVariant) -> Rounds | None:
-        """The rounds of ``variant`` alone; None where they are not there, or not whole."""
-        path = self._path(variant)
+    def find(self, variant: ResolvedVariant, also: str = "") -> Rounds | None:
+        """The rounds of ``variant`` alone, ``also`` being what else was asked; None where they are not there whole."""
+        path = self.place(variant, also, ".parquet")
         try:
-            told = files.read_small(path.with_suffix(".sha256"), 64).decode("ascii", "replace")
-            return read_rounds(path) if files.sha256_of(path) == told else None
+            return read_rounds(path) if is_whole(path) else None
         except TraceError:
             return None
 
-    def keep(self, variant: ResolvedVariant, rounds: Rounds) -> None:
+    def keep(self, variant: ResolvedVariant, rounds: Rounds, also: str = "") -> None:
         """Keep the rounds of ``variant`` alone. Raises OutputError."""
-        path = self._path(variant)
+        path = self.place(variant, also, ".parquet")
+        self.write(path, lambda: write_rounds(rounds, path, force=True))
+
+    def write(self, path: Path, write: Callable[[], None]) -> None:
+        """Let ``write`` make an entry's file, and keep its checksum beside it. Raises OutputError."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_rounds(rounds, path, force=True)
+            write()
             files.write_whole(path.with_suffix(".sha256"), [files.sha256_of(path).encode()])
         except OSError as error:
             raise OutputError(f"cannot write to {self.folder}: {error.strerror}; choose another --cache") from error
@@ -70,10 +77,11 @@ class Cache:
         """Whether the variant's head drafts blocks."""
         return self.checkpoints[variant.draft].config.block is not None
 
-    def _path(self, variant: ResolvedVariant) -> Path:
+    def place(self, variant: ResolvedVariant, also: str, suffix: str) -> Path:
+        """Where the entry of ``variant`` lies."""
         asked = repr(replace(variant, draft=""))  # the head counts by what it holds, not by its name
-        key = _sha256([self._common.encode(), self._heads[variant.draft].encode(), asked.encode()])
-        return self.folder / key[:2] / f"{key}.parquet"
+        key = _sha256([self._common.encode(), self._heads[variant.draft].encode(), asked.encode(), also.encode()])
+        return self.folder / key[:2] / f"{key}{suffix}"
 
     @cached_property
     def _heads(self) -> dict[str, str]:
@@ -102,6 +110,45 @@ def check_cache_folder(folder: Path) -> None:
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise OutputError(f"{folder} {files.describe_path(folder)}, a cache is a folder: choose another --cache")
     check_writable(folder)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether an entry's file has the bytes that its checksum names. Raises TraceError where one is not there."""
+    told = files.read_small(path.with_suffix(".sha256"), 64).decode("ascii", "replace")
+    return files.sha256_of(path) == told
+
+
+def simulate_kept(
+    cache: Cache | None,
+    trace: Trace,
+    checkpoints: Mapping[str, Checkpoint],
+    variants: Sequence[ResolvedVariant],
+    *,
+    device: str = "cpu",
+    follow: "pl.DataFrame | None" = None,
+    only: Collection[str] | None = None,
+    served_products: bool = True,
+    on_event: Callable[[ReplayProgress], None] = lambda _: None,
+) -> Rounds:
+    """``simulate`` in one go of those that ``cache`` lacks, together with those that it has. Raises as it does."""
+    ask = partial(
+        simulate, trace, checkpoints, device=device, follow=follow, only=only, served_products=served_products,
+        on_event=on_event,
+    )  # fmt: skip
+    if cache is None:
+        return ask(variants)
+    also = repr((rows_sha256(follow), None if only is None else sorted(only), served_products))
+    found = {one: rounds for one in dict.fromkeys(variants) if (rounds := cache.find(one, also)) is not None}
+    if missing := [one for one in dict.fromkeys(variants) if one not in found]:
+        for variant, rounds in zip(missing, _apart(ask(missing)), strict=True):
+            cache.keep(variant, rounds, also)
+            found[variant] = rounds
+    return _together(trace, variants, [found[one] for one in variants])
+
+
+def rows_sha256(table: "pl.DataFrame | None") -> str:
+    """Of the rows of a table; empty for none."""
+    return "" if table is None else _sha256(repr(row).encode() for row in table.iter_rows())
 
 
 def simulate_cached(

@@ -38,6 +38,9 @@ class Variant:
     column, so that these three are ``refresh`` there. ``faults`` are applied one after the other, ``kv``'s last.
 
     ``verify`` is an acceptance rule as verify/rules.py spells it.
+
+    A head that drafts blocks drafts ``steps`` tokens by blocks of one more; ``default_steps`` is what fills the block
+    it was trained on.
     """
 
     draft: str

@@ -231,6 +231,15 @@ def test_positions_that_no_round_accepted_are_left_out() -> None:
     assert any("0 to 15" in line for line in lines)
 
 
+def test_one_of_a_thing_is_never_said_in_the_plural() -> None:
+    one, other = make_variant("a", steps=1), make_variant("b", steps=1, kv="b")
+    looked = make_rounds({one: [[1]], other: [[0]]}, observed=[[1]], cut_last=True, source="forced", temperature=0.5)
+    for rounds in (looked, make_rounds({one: [[1], []]}, observed=[[1], []]), make_rounds({one: [[]]})):
+        for view in (View(), View(top=1)):
+            text = "\n".join(shown(rounds, view))
+            assert not re.search(r"(?<![\d.,])1 (requests|rounds|tokens|variants|steps|outputs|anchors)\b", text)
+
+
 def test_bars_are_as_high_as_their_share() -> None:
     assert wording.bars([8, 4, 1, 0]) == "█▄▁·"
     assert wording.bars([1, 1000]) == "▁█"

@@ -643,7 +643,7 @@ def test_differing_histogram_is_said(options: ServerOptions, server: FakeServer)
 
     server.answer = other  # type: ignore[method-assign]
     _, events = capture(options)
-    text = "1 requests whose recorded rounds differ from the histogram the server counted for them"
+    text = "1 request whose recorded rounds differ from the histogram the server counted for them"
     assert Noted(text) in events and text in Trace.open(options.out).header.missing
 
 

@@ -212,6 +212,9 @@ def test_what_specforge_feeds_is_what_specforge_says(listed: tuple[int, ...] | N
     except ValueError:
         assert found is None
         return
+    if list(peer) != sorted(peer):  # its backends join the taps in different orders
+        assert found is None
+        return
     assert found == tuple(layer + 1 for layer in peer)
     told = engine_ids(wiring_of(found), architecture="LlamaForCausalLM", layers=facts.target.layers)
     assert {one.engine: one.ids for one in told}["SpecForge 0.2"] == peer

@@ -553,7 +553,7 @@ def test_the_original_length_is_filled_in() -> None:
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 3}}, "layer_ids is 3, a list of layer ids"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, "2"]}}, r"layer_ids is \[1, '2'\], a list"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True]}}, r"layer_ids is \[True\], a list"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, r"architecture \['Qwen3ForCausalLM'\], replay reads EAGLE-3 heads"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, r"architecture \['Qwen3ForCausalLM'\], replay reads heads of"),
         ({"architectures": "LlamaForCausalLMEagle3"}, "architecture 'LlamaForCausalLMEagle3', replay reads"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', replay computes silu only"),
         ({"draft_vocab_size": 97}, "draft_vocab_size 97 is above vocab_size 96"),

@@ -216,13 +216,18 @@ def test_a_server_that_is_not_there_is_said_at_once(
         assert "gave no answer" in said and "start a server there by replay serve, or mend --server" in said
 
 
-def test_a_trace_being_recorded_is_waited_for_and_one_that_ended_early_resumed(tmp_path: Path) -> None:
+def test_a_trace_without_a_whole_request_is_waited_for_or_captured_with_resume(tmp_path: Path) -> None:
+    """One with whole requests is replayed as far as these go."""
     with TraceWriter.create(tmp_path / "trace", make_header()) as writer:
+        said = refused("simulate", tmp_path / "trace", "--draft", "d")
+        assert "holds no whole request yet; wait for one, or capture with --resume" in said
         writer.add(make_four())
+        assert "no whole request" not in refused("simulate", tmp_path / "trace", "--draft", "d")
         assert "is being recorded right now, 4 requests are whole so far: wait" in refused(
-            "simulate", tmp_path / "trace", "--draft", "d"
+            "inspect", "--check", tmp_path / "trace"
         )
-    assert "type the capture command again with --resume" in refused("simulate", tmp_path / "trace", "--draft", "d")
+    said = refused("inspect", "--check", tmp_path / "trace")
+    assert "type the capture command again with --resume" in said
 
 
 def test_a_demo_that_is_interrupted_does_not_name_an_option_that_it_lacks(
@@ -235,7 +240,8 @@ def test_a_demo_that_is_interrupted_does_not_name_an_option_that_it_lacks(
     files = SimpleNamespace(folder=tmp_path, layers=30, name="", tokenizer=None, limits=None)
     monkeypatch.setattr("replay.capture.target_files.open_target", lambda _: files)
     monkeypatch.setattr("replay.capture.target_check.TransformersCalls", lambda _: nullcontext())
-    monkeypatch.setattr("replay.capture.local.record.encode_prompts", lambda *_, **__: [None])
+    encoded = SimpleNamespace(requests=(None,), left_out={}, notes=lambda: ())
+    monkeypatch.setattr("replay.capture.local.record.encode_prompts", lambda *_, **__: encoded)
     monkeypatch.setattr("replay.capture.local.record._notes", lambda *_: [])
     monkeypatch.setattr("replay.capture.local.target.load_target", interrupt)
     said = refused("demo", "-o", tmp_path / "out")

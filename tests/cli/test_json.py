@@ -3,6 +3,7 @@
 The page's tables are read: a key as ``pairs[].a.rounds``, its type, its meaning. ``<name>`` stands for any key.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -12,12 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.documents import Document, documents, read
 from support.rounds_maker import make_rounds, make_variant
 
+from replay.analysis.compare.compare import compare_variants
+from replay.analysis.compare.pairing import pair_rounds
 from replay.analysis.json_document import OUTCOMES, SCHEMA_VERSION, document, interval_json, json_value
-from replay.analysis.report.peers import PeerMetric
-from replay.analysis.summary import summarise
+from replay.analysis.report.peers import PeerMetric, peer_metrics
+from replay.analysis.summary import summarise, to_json
 from replay.cli.app import cli
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
@@ -205,3 +210,34 @@ def test_two_positions_without_rounds_are_no_interval() -> None:
 def test_a_reader_of_documents_takes_no_nan() -> None:
     with pytest.raises(ValueError, match="NaN"):
         read('{"a": NaN}')
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from("abc"), st.just((math.nan, math.inf))
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.sampled_from("abcd"), inner)), max_leaves=12
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.sampled_from("xyz"), VALUES))
+def test_whatever_a_command_knows_its_document_has_no_nan(body: dict[str, Any]) -> None:
+    read(json.dumps(document(body), allow_nan=False))
+
+
+PLAYED = st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=3, max_size=3)
+
+
+@settings(max_examples=15, deadline=None)
+@given(PLAYED, PLAYED, st.booleans())
+def test_whatever_was_played_a_report_and_a_comparison_have_no_nan(
+    one: list[list[int]], other: list[list[int]], seen: bool
+) -> None:
+    """Requests without rounds, variants without any, one request: where a ratio or an interval is missing."""
+    played = {make_variant("a"): one, make_variant("b", kv="b"): other}
+    rounds = make_rounds(played, observed=one if seen else None)
+    report = {**to_json(rounds, summarise(rounds, resamples=50)), "peers": peer_metrics(rounds, "b")}
+    compared = compare_variants(pair_rounds(rounds), resamples=50).to_json()
+    for body in (report, compared):
+        read(json.dumps(document(body), allow_nan=False))

@@ -70,7 +70,10 @@ def test_every_command_has_examples_that_can_be_typed() -> None:
         for line in lines:
             program, command, *arguments = shlex.split(line.partition(" > ")[0])
             assert (program, command) == ("replay", name)
-            context = cli.commands[name].make_context(name, arguments)  # raises UsageError where it cannot be
+            typed = cli.commands[name]
+            if isinstance(typed, click.Group):
+                typed, arguments = typed.commands[arguments[0]], arguments[1:]
+            context = typed.make_context(typed.name, arguments)  # raises UsageError where it cannot be
             assert context.params
 
 

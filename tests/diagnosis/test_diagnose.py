@@ -194,7 +194,7 @@ def test_a_trace_without_a_server_needs_an_observation(tmp_path: Path) -> None:
 
 def test_too_few_requests_are_no_ground_for_a_number(tmp_path: Path) -> None:
     trace = make_served(tmp_path, HEADS["one"], requests=1)
-    with pytest.raises(TraceError, match=r"1 requests leave .* open.* capture more prompts"):
+    with pytest.raises(TraceError, match=r"rounds? of 1 request leave .* open.* capture more prompts"):
         run(trace, observed=Observed(1.5, "given"))
 
 

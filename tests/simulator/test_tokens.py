@@ -1,7 +1,7 @@
 """The trace and the head behind a rounds file, opened again: what they add, and what is said where they are gone."""
 
 import json
-import shutil
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,10 +39,6 @@ def play(trace: Trace, draft: Path, **changes: object) -> Rounds:
     head = read_checkpoint(draft)
     variants = [Variant("draft", WIRING, STEPS, **changes)]  # type: ignore[arg-type]
     return simulate(trace, {"draft": head}, variants)
-
-
-def copied(source: Path, to: Path) -> Path:
-    return Path(shutil.copytree(source, to))
 
 
 def test_what_was_rejected_has_its_reason(served: tuple[Trace, Path]) -> None:
@@ -136,6 +132,20 @@ def test_the_command_asks_for_a_request(served: tuple[Trace, Path], tmp_path: Pa
     assert all(one["accepted"] == 0 for row in document["requests"] for one in row["rounds"])
     done = CliRunner().invoke(cli, ["show", str(path), "--request", "r0", "--variant", "other"])
     assert done.exit_code == 1 and "no variant is called 'other', there are 2,4,5" in done.output
+
+
+def test_a_page_shows_the_first_requests_and_says_so(
+    served: tuple[Trace, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rounds(play(*served), path := tmp_path / "r.parquet")
+    monkeypatch.setattr("replay.cli.rounds_output.PAGE_REQUESTS", 2)
+    done = CliRunner().invoke(cli, ["report", str(path), "--html", str(tmp_path / "r.html")])
+    assert done.exit_code == 0, done.output
+    data = re.search(r'id="token-data">(.*?)</script>', (tmp_path / "r.html").read_text(), re.DOTALL)
+    assert data is not None
+    shown = json.loads(data[1])
+    assert [one["id"] for one in shown["requests"]] == ["r0", "r1"] and shown["notes"][0].startswith("1 of 3 requests")
+    assert any(row[8] and row[8][3] for row in shown["requests"][1]["rounds"])  # a rank
 
 
 def test_rounds_without_a_round_have_nothing_to_show(served: tuple[Trace, Path]) -> None:

@@ -256,7 +256,7 @@ def test_expected_sums_are_written_and_read(sampled: Trace, checkpoint: Checkpoi
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"sums": [[1.0] * 6]}, "sums of 1 requests where 5 belong"),
+        ({"sums": [[1.0] * 6]}, "sums of 1 request where 5 belong"),
         ({"sums": [[1.0] * 5] * 5}, "where 5 belong"),
         ({"sums": [[-1.0] * 6] * 5}, "negative or endless"),
         ({"sums": "many"}, r"variants\[0\]: expected"),

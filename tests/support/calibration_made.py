@@ -47,7 +47,8 @@ FAULTS = (
     "state.dropped=mlp", "state.dropped=attention", "state.noise=0.1", "shift.stale-row=anchor", "tree.parent-kv=path",
 )  # fmt: skip
 # Its rounds would be of batches that nobody ran.
-NOT_MADE = {"state.crossed"}
+# These need batches, or a head that drafts blocks.
+NOT_MADE = {"state.crossed", "block.attention", "block.late-context", "block.mask-token", "block.size"}
 ORDERS: Mapping[str, Mapping[str, Any]] = {"hf": {"numerics": "hf"}, "fp32": {"precision": "fp32"}}
 
 

@@ -1,5 +1,7 @@
-"""Small random DFlash heads, and the same head in z-lab's own package."""
+"""Small random DFlash heads, and the same head in z-lab's own package or in SpecForge."""
 
+import warnings
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -49,13 +51,18 @@ def dflash_checkpoint(seed: int = 0, **changes: Any) -> Checkpoint:
     return check_checkpoint("blocks", config, random_tensors(config, seed))
 
 
-def dflash_peer(document: dict[str, Any], checkpoint: Checkpoint) -> nn.Module:
-    """The head as dflash 0.1.0 builds it of the same config and tensors, in fp32."""
-    from dflash.model import DFlashDraftModel
+ZLAB, SPECFORGE = "dflash.model", "specforge.modeling.draft.dflash"
+
+
+def dflash_peer(document: dict[str, Any], checkpoint: Checkpoint, module: str = ZLAB) -> nn.Module:
+    """The head as dflash 0.1.0 or SpecForge 0.2.0 builds it of the same config and tensors, in fp32."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
     fields = {key: value for key, value in document.items() if key != "architectures"}
-    peer: nn.Module = DFlashDraftModel(Qwen3Config(**fields)).float().eval()
+    with warnings.catch_warnings():  # SpecForge's, about packages that a CPU does not need
+        warnings.simplefilter("ignore")
+        built = import_module(module)
+    peer: nn.Module = built.DFlashDraftModel(Qwen3Config(**fields)).float().eval()
     tensors: dict[str, Tensor] = {name: tensor.float() for name, tensor in checkpoint.tensors.items()}
     peer.load_state_dict(tensors, strict=True)
     return peer

@@ -478,7 +478,7 @@ def test_which_rounds_ran_together(tmp_path: Path) -> None:
     [
         ([("r0", 3, -1, 0)], r"the column verify_pass holds -1, must be 0 or more"),
         ([("r0", 3, 1, -1)], r"the column batch_row holds -1, must be 0 or more"),
-        ([("r0", 3, 1, None)], r"1 rounds have a verify_pass or a batch_row without the other"),
+        ([("r0", 3, 1, None)], r"1 round has a verify_pass or a batch_row without the other"),
         ([("r0", 3, None, 1), ("r1", 3, 4, None)], r"2 rounds have a verify_pass or a batch_row without the other"),
         ([("r0", 3, 1, 3)], r"row 3 of a batch of 3"),
         ([("r0", 3, 1, 2), ("r1", 3, 1, 2)], r"row 2 of verify pass 1 stands twice"),

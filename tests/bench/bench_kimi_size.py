@@ -1,0 +1,103 @@
+"""Benchmark: a latent head as wide as Kimi-K2's (7168) on one pack of rows, against the machine's own matrix products.
+
+    PYTHONPATH=tests python -P tests/bench/bench_kimi_size.py [--rows R] [--layers-dim F] [--runs N]
+
+Random weights. For each stage of the first pass it prints the seconds of the head, those of the bare products of the
+same shapes, and their ratio: fc, the projections with latent attention and MLP, and lm_head with its argmax. Both run
+in one process, in turns, after a warm-up; times are medians. Judge the ratios. Not part of ``make test``: it takes
+about 5 GiB and some minutes of a small machine.
+"""
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import click
+import torch
+from support.heads import tiny_config
+from torch import Tensor
+from torch.nn import functional
+
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.checkpoint.config import parse_config
+from replay.checkpoint.tensor_table import expected_tensors
+from replay.drafting.first_pass import first_pass
+from replay.drafting.next_tokens import next_tokens
+from replay.drafting.rows import DraftInput
+from replay.head.model import Head, TargetTables
+from replay.head.products import Execution
+
+# Of Kimi-K2-Instruct's config.json and its EAGLE-3 heads: one layer, dense MLP, a draft vocabulary of 32,000.
+SIZES = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"], "hidden_size": 7168, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "head_dim": None, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432, "vocab_size": 163840,
+    "draft_vocab_size": 32000, "max_position_embeddings": 131072, "rope_theta": 50000.0,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]},
+}  # fmt: skip
+
+
+def make_head() -> Head:
+    """Random weights in bf16; the target's embedding has the rows that are drafted from alone."""
+    config = parse_config(tiny_config(**SIZES))
+    tensors: dict[str, Tensor] = {}
+    for name, shape in expected_tensors(config).items():
+        if name == "d2t":
+            tensors[name] = torch.zeros(shape, dtype=torch.int64)
+        else:
+            tensors[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=shape[-1] ** -0.5)
+    embed = torch.empty((32000, config.hidden_size), dtype=torch.bfloat16).normal_()
+    return Head(Checkpoint("kimi-sized", config, tensors, ()), TargetTables(embed), execution=Execution(torch.bfloat16))
+
+
+def seconds(runs: int, *works: Callable[[], object]) -> list[float]:
+    """The median time of each, run in turns after one warm-up."""
+    times: list[list[float]] = [[] for _ in works]
+    for number in range(runs + 1):
+        for place, work in enumerate(works):
+            start = perf_counter()
+            work()
+            if number:
+                times[place].append(perf_counter() - start)
+    return [median(one) for one in times]
+
+
+def products(head: Head, rows: int, skip: tuple[str, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Operands of the bare products of the layer: each matrix of the head but ``skip``, over as many rows."""
+    matrices = {name: one for name, one in head._weights.items() if one.ndim == 2 and not name.startswith(skip)}
+    return [(torch.randn(rows, one.shape[1]).to(one.dtype), one) for one in matrices.values()]
+
+
+@click.command()
+@click.option("--rows", type=int, default=512)
+@click.option("--runs", type=int, default=3)
+def main(rows: int, runs: int) -> None:
+    """Print the seconds of each stage, of the bare products, and their ratio."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        head = make_head()
+        width = head.config.features_width
+        tokens = torch.randint(0, 32000, (rows + 2,))
+        features = torch.randn(rows, width).to(torch.bfloat16)
+        item = DraftInput(tokens, features, prompt_tokens=rows // 2)
+        state = torch.randn(rows, head.config.hidden_size).to(torch.bfloat16)
+        layer = products(head, rows, ("fc", "lm_head", "embed"))
+        fc, lm_head = head._weights["fc.weight"], head._lm_head_WE
+        whole, fused = seconds(runs, lambda: first_pass(head, [item]), lambda: head.fuse(features))
+        stages = {
+            "fc": (lambda: head.fuse(features), lambda: functional.linear(features, fc)),
+            "lm_head and argmax": (lambda: next_tokens(head, state), lambda: functional.linear(state, lm_head)),
+        }
+        parameters = sum(one.numel() for one in head._weights.values()) + lm_head.numel()
+        print(f"{parameters / 1e9:.2f} billion parameters, {rows} rows, {torch.get_num_threads()} threads")
+        for name, works in stages.items():
+            ours, bare = seconds(runs, *works)
+            print(f"{name:<28} {ours:8.3f} s   products alone {bare:8.3f} s   {bare / ours:5.0%} of their rate")
+        (bare,) = seconds(runs, lambda: [functional.linear(*pair) for pair in layer])
+        ours = whole - fused
+        print(f"{'layer with latent attention':<28} {ours:8.3f} s   products alone {bare:8.3f} s   "
+              f"{bare / ours:5.0%} of their rate")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

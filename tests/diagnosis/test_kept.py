@@ -1,0 +1,111 @@
+"""A diagnosis with a cache: the same as one without, and one that was stopped goes on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
+
+from replay.analysis.diagnosis.verdict import to_json
+from replay.capture.observed import Observed
+from replay.diagnosis import diagnose, reference
+from replay.diagnosis.diagnose import diagnose_server
+from replay.faults.table import FAULTS
+from replay.simulator import cache as module
+from replay.simulator.variant import Variant
+from replay.traces.reader import Trace
+
+REST = set(FAULTS) - {"wiring.aux-layer-id", "attn.scale", "weights.zeros"}  # is left out: it only takes time
+Counted = dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    folder = tmp_path_factory.mktemp("kept") / "served"
+    return Trace.open(make_served(folder, make_checkpoint(), "wiring.aux-layer-id=1", requests=2, output=8).path)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Variants that were replayed, by the way in which they were."""
+    counts = {"simulate": 0, "follow_server": 0}
+
+    def count(where: Any, name: str) -> None:
+        real = getattr(where, name)
+
+        def counting(trace: Trace, heads: object, variants: list[Any], *more: Any, **named: Any) -> Any:
+            counts[name] += len(variants)
+            return real(trace, heads, variants, *more, **named)
+
+        monkeypatch.setattr(where, name, counting)
+
+    count(module, "simulate")
+    count(reference, "follow_server")
+    return counts
+
+
+@pytest.fixture(autouse=True)
+def few_wirings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more than time for them."""
+    for room in ("search", "gains"):
+        monkeypatch.setattr(f"replay.diagnosis.{room}.wirings", lambda _: [])
+
+
+def told(trace: Trace, observed: Observed | None, **named: Any) -> str:
+    asked: dict[str, Any] = {"observed": observed, "without": REST, "ladder": observed is not None, **named}
+    found = diagnose_server(trace, make_checkpoint(), Variant("h", WIRING, STEPS), **asked)
+    return json.dumps(to_json(found), sort_keys=True, default=str)
+
+
+@pytest.mark.parametrize("observed", [None, Observed(1.9, "given")], ids=["drafts", "length"])
+def test_a_diagnosis_with_a_cache_is_the_one_without_and_replays_nothing_twice(
+    served: Trace, tmp_path: Path, counted: Counted, observed: Observed | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.diagnosis.advice._WIDEST", 10.0)  # two requests would be refused beside a length
+    expected = told(served, observed)
+    assert told(served, observed, cache=tmp_path / "c") == expected
+    assert sum(counted.values()) > 0
+    for name in counted:
+        counted[name] = 0
+    assert told(served, observed, cache=tmp_path / "c") == expected
+    assert counted == {"simulate": 0, "follow_server": 0}
+
+
+def test_a_diagnosis_that_was_stopped_goes_on(
+    served: Trace, tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(diagnose, "conclude", stop)
+        with pytest.raises(KeyboardInterrupt):
+            told(served, None, cache=tmp_path / "c", ladder=False)
+    before = counted["follow_server"]
+    assert before > 10
+    told(served, None, cache=tmp_path / "c", ladder=False)
+    assert counted["follow_server"] - before < before / 4
+
+
+def test_a_followed_replay_is_read_as_it_was(served: Trace, tmp_path: Path) -> None:
+    from replay.diagnosis.kept import asked_of, find_followed, keep_followed
+
+    case = diagnose.open_case(served, make_checkpoint(), Variant("h", WIRING, STEPS), None, None)
+    heads = {"h": case.checkpoint}
+    cache = module.open_cache(tmp_path / "c", served, heads, "cpu", agreement=False)
+    assert cache is not None and case.observation.rounds is not None
+    (made,) = reference.follow(case, [case.served], case.observation.rounds, (0.1, 0.3))
+    asked = asked_of(case.observation.rounds, (0.1, 0.3), True)
+    assert find_followed(cache, case.served, asked) is None
+    keep_followed(cache, case.served, asked, made)
+    read = find_followed(cache, case.served, asked)
+    assert read is not None and repr(read) == repr(made)
+    assert (read.margin_N.dtype, read.spread_NZ.shape) == (made.margin_N.dtype, made.spread_NZ.shape)
+    assert (read.margin_N == made.margin_N).all() and (read.spread_NZ == made.spread_NZ).all()
+    assert find_followed(cache, case.served, asked_of(case.observation.rounds, (0.1,), True)) is None
+    assert find_followed(cache, replace(case.served, steps=1), asked) is None
+    path = cache.place(case.served, asked, ".npz")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert find_followed(cache, case.served, asked) is None
