@@ -111,6 +111,21 @@ def open_target(model: str) -> TargetFiles:
     return TargetFiles(name, folder, text_config, tokenizer, _eos_ids(folder, config))
 
 
+def open_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a target's folder. Raises CaptureError without Transformers, or where there is none."""
+    if not _has_tokenizer(folder):
+        raise CaptureError(f"{folder} holds no tokenizer: name the target's folder with --target")
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    except ImportError as error:
+        raise CaptureError(f"the tokenizer needs transformers, which is not installed: {_INSTALL}") from error
+    check_folder(folder)
+    with TransformersCalls(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
 def _has_tokenizer(folder: Path) -> bool:
     return any(os.path.isfile(folder / name) for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 

@@ -4,7 +4,7 @@ Nothing is skipped in silence: a tensor is used, is on the list of deliberate dr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,12 +31,16 @@ _Held = TypeVar("_Held")  # what is known of a tensor: itself, or its shape
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A head as it lies on disk or came in memory: names already in SGLang's spelling, nothing cast."""
+    """A head as it lies on disk or came in memory: names already in SGLang's spelling, nothing cast.
+
+    ``path`` is the folder that it was read from; None in memory.
+    """
 
     name: str
     config: HeadConfig
     tensors: "Mapping[str, torch.Tensor]"
     notes: tuple[str, ...]
+    path: str | None = None
 
     def __repr__(self) -> str:
         counts = (self.config.num_layers, "layer"), (self.config.num_taps, "tap")
@@ -53,10 +57,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         check_folder(path)
     if (shapes := read_shapes(path)) is None:
         tensors = read_tensors(path)
-        return check_checkpoint(name, parse_config(document, name=where, shapes=_shapes_of(tensors)), tensors)
+        found = check_checkpoint(name, parse_config(document, name=where, shapes=_shapes_of(tensors)), tensors)
+        return replace(found, path=str(path))
     config = parse_config(document, name=where, shapes=shapes)
     _check_table(name, config, _rename(name, shapes, config))  # before anything is loaded
-    return check_checkpoint(name, config, read_tensors(path))
+    return replace(check_checkpoint(name, config, read_tensors(path)), path=str(path))
 
 
 def _shapes_of(tensors: "Mapping[str, torch.Tensor]") -> dict[str, tuple[int, ...]]:

@@ -29,6 +29,7 @@ from replay.cli.plan import plan
 from replay.cli.progress import add_verbosity
 from replay.cli.report import report
 from replay.cli.serve import serve
+from replay.cli.show import show
 from replay.cli.simulate import simulate
 from replay.cli.terminal import say
 from replay.cli.trace import trace
@@ -105,7 +106,7 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    serve, capture, import_dumps, simulate, faults, report, compare, plan, inspect, diagnose, check, demo, trace,
+    serve, capture, import_dumps, simulate, faults, report, show, compare, plan, inspect, diagnose, check, demo, trace,
 )  # fmt: skip
 for _command in _COMMANDS:
     assert _command.name is not None

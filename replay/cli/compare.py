@@ -8,6 +8,7 @@ import click
 from replay.cli.options import PATH, format_option, json_option, part_options, read_part, sort_option, top_option
 from replay.cli.table_formats import print_table, refuse_two_forms
 from replay.cli.terminal import print_json, print_rich
+from replay.cli.web_page import page_options, refuse_page, write_page_file
 from replay.errors import TraceError, UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--trace-a", type=PATH, metavar="TRACE", help="Trace of ROUNDS_A, if ROUNDS_B is of another recording.")
 @click.option("--trace-b", type=PATH, metavar="TRACE", help="Trace of ROUNDS_B, recorded of the same prompts.")
 @part_options
+@page_options
 @sort_option
 @top_option
 @format_option
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 def compare(
     rounds_a: Path, rounds_b: Path | None, variant_a: str | None, variant_b: str | None, trace_a: Path | None,
     trace_b: Path | None, category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None,
-    sort: str | None, top: int | None, table_format: str | None, as_json: bool,
+    html: Path | None, force: bool, sort: str | None, top: int | None, table_format: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare two variants on the same requests and the same anchors: better, worse, equal or cannot tell.
 
@@ -46,6 +48,7 @@ def compare(
     from replay.traces.rounds_sets import take_part
 
     refuse_two_forms(table_format, as_json)
+    refuse_page(html, force)
     if (trace_a is None) != (trace_b is None) or (trace_a is not None and rounds_b is None):
         raise UsageError(
             "--trace-a and --trace-b name the traces of two rounds files; type both, after ROUNDS_A and ROUNDS_B, or "
@@ -67,6 +70,11 @@ def compare(
         print_json(comparison.to_json())
     else:
         print_rich(render_comparison(comparison, joined, view))
+    if html is not None:
+        from replay.analysis.page.compared import write_comparison
+
+        shown = render_comparison(comparison, joined, view)
+        write_page_file(html, lambda text: write_comparison(comparison, text), shown)
 
 
 def _texts(path: Path, rounds: "Rounds", called: str) -> "Texts":

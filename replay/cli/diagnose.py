@@ -23,6 +23,7 @@ from replay.cli.options import (
 )
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
+from replay.cli.web_page import page_options, refuse_page, write_page_file
 
 if TYPE_CHECKING:
     from replay.analysis.diagnosis.verdict import Diagnosis
@@ -49,13 +50,14 @@ if TYPE_CHECKING:
 @part_options
 @target_option
 @no_verify_option
+@page_options
 @cache_option
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, target: Path | None,
-    no_verify: bool, cache: Path | None, as_json: bool,
+    no_verify: bool, cache: Path | None, html: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -70,6 +72,7 @@ def diagnose(
     from replay.simulator.binding import stated_wiring
     from replay.simulator.cache import check_cache_folder
 
+    refuse_page(html, force)
     if cache is not None:
         check_cache_folder(cache)
     told = None if observed is None else read_observed(observed)
@@ -102,6 +105,10 @@ def diagnose(
         print_json(to_json(found))
     else:
         print_rich(render_diagnosis(found))
+    if html is not None:
+        from replay.analysis.page.diagnosed import write_diagnosis
+
+        write_page_file(html, lambda text: write_diagnosis(found, text), render_diagnosis(found))
 
 
 def _diagnose(run: "Callable[[Callable[[Trying], None]], Diagnosis]") -> "Diagnosis":

@@ -25,6 +25,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "replay report rounds.parquet --format csv > variants.csv",
         "replay report rounds.parquet --peers --html report.html",
     ),
+    "show": (
+        "replay show rounds.parquet --request code-1",
+        "replay show rounds.parquet --category math --first-rejected --top 5",
+    ),
     "compare": (
         "replay compare before.parquet after.parquet",
         "replay compare rounds.parquet --variant-a embed,3,31",

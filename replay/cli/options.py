@@ -65,6 +65,18 @@ api_key_option = click.option(
 )
 
 
+def source_options(command: Command) -> Command:
+    """Where what a rounds file names lies now: ``trace``, ``draft`` and ``target``."""
+    said = "[default: as the rounds say]"
+    for option in (
+        target_option,
+        click.option("--draft", type=PATH, metavar="DIR", help=f"The head, if it has moved.  {said}"),
+        click.option("--trace", type=PATH, metavar="DIR", help=f"The trace, if it has moved.  {said}"),
+    ):
+        command = option(command)
+    return command
+
+
 def part_options(command: Command) -> Command:
     """Options that ask for a part of a trace; the command takes them as ``read_part`` does."""
     for option in (

@@ -4,19 +4,28 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, format_option, json_option, part_options, read_part, sort_option, top_option
-from replay.cli.show import Wanted, by_option, is_web_page, show_rounds, write_html
+from replay.cli.options import (
+    PATH,
+    format_option,
+    json_option,
+    part_options,
+    read_part,
+    sort_option,
+    source_options,
+    top_option,
+)
+from replay.cli.rounds_output import Wanted, by_option, show_rounds, write_html
 from replay.cli.table_formats import refuse_two_forms
-from replay.cli.terminal import refuse_existing
+from replay.cli.web_page import page_options, refuse_page
 
 
 @click.command()
 @click.argument("rounds", type=PATH, metavar="ROUNDS")
-@click.option("--html", type=PATH, metavar="FILE", help="Write the report as a web page as well.")
 @click.option("--peers", is_flag=True, help="Add the metrics of other projects, made from the same rounds.")
 @by_option
 @part_options
-@click.option("--force", is_flag=True, help="Replace an existing web page.")
+@source_options
+@page_options
 @sort_option
 @top_option
 @format_option
@@ -24,16 +33,18 @@ from replay.cli.terminal import refuse_existing
 def report(
     rounds: Path, html: Path | None, peers: bool, by: tuple[str, ...], category: tuple[str, ...],
     request: tuple[str, ...], first_turn: bool, limit: int | None, force: bool, sort: str | None, top: int | None,
-    table_format: str | None, as_json: bool,
+    table_format: str | None, trace: Path | None, draft: Path | None, target: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show the report of a rounds file that simulate -o wrote."""
     from replay.traces.rounds import read_rounds
     from replay.traces.rounds_sets import take_part
 
     refuse_two_forms(table_format, as_json)
-    if html is not None:
-        refuse_existing(html, force, ours=is_web_page)
+    refuse_page(html, force)
     table = take_part(read_rounds(rounds), read_part(category, request, first_turn, limit))
-    show_rounds(table, as_json, Wanted(peers=peers, by=by, sort=sort, top=top, table_format=table_format))
+    wanted = Wanted(peers=peers, by=by, sort=sort, top=top, table_format=table_format)
+    show_rounds(table, as_json, wanted)
     if html is not None:
-        write_html(table, html, peers, by)
+        from replay.simulator.tokens import Sources
+
+        write_html(table, html, wanted, Sources(trace, draft, target))

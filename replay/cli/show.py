@@ -1,160 +1,52 @@
-"""Rounds on the terminal, as JSON or as a web page: what several commands show."""
+"""`replay show`: the rounds of requests, token by token."""
 
-import io
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from replay.cli.table_formats import print_table
-from replay.cli.terminal import Visible, print_json, print_rich
-from replay.errors import OutputError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from replay.analysis.flat import FlatRow
-    from replay.analysis.summary import VariantSummary
-    from replay.capture.observed_number import Observed
-    from replay.traces.rounds import Rounds
-
-_PAGE = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'  # how rich begins one
+from replay.cli.options import PATH, json_option, part_options, read_part, source_options
+from replay.cli.terminal import print_json, print_rich
+from replay.errors import UsageError
 
 
-by_option = click.option(
-    "--by",
-    multiple=True,
-    type=click.Choice(["category", "trace"]),
-    help="Add a table by category or by trace.  [default: by trace where there are several]",
+@click.command()
+@click.argument("rounds", type=PATH, metavar="ROUNDS")
+@part_options
+@click.option("--variant", metavar="NAME", help="The variant to show.  [default: that of the largest accept length]")
+@click.option("--first-rejected", is_flag=True, help="Only rounds whose first drafted token was rejected.")
+@click.option(
+    "--top",
+    type=click.IntRange(0, 1000),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="How many of the draft's likeliest tokens are shown where it was rejected.",
 )
+@source_options
+@json_option
+def show(
+    rounds: Path, category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None,
+    variant: str | None, first_rejected: bool, top: int, trace: Path | None, draft: Path | None, target: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Show requests of a rounds file token by token: what was drafted, accepted and rejected, and why.
 
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a report of rounds shows beside its tables, and in which form.
-
-    ``peers`` adds the metrics of other projects, ``by`` groups of requests, ``observed`` what a server elsewhere
-    accepted. ``sort`` and ``top`` say which rows the table has (analysis/view.py); the JSON has all. ``table_format``
-    is that of the table alone.
+    The trace and the head that the file names are read again for the target's choices and the draft's ranks.
     """
+    from replay.analysis.json_document import object_json
+    from replay.analysis.tokens.report import render_view
+    from replay.simulator.tokens import Sources, show_tokens
+    from replay.traces.rounds import read_rounds
 
-    peers: bool = False
-    by: Sequence[str] = ()
-    observed: "Observed | None" = None
-    sort: str | None = None
-    top: int | None = None
-    table_format: str | None = None
-
-
-def show_rounds(rounds: "Rounds", as_json: bool, wanted: Wanted = Wanted()) -> None:
-    """The report of ``rounds``, its JSON, or its table alone."""
-    from replay.analysis.report.elsewhere import elsewhere_json, elsewhere_sentence
-    from replay.analysis.summary import summarise
-
-    peers, observed = wanted.peers, wanted.observed
-
-    summaries = summarise(rounds)
-    if wanted.table_format is not None:
-        print_table(_flat(rounds, summaries, wanted.sort, wanted.top), wanted.table_format)
-    elif as_json:
-        body = _body(rounds, summaries)
-        if peers:
-            from replay.analysis.report.peers import peer_metrics
-
-            body["peers"] = [peer_metrics(rounds, variant.name) for variant in rounds.variants]
-        if observed is not None:
-            said = (observed.accept_length, observed.source, observed.rounds)
-            body["observed_elsewhere"] = elsewhere_json(summaries, *said)
-        if groups := _groups(rounds, wanted.by):
-            from replay.analysis.report.by_group import groups_json, summarise_by
-
-            body["by"] = {what: groups_json(summarise_by(rounds, what)) for what in groups}
-        print_json(body)
-    else:
-        print_rich(_render(rounds, summaries, wanted))
-        if observed is not None:
-            print_rich("")
-            print_rich(elsewhere_sentence(summaries, observed.accept_length, observed.source))
-
-
-def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:
-    """The ranking of ``tensors``, quantised one by one as `one_by_one` gave the variants, or its JSON."""
-    from replay.analysis.report.precision_ranking import rank_tensors, render_ranking
-    from replay.analysis.summary import summarise
-
-    summaries = summarise(rounds)
-    ranking = rank_tensors(rounds, summaries, tensors)
+    table, part = read_rounds(rounds), read_part(category, request, first_turn, limit)
+    if part.whole and len(table.requests) > 1:
+        raise UsageError(
+            f"{rounds} holds {len(table.requests)} requests; type --request {table.requests[0].request_id}, or "
+            "--category or --limit for several"
+        )
+    sources = Sources(trace, draft, target)
+    view = show_tokens(table, part, variant, sources, top=top, first_rejected=first_rejected)
     if as_json:
-        print_json({**_body(rounds, summaries), "ranking": [*ranking.rows, ranking.together]})
+        print_json(object_json(view))
     else:
-        print_rich(render_ranking(ranking))
-
-
-def _flat(
-    rounds: "Rounds", summaries: "Sequence[VariantSummary]", sort: str | None, top: int | None
-) -> "list[FlatRow]":
-    from replay.analysis.report.flat import variant_rows
-    from replay.analysis.report.report import assess
-    from replay.analysis.view import View
-
-    shown = View(sort, top).rows(summaries, lambda row: row.accept_length)
-    return variant_rows(assess(rounds, summaries), shown)
-
-
-def _groups(rounds: "Rounds", by: Sequence[str]) -> list[str]:
-    """What was asked for, and by trace where there are several."""
-    several = len({request.trace for request in rounds.requests}) > 1
-    return list(dict.fromkeys([*by, *["trace"] * several]))
-
-
-def _body(rounds: "Rounds", summaries: "Sequence[VariantSummary]") -> dict[str, Any]:
-    from replay.analysis.report.report import assess
-    from replay.analysis.summary import to_json
-
-    report = assess(rounds, summaries)
-    return {
-        **to_json(rounds, summaries),
-        "best": [row.name for row in report.together],
-        "doubts": list(report.doubts),
-    }
-
-
-def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", wanted: Wanted) -> "RenderableType":
-    from rich.console import Group
-
-    from replay.analysis.report.report import render
-    from replay.analysis.view import View
-
-    parts: list[Any] = [render(rounds, summaries, View(wanted.sort, wanted.top))]
-    if wanted.peers:
-        from replay.analysis.report.peers import peer_metrics, render_peers
-
-        parts += [render_peers(peer_metrics(rounds, variant.name)) for variant in rounds.variants]
-    if groups := _groups(rounds, wanted.by):
-        from replay.analysis.report.by_group import render_groups, summarise_by
-
-        parts += [render_groups(summarise_by(rounds, what), what) for what in groups]
-    return Group(*parts)
-
-
-def is_web_page(path: Path) -> bool:
-    """Whether ``path`` begins as the pages that ``write_html`` writes."""
-    with path.open("rb") as file:
-        return file.read(len(_PAGE)) == _PAGE
-
-
-def write_html(rounds: "Rounds", path: Path, peers: bool, by: Sequence[str] = ()) -> None:
-    """The report as a web page. Raises OutputError where it cannot be written."""
-    from rich.console import Console
-
-    from replay.analysis.summary import summarise
-    from replay.traces.files import write_whole
-
-    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, markup=False, emoji=False)
-    console.print(Visible(_render(rounds, summarise(rounds), Wanted(peers=peers, by=by))))
-    try:
-        write_whole(path, [console.export_html().encode()])
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written ({error.strerror}); choose another --html") from error
+        print_rich(render_view(view))

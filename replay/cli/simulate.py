@@ -24,7 +24,7 @@ from replay.cli.options import (
     top_option,
 )
 from replay.cli.progress import show_progress
-from replay.cli.show import Wanted, by_option, show_ranking, show_rounds
+from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds
 from replay.cli.table_formats import refuse_two_forms
 from replay.cli.terminal import refuse_existing, say
 from replay.errors import UsageError

@@ -176,6 +176,7 @@ def describe_head(
     ]
     return {
         "family": FAMILY_NAMES[config.family],
+        "path": checkpoint.path,
         "taps": config.num_taps,
         "layers": config.num_layers,
         "draft_vocab_size": config.draft_vocab_size,

@@ -139,6 +139,19 @@ def compare_documents(folder: Path) -> list[Document]:
     return [run("compare", mixed), run("compare", many), run("compare", empty, empty), recordings]
 
 
+def show_documents(folder: Path) -> list[Document]:
+    """Of requests with texts, one as a server prefilled it, and of rounds whose trace is gone."""
+    made = make_served(folder / "served", make_checkpoint(), requests=2, pieces=[None, [(3, 3), (4, 4)]])
+    draft, path = write_head(folder / "draft", HEAD), folder / "rounds.parquet"
+    run("simulate", made.path, "--draft", draft, "--wiring", WIRING, "--steps", STEPS, "-o", path)
+    gone = written(make_rounds({make_variant("v"): [[1, 0]]}), folder / "gone.parquet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("replay.simulator.tokens.read_spelling", lambda _: lambda token: b"%d " % token)
+        patch.setattr("replay.simulator.tokens.fingerprint_target", lambda _: made.header.target.fingerprint)
+        patch.setattr("replay.capture.target_files.fingerprint_target", lambda _: made.header.target.fingerprint)
+        return [run("show", path, "--limit", 2, "--target", folder), run("show", gone)]
+
+
 def plan_documents(folder: Path) -> list[Document]:
     """Of timings that suffice, of some that leave the answer open, and of a tree whose accept length nobody said."""
     length = ("--length", "steps=3,accept=2.5")
@@ -265,6 +278,7 @@ _MAKERS: Mapping[str, Callable[[Path], list[Document]]] = {
     "simulate": simulate_documents,
     "report": report_documents,
     "compare": compare_documents,
+    "show": show_documents,
     "plan": plan_documents,
     "diagnose": diagnose_documents,
     "check": check_documents,

@@ -28,7 +28,13 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Inside these, rooms of their own; what lies beside the rooms is their common ground and imports none of them.
 DIVIDED = ("replay.capture", "replay.analysis")
-MAY_SEE = {("replay.analysis.diagnosis", "replay.analysis.ladder")}
+MAY_SEE = {
+    ("replay.analysis.diagnosis", "replay.analysis.ladder"),
+    *(
+        ("replay.analysis.page", f"replay.analysis.{room}")
+        for room in ("compare", "diagnosis", "ladder", "report", "tokens")
+    ),
+}
 
 
 @cache

@@ -1,0 +1,1 @@
+"""A web page in one file."""

@@ -1,0 +1,1 @@
+"""Requests token by token."""

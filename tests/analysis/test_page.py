@@ -1,0 +1,221 @@
+"""The web page: nothing is loaded, every axis says what it shows, and the numbers are those of the rounds."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.documents import rare_diagnosis
+from support.ladder_cases import make_anchors, make_replays
+from support.report_cases import many, nothing, rewired, served, single, sweep
+from support.rounds_maker import make_rounds, make_variant
+
+from replay.analysis.compare.compare import compare
+from replay.analysis.ladder.ladder import build_ladder
+from replay.analysis.page.chart_parts import Chart
+from replay.analysis.page.charts import MOST_CURVES, charts
+from replay.analysis.page.compared import comparison_charts, write_comparison
+from replay.analysis.page.diagnosed import diagnosis_charts, write_diagnosis
+from replay.analysis.page.draw import draw
+from replay.analysis.page.page import Page, write_page
+from replay.analysis.page.token_data import token_data
+from replay.analysis.report.assessment import Report
+from replay.analysis.report.report import assess
+from replay.analysis.summary import summarise
+from replay.analysis.tokens.view import Known, Ranking, View, view_requests
+from replay.cli.app import cli
+from replay.traces.rounds import Rounds, write_rounds
+
+CASES = {"single": single, "sweep": sweep, "served": served, "rewired": rewired, "many": many}
+# What makes a browser fetch something: attributes and functions with an address, rules and calls that load.
+LOADS = re.compile(r"(?:src|href|action|poster)\s*=|url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(|<link|<img")
+HOSTILE = "</script><script>alert(1)</script>"
+
+
+def found(rounds: Rounds) -> Report:
+    return assess(rounds, summarise(rounds, resamples=200), resamples=200)
+
+
+def tokens() -> View:
+    """One request of two rounds whose words are a text that would end a script, and one across tokens."""
+    rounds = make_rounds({make_variant("v"): [[1, 0]]}, category="<b>")
+    words = {5: HOSTILE.encode(), 6: b"\xe6\x97", 7: b"\xa5\n"}
+    known = Known(tuple([6, 7] * 10), {0: Ranking(2, 0.25, ((5, 0.5),)), 1: Ranking(None, 0.0, ())})
+    return view_requests(rounds, rounds.variants[0], {"r0": known}, words.__getitem__, notes=("a <note>",))
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return write_page(Page(found(rewired()), "as <text>\n", tokens()))
+
+
+def axes(spec: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every axis of a specification that shows a field, with its title."""
+    if isinstance(spec, dict):
+        for name in ("x", "y"):
+            one = spec.get("encoding", {}).get(name)
+            if isinstance(one, dict) and "field" in one:
+                yield one, one["axis"]["title"]
+        for value in spec.values():
+            yield from axes(value)
+    elif isinstance(spec, list):
+        for value in spec:
+            yield from axes(value)
+
+
+def test_nothing_is_loaded_from_anywhere(page: str) -> None:
+    assert LOADS.findall(page) == []
+    assert re.findall(r"https?://[^\s\"'<]*", page) == []
+    assert len(page.encode()) < 300_000
+
+
+def test_foreign_text_is_text(page: str) -> None:
+    assert page.count("<script") == page.count("</script>") == 2 and "<b>" not in page
+    data = re.search(r'id="token-data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None and HOSTILE in json.loads(data[1])["words"]
+    assert "as &lt;text&gt;" in page
+
+
+def test_the_page_holds_what_the_report_says(page: str) -> None:
+    report, text = found(rewired()), unescape(re.sub(r"<[^>]+>", "", page))
+    for row in report.summaries:
+        assert f"{row.accept_length:.3f}" in text and f"{row.accepted:,} / {row.drafted:,}" in text
+    for said in (*report.doubts, *(word for pair in report.provenance for word in pair)):
+        assert said in text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_axis_has_a_title(case: str) -> None:
+    made = list(charts(found(CASES[case]())))
+    for chart in made:
+        titles = [title for _, title in axes(chart.spec)]
+        assert chart.heading and chart.caption.endswith(".") and len(titles) >= 2 and all(titles), chart.heading
+    assert len(made) >= 3
+
+
+def test_titles_are_drawn_and_charts_fit_a_phone() -> None:
+    for chart in charts(found(rewired())):
+        drawn = draw(chart.spec)
+        said = unescape(re.sub(r"<[^>]+>", "\n", drawn))
+        assert all(title in said for _, title in axes(chart.spec)), chart.heading
+        width = re.search(r'^<svg[^>]* width="([\d.]+)"', drawn)
+        assert width is not None and float(width[1]) <= 358, chart.heading  # 390 less the page's margins
+
+
+def chart_of(rounds: Rounds, heading: str) -> Chart:
+    return next(chart for chart in charts(found(rounds)) if chart.heading == heading)
+
+
+def test_charts_show_the_numbers_of_the_rounds() -> None:
+    """Four requests on paper: 0 to 3 accepted of 3, so 10 rounds of 1.5 accepted on average."""
+    rounds = make_rounds({make_variant("a"): [[0, 1, 2, 3], [3, 0, 1], [2, 2, 1]], make_variant("b"): [[0], [0], [0]]})
+    first = chart_of(rounds, "Accept length").spec["data"]["values"][0]
+    assert first["length"] == pytest.approx(2.5) and first["low"] <= 2.5 <= first["high"]
+    values = chart_of(rounds, "Acceptance by position").spec["data"]["values"]
+    assert [one["share"] for one in values[:3]] == pytest.approx([80.0, 62.5, 40.0])  # 8 of 10, 5 of 8, 2 of 5
+    bars = chart_of(rounds, "Accepted tokens of a round").spec["data"]["values"]
+    assert [one["share"] for one in bars[:4]] == pytest.approx([20.0, 30.0, 30.0, 20.0])
+    assert bars[0]["variant"].endswith("10 rounds")
+
+
+def test_a_sweep_of_two_facts_is_a_heat_map() -> None:
+    played = {
+        make_variant(f"{wiring} {steps}", wiring=(wiring,), steps=steps): [[1, 0], [min(steps, 2)]]
+        for wiring in ("3", "16") for steps in (2, 3)
+    }  # fmt: skip
+    values = chart_of(make_rounds(played), "Accept length by wiring and steps").spec["data"]["values"]
+    assert {(one["across"], one["down"]) for one in values} == {("3", "2"), ("3", "3"), ("16", "2"), ("16", "3")}
+    assert "wiring" not in {chart.heading for chart in charts(found(single()))}
+
+
+def test_the_servers_rounds_stand_beside() -> None:
+    rounds = make_rounds({make_variant("a"): [[0, 1], [2]]}, observed=[[0, 1, 0], [2]])
+    bars = chart_of(rounds, "Accepted tokens of a round").spec["data"]["values"]
+    assert [one["share"] for one in bars if one["variant"] == "server: 4 rounds"] == [50.0, 25.0, 25.0]
+    kinds = {one["kind"] for one in chart_of(rewired(), "Against the server").spec["data"]["values"]}
+    assert kinds == {"alike", "near tie", "unexplained"}
+
+
+def test_of_many_variants_some_curves_are_shown_and_the_page_says_so() -> None:
+    rounds = many()
+    chart = chart_of(rounds, "Acceptance by position")
+    shown = {one["variant"] for one in chart.spec["data"]["values"]} - {"server"}
+    assert len(shown) == min(MOST_CURVES, len(rounds.variants))
+    if len(rounds.variants) > MOST_CURVES:
+        assert f"The {MOST_CURVES} of {len(rounds.variants)} variants" in chart.caption
+
+
+def test_rounds_that_are_none_have_a_page_without_charts() -> None:
+    text = write_page(Page(found(nothing()), "", None))
+    assert "<svg" not in text and "<script" not in text and "No rounds" in text
+
+
+def test_tokens_are_handed_over_as_they_are() -> None:
+    data = token_data(tokens())
+    words, (first, second) = data["words"], data["requests"][0]["rounds"]
+    assert [words[place] for place in first[5]] == [HOSTILE] * 3 and first[2] == 1
+    assert (words[first[4]], words[first[7]]) == ("日\\n", "\\xa5\\n")
+    assert first[8][3:5] == [2, 2500] and second[8][2:4] == ["not in the draft vocabulary", None]
+    assert data["notes"] == ["a <note>"] and data["requests"][0]["category"] == "<b>"
+
+
+def test_without_the_library_the_page_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rounds(replace(sweep()), path := tmp_path / "r.parquet")
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    done = CliRunner().invoke(cli, ["report", str(path), "--html", str(tmp_path / "r.html")])
+    assert done.exit_code == 1 and done.stdout == "" and "pip install 'eagle-replay[page]'" in done.stderr
+    assert not (tmp_path / "r.html").exists()
+
+
+# ---- the pages of diagnose and compare ----
+
+
+def test_a_diagnosis_is_a_ranking_and_a_waterfall() -> None:
+    """The levels of tests/analysis/test_ladder.py, which says how they come about."""
+    ladder = build_ladder(make_anchors(), make_replays(observed=[[1], [0, 0]]))
+    diagnosis = replace(rare_diagnosis(), ladder=ladder)
+    ranking, waterfall = diagnosis_charts(diagnosis)
+    assert [one["probability"] for one in ranking.spec["data"]["values"]] == [
+        100 * one.probability for one in diagnosis.ranked
+    ]
+    bars = [(one["from"], one["to"], one["kind"]) for one in waterfall.spec["data"]["values"]]
+    assert bars == [
+        (1.0, 1.9375, "level"), (1.9375, 1.6875, "lost"), (1.6875, 1.75, "gained"), (1.75, 1.75, "level"),
+        (1.75, 1.5, "lost"), (1.5, 1.5, "level"), (1.5, 1.0, "lost"), (1.0, 1.0, "level"),
+        (1.0, pytest.approx(4 / 3), "level"), (pytest.approx(1.0), pytest.approx(4 / 3), "gained"),
+    ]  # fmt: skip
+    text = write_diagnosis(diagnosis, "as text")
+    assert LOADS.findall(text) == [] and text.count("<svg") == 2 and "Verdict: engine" in text
+
+
+def test_a_comparison_is_a_difference_with_its_interval() -> None:
+    rounds = make_rounds({make_variant("a"): [[0, 1], [2], [1, 1]], make_variant("b<"): [[1, 1], [2], [2, 2]]})
+    comparison = compare(rounds)
+    (chart,) = comparison_charts(comparison)
+    (value,) = chart.spec["data"]["values"]
+    assert value["difference"] == pytest.approx(8 / 5 - 5 / 5)  # accepted of five rounds each
+    assert (value["low"], value["high"]) == comparison.pairs[0].ci95
+    text = write_comparison(comparison, "")
+    assert LOADS.findall(text) == [] and "1. b&lt;" in text and "difference (tokens / round)" in text
+
+
+def test_every_axis_of_both_has_a_title() -> None:
+    ladder = build_ladder(make_anchors(), make_replays())
+    rounds = make_rounds({make_variant("a"): [[0, 1], [2]], make_variant("b"): [[1, 1], [2]]})
+    made = [*diagnosis_charts(replace(rare_diagnosis(), ladder=ladder)), *comparison_charts(compare(rounds))]
+    assert len(made) == 3 and all(title for chart in made for _, title in axes(chart.spec))
+
+
+def test_compare_writes_its_page(tmp_path: Path) -> None:
+    write_rounds(sweep(), path := tmp_path / "r.parquet")
+    page = tmp_path / "c.html"
+    for more in ((), ("--force",)):
+        done = CliRunner().invoke(cli, ["compare", str(path), "--html", str(page), *more])
+        assert done.exit_code == 0, done.output
+    assert "Difference in accept length" in page.read_text() and done.stdout.splitlines()[0][:20] in page.read_text()
