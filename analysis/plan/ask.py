@@ -103,8 +103,8 @@ def answer_question(
 ) -> Planned:
     """The plan for what was asked; ``called`` is what the rounds file or the trace is called.
 
-    Accept lengths are those of ``rounds``, else of the rules that were ``played`` on a trace, else those that were typed
-    or came with timings. Raises UsageError where no accept length is known, and where rounds hold variants that differ
+    Accept lengths are those of ``rounds``, else of the rules that were ``played`` on a trace, else those typed or read
+    with timings. Raises UsageError where no accept length is known, and where rounds hold variants that differ
     in more than depth.
     """
     timings = costs.timings
