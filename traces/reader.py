@@ -119,8 +119,7 @@ class Trace:
         if part.whole:
             return self
         ids = choose(part, self.records)
-        verify = self._verifier is not None
-        taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, verify)
+        taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, self.verifies)
         taken.records = tuple(record for record in self.records if record.request_id in ids)
         taken.part = f"{part} ({len(taken.records)} of {len(self.records)})"
         return taken
@@ -149,6 +148,11 @@ class Trace:
         other = copy.copy(self)
         other._verifier = None
         return other
+
+    @property
+    def verifies(self) -> bool:
+        """Whether shards are held against their checksums when they are read."""
+        return self._verifier is not None
 
     def __len__(self) -> int:
         return len(self.records)

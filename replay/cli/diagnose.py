@@ -71,7 +71,7 @@ def diagnose(
     from replay.simulator.cache import check_cache_folder
 
     if cache is not None:
-        check_cache_folder(cache)
+        check_cache_folder(cache, verify=not no_verify)
     told = None if observed is None else read_observed(observed)
     opened = open_trace(trace, read_part(category, request, first_turn, limit), target, verify=not no_verify)
     checkpoint = read_draft(draft)

@@ -52,7 +52,8 @@ def diagnose_server(
     the trace's own server is explained; kinds of faults in ``without`` are not tried. With ``ladder`` the way from the
     training metric down to what was observed follows (ladder.py). ``cache`` is a folder in which what was replayed is
     kept, so that a diagnosis that was stopped goes on. Raises TraceError where nothing was observed,
-    UsageError where the two differ in steps, and whatever ``simulate`` raises.
+    UsageError where the two differ in steps or for a cache of a trace that is not verified, and whatever ``simulate``
+    raises.
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
     if cache is not None:

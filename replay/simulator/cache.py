@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import replay
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.errors import OutputError, TraceError
+from replay.errors import OutputError, TraceError, UsageError
 from replay.simulator.agreement import with_agreement
 from replay.simulator.binding import bind, resolve
 from replay.simulator.fit import check_rule
@@ -100,13 +100,29 @@ class Cache:
 def open_cache(
     folder: Path, trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str, *, agreement: bool
 ) -> Cache | None:
-    """The cache in ``folder``; None for a trace whose recording has not ended, which no checksum names."""
+    """The cache in ``folder``; None for a trace whose recording has not ended, which no checksum names.
+
+    Raises UsageError for a trace whose rows need not be those of its checksums.
+    """
+    _check_verified(trace.verifies)
     finished = trace.header.requests_sha256 is not None
     return Cache(folder, trace, checkpoints, device, agreement) if finished else None
 
 
-def check_cache_folder(folder: Path) -> None:
-    """Refuse, before anything is replayed, a folder that no entry can be put into. Raises OutputError."""
+def _check_verified(verifies: bool) -> None:
+    if not verifies:
+        raise UsageError(
+            "a cache finds what was replayed by the checksums of the trace, and with --no-verify nothing is held "
+            "against them; leave --no-verify or --cache out"
+        )
+
+
+def check_cache_folder(folder: Path, *, verify: bool = True) -> None:
+    """Refuse, before anything is replayed, a folder that no entry can be put into, and a trace without ``verify``.
+
+    Raises OutputError or UsageError.
+    """
+    _check_verified(verify)
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise OutputError(f"{folder} {files.describe_path(folder)}, a cache is a folder: choose another --cache")
     check_writable(folder)

@@ -15,11 +15,12 @@ from support.trace_maker import H, V, make_four, make_requests, write_trace
 import replay
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.cli.app import cli
-from replay.errors import OutputError, WiringError
+from replay.errors import OutputError, UsageError, WiringError
 from replay.simulator import cache as module
 from replay.simulator.agreement import with_agreement
 from replay.simulator.cache import check_cache_folder, open_cache, simulate_cached
 from replay.simulator.variant import Variant
+from replay.traces.parts import Part
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
 
@@ -198,6 +199,21 @@ def test_a_trace_that_is_recorded_still_is_not_kept(tmp_path: Path, head: Checkp
     folder = write_trace(tmp_path / "t", [make_four()], finish=False)
     trace = Trace.open(folder, allow_incomplete=True)
     assert open_cache(tmp_path / "c", trace, {"h": head}, "cpu", agreement=False) is None
+
+
+@pytest.mark.parametrize("command", ["simulate", "diagnose"])
+def test_rows_that_are_not_held_against_checksums_are_not_kept(
+    tmp_path: Path, trace: Trace, head: Checkpoint, command: str
+) -> None:
+    """An entry is named after the checksums, and damaged rows would lie under the name of the sound ones."""
+    unverified = Trace.open(trace.path, verify=False)
+    for one in (unverified, unverified.take(Part(limit=1)), trace.unverified()):
+        with pytest.raises(UsageError, match="leave --no-verify or --cache out"):
+            open_cache(tmp_path / "c", one, {"h": head}, "cpu", agreement=False)
+    typed = [command, str(trace.path), "--draft", str(tmp_path / "head"), "--no-verify"]
+    run = CliRunner().invoke(cli, [*typed, "--cache", str(tmp_path / "c")])
+    assert run.exit_code == 1 and "leave --no-verify or --cache out" in run.stderr
+    assert not (tmp_path / "c").exists()
 
 
 def test_the_command_keeps_and_finds(tmp_path: Path, trace: Trace) -> None:
