@@ -138,9 +138,14 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
 def _check_crossing(subject: Subject, variant: ResolvedVariant, trace: Trace) -> None:
     faults = "+".join(map(str, variant.all_faults))
     if trace.largest_batch < 2:
+        untold = (
+            "no other request that a server verified together with one of those asked for"
+            if trace.part
+            else "no two of them that a server verified together"
+        )
         raise UsageError(
-            f"fault {faults} hands states from request to request of a batch, and {trace.path} tells of no two of them "
-            "that a server verified together; record one by replay serve, and ask it for several at a time"
+            f"fault {faults} hands states from request to request of a batch, and {trace.path} tells of {untold}; "
+            "record one by replay serve, and ask it for several at a time"
         )
     if subject.behaviour.follows_walk:
         raise UsageError(
