@@ -40,7 +40,12 @@ if TYPE_CHECKING:
     metavar="W",
     help="What the server feeds, spelled as --wiring.  [default: as the trace or the config says]",
 )
-@click.option("--steps", type=int, metavar="K", help="Of the server.  [default: as the trace says, else 5]")
+@click.option(
+    "--steps",
+    type=int,
+    metavar="K",
+    help="Of the server.  [default: as the trace says, else 5, of a DFlash head its whole block]",
+)
 @click.option("--topk", type=int, metavar="N", help="Of the server.  [default: as the trace says, else 1]")
 @click.option("--num-draft-tokens", type=int, metavar="N", help="Of the server.  [default: as the trace says]")
 @click.option("--precision", metavar="P", help="Of the served head.  [default: the target's]")
