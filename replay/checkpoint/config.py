@@ -221,7 +221,7 @@ def _check_kind(config: Settings) -> str:
     if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
         raise CheckpointError(
             f"{config.where}: architecture {show(architectures)}, replay reads heads of the kinds "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(ARCHITECTURES)}; give one of these"
         )
     if config.values.get("hidden_act", "silu") != "silu":
         raise CheckpointError(
