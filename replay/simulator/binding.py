@@ -14,7 +14,7 @@ from replay.errors import TraceError, UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
 from replay.head.model import Head, TargetTables
-from replay.head.products import Execution
+from replay.head.products import WHOLE_PROMPTS, Execution
 from replay.simulator.blocks import check_blocks
 from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
 from replay.simulator.variant import ResolvedVariant, Variant, draft_tokens, kv_layout
@@ -206,6 +206,9 @@ def build_head(
 
 
 def _prefill_rows(details: Mapping[str, str]) -> int | None:
-    """How many rows of a prompt the server prefilled at once, where it says so; it turns chunks off with -1."""
+    """How many rows of a prompt the server prefilled at once; None where it does not say.
+
+    SGLang 0.5.23 turns chunks off with -1 (server_args.py ``chunked_prefill_size``).
+    """
     said = details.get("chunked_prefill_size", "")
-    return count_of(said) or None
+    return WHOLE_PROMPTS if said == "-1" else count_of(said) or None
