@@ -12,6 +12,7 @@ from replay.traces.captured import CapturedRequest, ServerCounters
 from replay.traces.fields import some
 from replay.traces.header import TraceHeader
 from replay.traces.reader import Trace
+from replay.traces.whole import check_output, whole_folder
 from replay.traces.writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -38,13 +39,22 @@ def copy_requests(traces: Sequence[Trace], out: Path, *, named_by_trace: bool = 
 
     Rows, choices, counters, feeds and server rounds are those of the sources. ``named_by_trace`` puts the name of each
     trace's folder and a slash before its ids. Raises TraceError where targets, taps or settings differ, UsageError for
-    ids that stand twice, OutputError where something is there (without ``force``) or the disk refuses.
+    ids that stand twice, OutputError where something is there (without ``force``) or the disk refuses. Whatever it
+    raises, nothing new is at ``out`` then, and what was there is as it was.
     """
+    check_output(out, force=force)
     header = _common_header(traces)
     names = _ids(traces, named_by_trace)
     if out.exists() and any(out.resolve() == trace.path.resolve() for trace in traces):
         raise UsageError(f"{out} is one of the traces that are read; name another folder")
-    with TraceWriter.create(out, header, force=force) as writer:
+    with whole_folder(out, force=force) as folder:
+        _write(folder, header, traces, names)
+    tokens = sum(record.output_tokens for trace in traces for record in trace.records)
+    return Copied(out, sum(map(len, traces)), tokens, {str(trace.path): len(trace) for trace in traces})
+
+
+def _write(folder: Path, header: TraceHeader, traces: Sequence[Trace], names: Sequence[Mapping[str, str]]) -> None:
+    with TraceWriter.create(folder, header) as writer:
         if all(trace.header.weights is not None for trace in traces):
             first = traces[0]
             tied = header.target.tie_word_embeddings
@@ -52,8 +62,6 @@ def copy_requests(traces: Sequence[Trace], out: Path, *, named_by_trace: bool = 
         for trace, new in zip(traces, names, strict=True):
             _copy(trace, new, writer)
         writer.finish()
-    tokens = sum(record.output_tokens for trace in traces for record in trace.records)
-    return Copied(out, sum(map(len, traces)), tokens, {str(trace.path): len(trace) for trace in traces})
 
 
 def _copy(trace: Trace, new: Mapping[str, str], writer: TraceWriter) -> None:

@@ -36,7 +36,9 @@ def merge(traces: Sequence[Path], output: Path, name_by_trace: bool, force: bool
     """
     from replay.traces.copying import copy_requests
     from replay.traces.reader import Trace
+    from replay.traces.whole import check_output
 
+    check_output(output, force=force)
     opened = [Trace.open(path) for path in traces]
     _show(copy_requests(opened, output, named_by_trace=name_by_trace, force=force), as_json)
 
@@ -57,7 +59,9 @@ def subset(
     """
     from replay.traces.copying import copy_requests
     from replay.traces.reader import Trace
+    from replay.traces.whole import check_output
 
+    check_output(output, force=force)
     opened = Trace.open(source, allow_incomplete=True)
     _show(copy_requests([opened.take(read_part(category, request, first_turn, limit))], output, force=force), as_json)
 

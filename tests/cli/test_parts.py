@@ -62,7 +62,7 @@ def test_an_unfinished_trace_is_replayed_as_far_as_it_is_whole(folder: Path) -> 
 def test_a_diagnosis_takes_a_part(folder: Path) -> None:
     typed = ("diagnose", folder / "one", "--draft", folder / "draft", "--observed", 1.5, "--steps", 2, "--no-ladder")
     said = run(*typed, "--category", "b", exit_code=1).stderr
-    assert "10 rounds of 1 requests leave the replay's accept length open" in said  # of four it is told
+    assert "10 rounds of 1 request leave the replay's accept length open" in said  # of four it is told
     assert "there are a (2), b (1), none (1)" in run(*typed, "--category", "z", exit_code=1).stderr
 
 
@@ -72,7 +72,8 @@ def test_traces_are_merged_and_cut(folder: Path, tmp_path: Path) -> None:
     run("trace", "subset", both, "--category", "a", "-o", tmp_path / "a")
     counted = json.loads(run("trace", "stats", tmp_path / "a", folder / "begun", "--json").stdout)["traces"]
     assert [(one["all"]["requests"], one["state"]) for one in counted] == [(2, "complete"), (2, "recording")]
-    assert "is not empty" in run("trace", "subset", both, "-o", tmp_path / "a", exit_code=1).stderr
+    refused = run("trace", "subset", folder / "gone", "-o", tmp_path / "a", exit_code=1).stderr
+    assert "exists already: type --force to replace its trace, or another -o" in refused  # before the source is read
     assert "has not ended" in run("trace", "merge", folder / "begun", "-o", tmp_path / "m", exit_code=1).stderr
 
 
