@@ -27,7 +27,7 @@ from replay.cli.progress import show_progress
 from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds
 from replay.cli.table_formats import refuse_two_forms
 from replay.cli.terminal import refuse_existing, say
-from replay.errors import UsageError
+from replay.errors import ReplayError, UsageError
 
 if TYPE_CHECKING:
     from replay.checkpoint.checkpoint import Checkpoint
@@ -152,7 +152,7 @@ def simulate(
     from replay.simulator.binding import check_one_target, distinct
     from replay.simulator.cache import check_cache_folder
     from replay.simulator.variant import default_steps, sweep
-    from replay.traces.rounds import is_rounds_file, write_rounds
+    from replay.traces.rounds import is_rounds_file
     from replay.traces.rounds_sets import pool_rounds
 
     if not drafts:
@@ -204,12 +204,24 @@ def simulate(
         for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
+    unwritten = None if output is None else _write(rounds, output, force)  # first: a reader of stdout may go away
     if ranked is None:
         show_rounds(rounds, as_json, Wanted(by=by, observed=seen, sort=sort, top=top, table_format=table_format))
     else:
         show_ranking(rounds, ranked, as_json)
-    if output is not None:  # last, so that a full disk loses the file only
-        write_rounds(rounds, output, force=force)
+    if unwritten is not None:
+        raise unwritten
+
+
+def _write(rounds: "Rounds", path: Path, force: bool) -> ReplayError | None:
+    """Why the rounds could not be written: said after the report, so that a full disk loses the file only."""
+    from replay.traces.rounds import write_rounds
+
+    try:
+        write_rounds(rounds, path, force=force)
+    except ReplayError as error:
+        return error
+    return None
 
 
 def _note_chains(num_draft_tokens: tuple[int, ...], steps: set[int]) -> None:

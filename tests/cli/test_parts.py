@@ -1,5 +1,6 @@
 """Parts of traces and several traces on the command line."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from support.heads import INVENTED, write_head
 from support.trace_maker import changed, make_four, make_request, write_trace
 
 from replay.cli.app import cli
+from replay.errors import OutputError
+from replay.traces.rounds import read_rounds
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,28 @@ def test_an_unfinished_trace_is_replayed_as_far_as_it_is_whole(folder: Path) -> 
     assert found["trace"]["requests"] == 2 and "replayed, 2 requests, and" in found["doubts"][0]
     refused = run("simulate", folder / "empty", *typed, exit_code=1)
     assert "holds no whole request yet; wait for one" in refused.stderr
+
+
+def test_rounds_are_written_before_the_report_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that closes early, as of `| head`, loses no replay; a disk that is full loses no report."""
+    typed = ("simulate", folder / "one", "--draft", folder / "draft", "--steps", 1, "--no-agreement", "-o")
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.cli.simulate.show_rounds", closed)
+        run(*typed, tmp_path / "r.parquet", exit_code=1)
+    assert len(read_rounds(tmp_path / "r.parquet").requests) == 4
+
+    def full(*_: object, **__: object) -> None:
+        raise OutputError("no room")
+
+    monkeypatch.setattr("replay.traces.rounds.write_rounds", full)
+    done = run(*typed, tmp_path / "s.parquet", exit_code=1)
+    assert done.stdout.startswith("Accept length") and "replay: no room" in done.stderr
 
 
 def test_a_diagnosis_takes_a_part(folder: Path) -> None:
