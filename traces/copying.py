@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from replay.errors import TraceError, UsageError
 from replay.traces.captured import CapturedRequest, ServerCounters
 from replay.traces.fields import some
-from replay.traces.header import TraceHeader
+from replay.traces.header import ONE_TARGET, TraceHeader
 from replay.traces.reader import Trace
 from replay.traces.whole import check_output, whole_folder
 from replay.traces.writer import TraceWriter
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 _AT_ONCE = 1 << 28  # bytes of rows that are held before they are written as a shard
-# What one trace has one of. The target may have moved, and prompts are of course others.
-_ALIKE = ("architecture", "layers", "hidden_size", "vocab_size", "dtype", "tie_word_embeddings", "fingerprint")
+# What one trace has one of beside its target. Prompts are of course others.
 _ASKED_ALIKE = ("temperature", "top_p", "top_k", "raw")
 
 
@@ -140,7 +139,7 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
     """The header of a trace of all. Raises TraceError where they are of different kinds."""
     first, *others = [trace.header for trace in traces]
     for trace, header in zip(traces[1:], others, strict=True):
-        pairs = [(f"target.{name}", getattr(first.target, name), getattr(header.target, name)) for name in _ALIKE]
+        pairs = [(f"target.{name}", getattr(first.target, name), getattr(header.target, name)) for name in ONE_TARGET]
         pairs += [(name, getattr(first.capture, name), getattr(header.capture, name)) for name in _ASKED_ALIKE]
         pairs += [
             ("engine", f"{first.engine.name} {first.engine.version}", f"{header.engine.name} {header.engine.version}"),

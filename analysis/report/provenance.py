@@ -14,7 +14,7 @@ _MOST_WORD, _MOST_TEXT, _MOST_KEYS = 40, 600, 12
 # Keys of ``Rounds.trace`` that have a line of their own, or are said elsewhere.
 _SAID = {
     "path", "taps", "requests", "target", "dtype", "model_type", "layers", "hidden_size", "engine", "engine_version",
-    "missing", "wirings", "doubts", "traces",
+    "missing", "wirings", "doubts", "traces", "fingerprint", "architecture", "vocab_size", "tie_word_embeddings",
 }  # fmt: skip
 
 
