@@ -15,7 +15,7 @@ from replay.cli.options import (
     top_option,
 )
 from replay.cli.rounds_output import Wanted, by_option, show_rounds, write_html
-from replay.cli.table_formats import refuse_two_forms
+from replay.cli.table_formats import refuse_beside, refuse_two_forms
 from replay.cli.web_page import page_options, refuse_page
 
 
@@ -40,6 +40,8 @@ def report(
     from replay.traces.rounds_sets import take_part
 
     refuse_two_forms(table_format, as_json)
+    if table_format is not None:
+        refuse_beside("--format", peers=peers, by=by)
     refuse_page(html, force)
     table = take_part(read_rounds(rounds), read_part(category, request, first_turn, limit))
     wanted = Wanted(peers=peers, by=by, sort=sort, top=top, table_format=table_format)

@@ -52,12 +52,7 @@ def group_variants(
 
     Raises UsageError, WiringError or CheckpointError before any tensor of the trace is read.
     """
-    alike: dict[tuple[ResolvedVariant, int, str, bool], list[int]] = {}
-    for number, variant in enumerate(variants):
-        check_rule(variant.verify, trace)
-        sampled = samples_drafts(variant.verify, trace)
-        block = checkpoints[variant.draft].config.block is not None
-        alike.setdefault((without_drafting(variant, block), variant.topk, variant.kv, sampled), []).append(number)
+    alike = _alike(variants, checkpoints, trace)
     firsts = [variants[members[0]] for members in alike.values()]
     subjects = [bind(first, checkpoints[first.draft], trace) for first in firsts]
     heads: dict[Hashable, Head] = {}
@@ -76,6 +71,26 @@ def group_variants(
         groups.append(Group(head, subject.wiring, first.topk, kv, sizes, tuple(members), stem, sampled))
     stems = list(dict.fromkeys(group.stem for group in groups))
     return sorted(groups, key=lambda group: stems.index(group.stem))
+
+
+def check_variants(variants: Sequence[ResolvedVariant], checkpoints: Mapping[str, Checkpoint], trace: Trace) -> None:
+    """Refuse what ``group_variants`` would refuse of them before it makes heads. Raises as it does."""
+    for members in _alike(variants, checkpoints, trace).values():
+        first = variants[members[0]]
+        bind(first, checkpoints[first.draft], trace)
+
+
+def _alike(
+    variants: Sequence[ResolvedVariant], checkpoints: Mapping[str, Checkpoint], trace: Trace
+) -> dict[tuple[ResolvedVariant, int, str, bool], list[int]]:
+    """The places of variants that are one group, the last part of the key being ``sampled``. Raises UsageError."""
+    alike: dict[tuple[ResolvedVariant, int, str, bool], list[int]] = {}
+    for number, variant in enumerate(variants):
+        check_rule(variant.verify, trace)
+        sampled = samples_drafts(variant.verify, trace)
+        block = checkpoints[variant.draft].config.block is not None
+        alike.setdefault((without_drafting(variant, block), variant.topk, variant.kv, sampled), []).append(number)
+    return alike
 
 
 def _weights_key(variant: ResolvedVariant, subject: Subject) -> Hashable:

@@ -2,15 +2,19 @@
 
 import errno
 import json
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from support.heads import INVENTED, write_head
-from support.trace_maker import changed, make_four, make_request, write_trace
+from support.trace_maker import changed, make_four, make_header, make_request, write_trace
 
 from replay.cli.app import cli
 from replay.errors import OutputError
+from replay.traces.captured import CapturedRequest
 from replay.traces.rounds import read_rounds
 
 
@@ -25,6 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_trace(folder / "empty", [], finish=False)
     write_head(folder / "draft", INVENTED)
     return folder
+
+
+def without_2(request: CapturedRequest) -> CapturedRequest:
+    return replace(request, taps={name: rows for name, rows in request.taps.items() if name != "2"})
 
 
 def run(*arguments: object, exit_code: int = 0) -> Result:
@@ -100,6 +108,79 @@ def test_traces_are_merged_and_cut(folder: Path, tmp_path: Path) -> None:
     refused = run("trace", "subset", folder / "gone", "-o", tmp_path / "a", exit_code=1).stderr
     assert "exists already: type --force to replace its trace, or another -o" in refused  # before the source is read
     assert "has not ended" in run("trace", "merge", folder / "begun", "-o", tmp_path / "m", exit_code=1).stderr
+
+
+def test_faults_of_a_second_trace_are_found_before_the_first_is_replayed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.simulator.cache.simulate", lambda *_, **__: pytest.fail("something was replayed"))
+    typed = ("simulate", folder / "one", tmp_path / "t", "--draft", folder / "draft", "--steps", 1)
+    header = make_header()
+    few = replace(header, taps={name: tap for name, tap in header.taps.items() if name != "2"})
+    rows = [make_request(f"t{seed}", seed) for seed in range(2)]
+    write_trace(tmp_path / "t", [[without_2(row) for row in rows]], header=few)
+    assert re.search(r"tap 2\b.* embed, final", run(*typed, exit_code=1).stderr)
+    shutil.rmtree(tmp_path / "t")
+    write_trace(tmp_path / "t", [rows])
+    shard = tmp_path / "t" / "shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-7] ^= 4
+    shard.write_bytes(data)
+    assert "has changed since it was written" in run(*typed, exit_code=1).stderr
+
+
+def test_a_part_that_only_one_of_several_traces_has(folder: Path) -> None:
+    typed = ("simulate", folder / "one", folder / "two", "--draft", folder / "draft", "--steps", 1, "--no-agreement")
+    done = run(*typed, "--category", "a", "--json")
+    assert "note: trace two has no such request and is left out (category a)" in done.stderr
+    assert json.loads(done.stdout)["trace"]["part"] == "category a (2 of 4)"
+    both = json.loads(run(*typed, "--request", "r1", "--request", "s2", "--json").stdout)["trace"]
+    assert [one["part"] for one in both["traces"]] == ["requests r1 (1 of 4)", "requests s2 (1 of 3)"]
+    assert "no request is of category 'z', there are a (2), b (1)" in run(*typed, "--category", "z", exit_code=1).stderr
+    said = run(*typed, "--category", "a", "--request", "s1", exit_code=1).stderr
+    assert "of 7 requests none is left (category a; requests s1)" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--format", "csv", "--by", "category"), "--format is one table, in which --by has no place"),
+        (("--format", "csv", "--observed", "1.5"), "--format is one table, in which --observed has no place"),
+        (("--rank-precision", "fp8", "--by", "category"), "--rank-precision is one table, in which --by has"),
+        (("--rank-precision", "fp8", "--observed", "1.5"), "--rank-precision is one table, in which --observed has"),
+    ],
+)
+def test_what_a_table_cannot_show_is_refused(folder: Path, options: tuple[str, ...], said: str) -> None:
+    assert said in run("simulate", folder / "one", "--draft", folder / "draft", *options, exit_code=1).stderr
+
+
+def test_a_table_of_a_report_has_no_place_for_other_metrics(tmp_path: Path) -> None:
+    said = run("report", tmp_path / "gone", "--format", "md", "--peers", "--by", "trace", exit_code=1).stderr
+    assert "--format is one table, in which --peers and --by have no place; leave one of them out" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--fault", "nonsense"), "nonsense"), (("--wiring", "final:x"), "is no engine whose layer ids"),
+        (("--precision", "int2"), "int2"),
+        (("--kv", "nonsense"), "nonsense"), (("--verify", "nonsense"), "nonsense"),
+    ],
+)  # fmt: skip
+def test_no_head_is_fetched_for_what_cannot_be(
+    folder: Path, options: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.checkpoint.hub.head_folder", lambda _: pytest.fail("a head was fetched"))
+    assert said in run("simulate", folder / "one", "--draft", "org/name", *options, exit_code=1).stderr
+
+
+def test_a_cache_says_what_it_does(folder: Path, tmp_path: Path) -> None:
+    typed = ("--draft", folder / "draft", "--steps", 1, "--no-agreement", "--cache", tmp_path / "cache")
+    first = run("simulate", folder / "one", *typed).stderr
+    assert "replayed before" not in first
+    assert "note: 1 of 1 variants were replayed before" in run("simulate", folder / "one", *typed).stderr
+    begun = run("simulate", folder / "begun", *typed).stderr
+    assert f"note: the recording of {folder / 'begun'} has not ended, so --cache keeps nothing of it" in begun
 
 
 def test_what_a_server_elsewhere_accepted_stands_beside_the_report(folder: Path) -> None:
