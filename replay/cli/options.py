@@ -44,7 +44,9 @@ observed_option = click.option(
     "a /server_info document, TensorRT-LLM's iteration statistics, or answers that have one.",
 )
 no_verify_option = click.option(
-    "--no-verify", is_flag=True, help="Read the trace as it is, without a look at its checksums."
+    "--no-verify",
+    is_flag=True,
+    help="Read trace.json and the rows of the trace as they are, without a look at their checksums.",
 )
 cache_option = click.option(
     "--cache", type=PATH, metavar="DIR", help="Keep what was replayed here, and replay nothing twice. Safe to delete."
@@ -67,9 +69,10 @@ api_key_option = click.option(
 
 
 def source_options(command: Command) -> Command:
-    """Where what a rounds file names lies now: ``trace``, ``draft`` and ``target``."""
+    """Where what a rounds file names lies now, ``trace``, ``draft`` and ``target``, and ``no_verify``."""
     said = "[default: as the rounds say]"
     for option in (
+        no_verify_option,
         target_option,
         click.option("--draft", type=PATH, metavar="DIR", help=f"The head, if it has moved.  {said}"),
         click.option("--trace", type=PATH, metavar="DIR", help=f"The trace, if it has moved.  {said}"),

@@ -33,7 +33,8 @@ from replay.cli.web_page import page_options, refuse_page
 def report(
     rounds: Path, html: Path | None, peers: bool, by: tuple[str, ...], category: tuple[str, ...],
     request: tuple[str, ...], first_turn: bool, limit: int | None, force: bool, sort: str | None, top: int | None,
-    table_format: str | None, trace: Path | None, draft: Path | None, target: Path | None, as_json: bool,
+    table_format: str | None, trace: Path | None, draft: Path | None, target: Path | None, no_verify: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Show the report of a rounds file that simulate -o wrote."""
     from replay.traces.rounds import read_rounds
@@ -49,4 +50,4 @@ def report(
     if html is not None:
         from replay.simulator.tokens import Sources
 
-        write_html(table, html, wanted, Sources(trace, draft, target))
+        write_html(table, html, wanted, Sources(trace, draft, target, not no_verify))

@@ -176,7 +176,7 @@ def simulate(
     check_one_target(every)
     for one in every.values():
         _check_temperature(temperature, one.header.capture.temperature)
-    choices = dict[str, list[Any]](
+    choices: dict[str, list[Any]] = dict(
         wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
         precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
         numerics=list(numerics) or [None],

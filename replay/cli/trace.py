@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, part_options, read_part
+from replay.cli.options import PATH, json_option, no_verify_option, part_options, read_part
 from replay.cli.terminal import print_json, print_rich, print_text
 from replay.printable import counted
 
@@ -28,8 +28,11 @@ def trace() -> None:
 @_output
 @click.option("--name-by-trace", is_flag=True, help="Put the name of each trace's folder before its request ids.")
 @_force
+@no_verify_option
 @json_option
-def merge(traces: Sequence[Path], output: Path, name_by_trace: bool, force: bool, as_json: bool) -> None:
+def merge(
+    traces: Sequence[Path], output: Path, name_by_trace: bool, force: bool, no_verify: bool, as_json: bool
+) -> None:
     """Write the requests of several traces as one.
 
     The traces have to be of one target and to hold the same taps, recorded alike.
@@ -39,7 +42,7 @@ def merge(traces: Sequence[Path], output: Path, name_by_trace: bool, force: bool
     from replay.traces.whole import check_output
 
     check_output(output, force=force)
-    opened = [Trace.open(path) for path in traces]
+    opened = [Trace.open(path, verify=not no_verify) for path in traces]
     _show(copy_requests(opened, output, named_by_trace=name_by_trace, force=force), as_json)
 
 
@@ -48,10 +51,11 @@ def merge(traces: Sequence[Path], output: Path, name_by_trace: bool, force: bool
 @part_options
 @_output
 @_force
+@no_verify_option
 @json_option
 def subset(
     source: Path, category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None,
-    output: Path, force: bool, as_json: bool,
+    output: Path, force: bool, no_verify: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write some requests of a trace as a trace.
 
@@ -62,14 +66,15 @@ def subset(
     from replay.traces.whole import check_output
 
     check_output(output, force=force)
-    opened = Trace.open(source, allow_incomplete=True)
+    opened = Trace.open(source, allow_incomplete=True, verify=not no_verify)
     _show(copy_requests([opened.take(read_part(category, request, first_turn, limit))], output, force=force), as_json)
 
 
 @trace.command()
 @_traces
+@no_verify_option
 @json_option
-def stats(traces: Sequence[Path], as_json: bool) -> None:
+def stats(traces: Sequence[Path], no_verify: bool, as_json: bool) -> None:
     """Count the requests and tokens of traces, by category.
 
     Accept lengths are those that the server of a trace counted itself.
@@ -79,7 +84,7 @@ def stats(traces: Sequence[Path], as_json: bool) -> None:
     from replay.traces.reader import Trace
     from replay.traces.stats import trace_stats
 
-    counted = [trace_stats(Trace.open(path, allow_incomplete=True)) for path in traces]
+    counted = [trace_stats(Trace.open(path, allow_incomplete=True, verify=not no_verify)) for path in traces]
     if as_json:
         print_json({"traces": json_value([stats_json(one) for one in counted])})
     else:

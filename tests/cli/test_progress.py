@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from support.every_command import every_command
 from support.heads import tiny_config, write_head
 from support.trace_maker import H, V, make_four, make_header, make_request, write_trace
 
@@ -106,12 +107,7 @@ def test_quiet_is_quiet_but_for_a_refusal(typed: list[str]) -> None:
     assert refused.exit_code == 1 and "temperature 1 was asked for" in refused.stderr
 
 
-def every_command(command: click.Command) -> list[click.Command]:
-    inner = command.commands.values() if isinstance(command, click.Group) else ()
-    return [command] if not inner else [one for part in inner for one in every_command(part)]
-
-
-@pytest.mark.parametrize("command", every_command(cli), ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [command for _, command in every_command(cli)], ids=lambda command: command.name)
 def test_every_command_can_be_quiet_or_verbose_but_not_both(command: click.Command) -> None:
     assert {"-q", "-v"} <= {name for option in command.params for name in option.opts}
     with pytest.raises(click.UsageError, match="one of --quiet and --verbose"):
