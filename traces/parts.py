@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from replay.errors import UsageError
 from replay.traces.fields import show, some
@@ -47,6 +47,20 @@ class Part:
         said += [f"requests {some(list(self.requests))}"] * bool(self.requests)
         said += ["first turns"] * self.first_turn + ([] if self.limit is None else [f"the first {self.limit}"])
         return "; ".join(said)
+
+
+def say_part(part: Part, kept: int, total: int, before: str = "") -> str:
+    """A part in words, with its requests: ``category math (3 of 9)``; one of a part says that of ``before`` first."""
+    said = f"{part} ({kept} of {total})"
+    return f"{before}; of these {said}" if before else said
+
+
+def parts_told(trace: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the ``trace`` of a rounds file says of parts: that of each of several traces, then that of all together."""
+    told = trace.get("traces")
+    several = [one for one in (told if isinstance(told, list) else []) if isinstance(one, Mapping) and one.get("part")]
+    own = (str(trace["part"]),) if trace.get("part") else ()
+    return (*(f"{one.get('name')}: {one['part']}" for one in several), *own)
 
 
 def choose(part: Part, requests: Sequence[Named]) -> frozenset[str]:

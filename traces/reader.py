@@ -16,7 +16,7 @@ from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
 from replay.traces.header import TraceHeader, read_header
-from replay.traces.parts import NO_CATEGORY, Part, choose
+from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
 from replay.traces.records import Piece, RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.taps import EMBED, sort_taps
@@ -122,7 +122,7 @@ class Trace:
         verify = self._verifier is not None
         taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, verify)
         taken.records = tuple(record for record in self.records if record.request_id in ids)
-        taken.part = f"{part} ({len(taken.records)} of {len(self.records)})"
+        taken.part = say_part(part, len(taken.records), len(self.records), self.part)
         return taken
 
     def __repr__(self) -> str:

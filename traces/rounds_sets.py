@@ -7,7 +7,7 @@ from typing import Any
 from replay.errors import TraceError, UsageError
 from replay.traces.agreement import Agreement
 from replay.traces.header import ONE_TARGET
-from replay.traces.parts import Part, choose
+from replay.traces.parts import Part, choose, say_part
 from replay.traces.rounds import Expected, JsonObject, RequestInfo, Rounds, VariantInfo, VariantSettings
 
 _NOT_SHARED = ("path", "requests", "missing", "doubts", "taps", "wirings", "engine", "engine_version", "part")
@@ -22,7 +22,8 @@ def take_part(rounds: Rounds, part: Part) -> Rounds:
     if part.whole:
         return rounds
     kept = keep_requests(rounds, choose(part, rounds.requests))
-    return replace(kept, trace={**kept.trace, "part": f"{part} ({len(kept.requests)} of {len(rounds.requests)})"})
+    said = say_part(part, len(kept.requests), len(rounds.requests), str(rounds.trace.get("part") or ""))
+    return replace(kept, trace={**kept.trace, "part": said})
 
 
 def keep_requests(rounds: Rounds, ids: Collection[str]) -> Rounds:

@@ -15,6 +15,8 @@ from support.trace_maker import changed, make_four, make_header, make_request, w
 from replay.cli.app import cli
 from replay.errors import OutputError
 from replay.traces.captured import CapturedRequest
+from replay.traces.parts import Part
+from replay.traces.reader import Trace
 from replay.traces.rounds import read_rounds
 
 
@@ -181,6 +183,35 @@ def test_a_cache_says_what_it_does(folder: Path, tmp_path: Path) -> None:
     assert "note: 1 of 1 variants were replayed before" in run("simulate", folder / "one", *typed).stderr
     begun = run("simulate", folder / "begun", *typed).stderr
     assert f"note: the recording of {folder / 'begun'} has not ended, so --cache keeps nothing of it" in begun
+
+
+def test_a_part_of_a_part_and_those_of_several_traces_are_told(folder: Path, tmp_path: Path) -> None:
+    rounds = tmp_path / "r.parquet"
+    head = ("--draft", folder / "draft", "--steps", 1, "--steps", 2, "--no-agreement")
+    said = run("simulate", folder / "one", folder / "two", *head, "--limit", 2, "-o", rounds).stdout
+    assert re.search(r"part +one: the first 2 \(2 of 4\)\n +part +two: the first 2 \(2 of 3\)\n", said)
+    run("simulate", folder / "one", *head, "--category", "a", "-o", rounds, "--force")
+    again = "category a (2 of 4); of these the first 1 (1 of 2)"
+    assert json.loads(run("report", rounds, "--limit", 1, "--json").stdout)["trace"]["part"] == again
+    assert re.search(r"part +" + re.escape(again), run("compare", rounds, "--limit", 1).stdout)
+    assert json.loads(run("compare", rounds, "--limit", 1, "--json").stdout)["parts"] == [again]
+    taken = Trace.open(folder / "one").take(Part(categories=("a",))).take(Part(limit=1))
+    assert taken.part == again
+    assert json.loads(run("report", rounds, "--by", "trace", "--json").stdout)["by"]["trace"][0]["name"] == "one"
+
+
+def test_a_server_of_other_steps_is_near_to_none(folder: Path, tmp_path: Path) -> None:
+    """A vLLM line of 2 tokens a draft, 100 drafts, 50 accepted."""
+    log = tmp_path / "log"
+    log.write_text("SpecDecoding metrics: Mean acceptance length: 1.50, Accepted: 50 tokens, Drafted: 200 tokens, "
+                   "Per-position acceptance rate: 0.400, 0.100\n")  # fmt: skip
+    typed = ("simulate", folder / "one", "--draft", folder / "draft", "--no-agreement", "--observed", log, "--steps")
+    said = " ".join(run(*typed, 1, "--steps", 3).stdout.split())
+    assert "the server drafted 2 steps, and no variant does." in said
+    found = json.loads(run(*typed, 1, "--steps", 2, "--json").stdout)
+    assert found["observed_elsewhere"]["steps"] == 2
+    (near,) = [one for one in found["variants"] if one["name"] == found["observed_elsewhere"]["nearest"]]
+    assert near["steps"] == 2
 
 
 def test_what_a_server_elsewhere_accepted_stands_beside_the_report(folder: Path) -> None:
