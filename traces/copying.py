@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,13 +33,21 @@ class Copied:
     traces: Mapping[str, int]
 
 
-def copy_requests(traces: Sequence[Trace], out: Path, *, named_by_trace: bool = False, force: bool = False) -> Copied:
+def copy_requests(
+    traces: Sequence[Trace],
+    out: Path,
+    *,
+    named_by_trace: bool = False,
+    force: bool = False,
+    on_event: Callable[[int, int], None] = lambda done, total: None,
+) -> Copied:
     """Write the requests of ``traces`` (or of parts of them, ``Trace.take``) as one finished trace ``out``.
 
     Rows, choices, counters, feeds and server rounds are those of the sources. ``named_by_trace`` puts the name of each
     trace's folder and a slash before its ids. Raises TraceError where targets, taps or settings differ, UsageError for
     ids that stand twice, OutputError where something is there (without ``force``) or the disk refuses. Whatever it
     raises, nothing new is at ``out`` then, and what was there is as it was.
+    ``on_event`` hears how many requests are written, and of how many.
     """
     check_output(out, force=force)
     header = _common_header(traces)
@@ -47,23 +55,32 @@ def copy_requests(traces: Sequence[Trace], out: Path, *, named_by_trace: bool = 
     if out.exists() and any(out.resolve() == trace.path.resolve() for trace in traces):
         raise UsageError(f"{out} is one of the traces that are read; name another folder")
     with whole_folder(out, force=force) as folder:
-        _write(folder, header, traces, names)
+        _write(folder, header, traces, names, on_event)
     tokens = sum(record.output_tokens for trace in traces for record in trace.records)
     return Copied(out, sum(map(len, traces)), tokens, {str(trace.path): len(trace) for trace in traces})
 
 
-def _write(folder: Path, header: TraceHeader, traces: Sequence[Trace], names: Sequence[Mapping[str, str]]) -> None:
+def _write(
+    folder: Path,
+    header: TraceHeader,
+    traces: Sequence[Trace],
+    names: Sequence[Mapping[str, str]],
+    on_event: Callable[[int, int], None],
+) -> None:
     with TraceWriter.create(folder, header) as writer:
         if all(trace.header.weights is not None for trace in traces):
             first = traces[0]
             tied = header.target.tie_word_embeddings
             writer.write_target_weights(first.embed_weight(), None if tied else first.lm_head_weight())
+        done, total = 0, sum(map(len, traces))
         for trace, new in zip(traces, names, strict=True):
-            _copy(trace, new, writer)
+            for count in _copy(trace, new, writer):
+                on_event(done := done + count, total)
         writer.finish()
 
 
-def _copy(trace: Trace, new: Mapping[str, str], writer: TraceWriter) -> None:
+def _copy(trace: Trace, new: Mapping[str, str], writer: TraceWriter) -> Iterator[int]:
+    """Batch by batch; how many requests each had."""
     rounds = trace.served_rounds()
     if len(rounds):
         writer.add_rounds(_renamed(rounds, new, writer.next_verify_pass()))
@@ -71,6 +88,7 @@ def _copy(trace: Trace, new: Mapping[str, str], writer: TraceWriter) -> None:
         writer.add(
             [replace(_captured(trace, index), request_id=new[trace.records[index].request_id]) for index in batch]
         )
+        yield len(batch)
 
 
 def _renamed(rounds: "pl.DataFrame", new: Mapping[str, str], first_pass: int) -> "pl.DataFrame":

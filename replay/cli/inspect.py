@@ -5,9 +5,11 @@ from pathlib import Path
 import click
 
 from replay.cli.options import PATH, json_option, no_verify_option, open_whole, target_option
+from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
 from replay.errors import ReplayError, UsageError
-from replay.traces.check import check_trace
+from replay.traces.check import TraceFinding, check_trace
+from replay.traces.reader import Trace
 
 
 @click.command()
@@ -32,7 +34,7 @@ def inspect(path: Path, check: bool, target: Path | None, no_verify: bool, as_js
         return print_json(object_json(draft)) if as_json else print_rich(render_facts(draft))
     trace = open_whole(path, target, allow_incomplete=not check, verify=not no_verify)
     facts = trace_facts(trace)
-    findings = list(check_trace(trace)) if check else []
+    findings = _check(trace) if check else []
     if as_json:
         print_json({**object_json(facts), **({"findings": findings} if check else {})})
     else:
@@ -42,6 +44,13 @@ def inspect(path: Path, check: bool, target: Path | None, no_verify: bool, as_js
     errors = sum(finding.severity == "error" for finding in findings)
     if errors:
         raise ReplayError(f"{path} fails its self-check with {errors} errors; capture it again before judging a head")
+
+
+def _check(trace: Trace) -> list[TraceFinding]:
+    with show_progress("checking") as progress:
+        return list(
+            check_trace(trace, on_event=lambda done, total: progress.update("checking", done, total, "requests"))
+        )
 
 
 def _refuse_options_of_traces(path: Path, **typed: object) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from replay.cli.options import PATH, json_option, no_verify_option, part_options, read_part
+from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich, print_text
 from replay.printable import counted
 
@@ -43,7 +44,13 @@ def merge(
 
     check_output(output, force=force)
     opened = [Trace.open(path, verify=not no_verify) for path in traces]
-    _show(copy_requests(opened, output, named_by_trace=name_by_trace, force=force), as_json)
+    with show_progress("copying") as progress:
+
+        def on_event(done: int, total: int) -> None:
+            progress.update("copying", done, total, "requests")
+
+        copied = copy_requests(opened, output, named_by_trace=name_by_trace, force=force, on_event=on_event)
+    _show(copied, as_json)
 
 
 @trace.command()
@@ -67,7 +74,14 @@ def subset(
 
     check_output(output, force=force)
     opened = Trace.open(source, allow_incomplete=True, verify=not no_verify)
-    _show(copy_requests([opened.take(read_part(category, request, first_turn, limit))], output, force=force), as_json)
+    taken = opened.take(read_part(category, request, first_turn, limit))
+    with show_progress("copying") as progress:
+
+        def on_event(done: int, total: int) -> None:
+            progress.update("copying", done, total, "requests")
+
+        copied = copy_requests([taken], output, force=force, on_event=on_event)
+    _show(copied, as_json)
 
 
 @trace.command()

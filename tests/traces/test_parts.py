@@ -111,7 +111,9 @@ def test_a_part_reads_its_own_rows_and_feed(served: Trace) -> None:
 
 def test_a_subset_holds_what_the_trace_held(served: Trace, tmp_path: Path) -> None:
     taken = served.take(Part(limit=3))
-    copied = copy_requests([taken], tmp_path / "part")
+    events: list[tuple[int, int]] = []
+    copied = copy_requests([taken], tmp_path / "part", on_event=lambda *event: events.append(event))
+    assert events == [(3, 3)]
     assert (copied.requests, copied.traces) == (3, {str(served.path): 3})
     again = Trace.open(tmp_path / "part")
     for index in range(3):
@@ -123,7 +125,9 @@ def test_a_subset_holds_what_the_trace_held(served: Trace, tmp_path: Path) -> No
 def test_a_copy_passes_the_self_check(tmp_path: Path) -> None:
     trace = Trace.open(write_trace(tmp_path / "t", [make_four()]))
     copy_requests([trace.take(Part(requests=("r1", "r3")))], tmp_path / "part")
-    findings = list(check_trace(Trace.open(tmp_path / "part")))
+    events: list[tuple[int, int]] = []
+    findings = list(check_trace(Trace.open(tmp_path / "part"), on_event=lambda *event: events.append(event)))
+    assert events == [(1, 2), (2, 2)]
     assert findings and not [finding for finding in findings if finding.severity == "error"]
 
 
