@@ -46,7 +46,9 @@ def smollm2(cache: Path | None = None, *, tell: Callable[[str], None] | None = N
         "file": gguf.name,
         "bytes": gguf.stat().st_size,
     }
-    place = (cache or cache_folder()) / NAME
+    if (kept := cache or cache_folder()) is None:
+        raise OutputError("the target has no folder to be kept in, as you have no home; set REPLAY_CACHE to a folder")
+    place = kept / NAME
 
     def write(folder: Path) -> None:
         if tell is not None:

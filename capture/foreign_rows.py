@@ -74,15 +74,21 @@ def _conversation(value: dict[str, Any], number: int, where: str, seen: Seen) ->
         raise PromptError(
             f'{where}: conversations is {show(said)}, a list of {{"from": ..., "value": ...}} was expected'
         )
-    messages = [_message(one, where) for one in said]
-    first = next((place for place, one in enumerate(messages) if one["role"] == "user"), None)
+    # What comes after the first user turn is not asked, whoever says it: a tool, an observation.
+    first = next((place for place, one in enumerate(said) if _role(one) == "user"), None)
+    asked = [_message(one, where) for one in said[: None if first is None else first + 1]]
     if first is None:
         seen.silent.append(_name(value, number))
         return None
-    if any(one["role"] == "user" for one in messages[first + 1 :]):
+    if any(_role(one) == "user" for one in said[first + 1 :]):
         seen.later.append(_name(value, number))
-    kept = [one for one in messages[:first] if one["role"] == "system"]
-    return {"messages": [*kept, messages[first]]}
+    return {"messages": [one for one in asked if one["role"] != "assistant"]}
+
+
+def _role(turn: object) -> str | None:
+    """Whose turn it is; None for a role that is not known."""
+    role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
+    return _ROLES.get(role.lower()) if isinstance(role, str) else None
 
 
 def _message(one: object, where: str) -> dict[str, str]:

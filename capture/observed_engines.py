@@ -34,27 +34,37 @@ _VLLM = "vllm:spec_decode_num_"
 
 
 def vllm_log(lines: Iterable[str]) -> Observed | None:
-    """Over a log's intervals, each weighed by its drafts: drafted tokens / tokens of a draft; None without a line."""
-    count, accepted, drafts, steps = 0, 0, 0.0, set()
-    for line in lines:
-        if "SpecDecoding metrics: " not in line:
-            continue
-        mean, taken, drafted, rates = (pattern.search(line) for pattern in (_MEAN, _ACCEPTED, _DRAFTED, _RATES))
-        if not (mean and taken and drafted and int(drafted[1])):
-            continue
-        if rates:
-            positions = rates[1].count(",") + 1
-            steps.add(positions)
-            of_line = int(drafted[1]) / positions
-        elif int(taken[1]) and float(mean[1]) > 1:
-            of_line = int(taken[1]) / (float(mean[1]) - 1)
-        else:
-            continue
-        count, accepted, drafts = count + 1, accepted + int(taken[1]), drafts + of_line
-    if not drafts:
+    """Over a log's intervals, each weighed by its drafts: drafted tokens / tokens of a draft; None without a line.
+
+    An interval that says no tokens of a draft, as one of nothing accepted without rates, has as many as the others.
+    """
+    intervals = [found for line in lines if (found := _vllm_interval(line)) is not None]
+    told = [(drafted, drafts) for _, drafted, drafts, _ in intervals if drafts]
+    if not told:  # means of 1.00 alone
+        drafts_of_token = 1.0
+    else:
+        drafts_of_token = sum(drafts for _, drafts in told) / sum(drafted for drafted, _ in told)
+    accepted = sum(taken for taken, *_ in intervals)
+    all_drafts = sum(drafts or drafted * drafts_of_token for _, drafted, drafts, _ in intervals)
+    if not all_drafts:
         return None
-    source = f"{counted(count, 'log line')} of vLLM, 1 + accepted / drafts, weighed by drafts"
-    return Observed(1 + accepted / drafts, source, num_steps=steps.pop() if len(steps) == 1 else None)
+    steps = {positions for *_, positions in intervals if positions}
+    source = f"{counted(len(intervals), 'log line')} of vLLM, 1 + accepted / drafts, weighed by drafts"
+    return Observed(1 + accepted / all_drafts, source, num_steps=steps.pop() if len(steps) == 1 else None)
+
+
+def _vllm_interval(line: str) -> tuple[int, int, float | None, int | None] | None:
+    """Accepted and drafted tokens of a line, its drafts and their tokens where it says them; None for another line."""
+    if "SpecDecoding metrics: " not in line:
+        return None
+    mean, taken, drafted, rates = (pattern.search(line) for pattern in (_MEAN, _ACCEPTED, _DRAFTED, _RATES))
+    if not (mean and taken and drafted and int(drafted[1])):
+        return None
+    if rates:
+        positions = rates[1].count(",") + 1
+        return int(taken[1]), int(drafted[1]), int(drafted[1]) / positions, positions
+    says = int(taken[1]) and float(mean[1]) > 1
+    return int(taken[1]), int(drafted[1]), int(taken[1]) / (float(mean[1]) - 1) if says else None, None
 
 
 def vllm_metrics(samples: Iterable[tuple[str, str, float]]) -> Observed | None:

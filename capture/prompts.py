@@ -66,7 +66,7 @@ def read_prompts(path: Path) -> PromptFile:
     seen = Seen()
     for number, value in _values(data, path):
         where = f"{_named(path)} line {number}"
-        ours = as_our_row(value, number - 1, where, seen)
+        ours = as_our_row(value, len(rows), where, seen)
         if ours is None:
             continue
         row = _row(ours, number, len(rows), where)

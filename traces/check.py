@@ -4,7 +4,7 @@ Findings come one by one while the trace streams by: a request's rows are mapped
 in slices of the vocabulary. What stays for the whole trace is 20 bytes per row (to find rows that requests share).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +37,19 @@ class TraceFinding:
     what: str
 
 
-def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -> Iterator[TraceFinding]:
+def check_trace(
+    trace: Trace,
+    *,
+    device: str = "cpu",
+    rows: int | None = None,
+    on_event: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[TraceFinding]:
     """Checksums, finiteness, logits summaries, rows shared between requests, and lm_head(final) against the record.
 
     ``rows`` bounds how many output positions go through lm_head, evenly spread over the requests (a CPU core makes
     some tens a second for a vocabulary of 160,000); by default all. What is wrong inside the trace comes as a finding,
-    never as an exception; the last findings, of severity "note", say how much was checked.
+    never as an exception; the last findings, of severity "note", say how much was checked. ``on_event`` hears of how
+    many requests the rows were looked at, and of how many.
     """
     yield from _checksums(trace)
     yield from _uncovered(trace)
@@ -58,6 +65,7 @@ def check_trace(trace: Trace, *, device: str = "cpu", rows: int | None = None) -
         doubts = (*_counter_doubts(trace, record), *_feed_doubts(trace, index))
         yield from (TraceFinding(WARNING, record.request_id, what) for what in doubts)
         widths |= _feed_width(trace, index)
+        on_event(index + 1, len(trace.records))
     if len(widths) > 1:
         wide = ", ".join(map(str, sorted(widths)))
         yield TraceFinding(ERROR, None, f"feeds of one server have features of {wide} columns; capture it again")

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from replay.errors import TraceError, UsageError
 from replay.traces.captured import CapturedRequest, ServerCounters
 from replay.traces.fields import some
-from replay.traces.header import TraceHeader
+from replay.traces.header import ONE_TARGET, TraceHeader
 from replay.traces.reader import Trace
+from replay.traces.whole import check_output, whole_folder
 from replay.traces.writer import TraceWriter
 
 if TYPE_CHECKING:
     import polars as pl
 
 _AT_ONCE = 1 << 28  # bytes of rows that are held before they are written as a shard
-# What one trace has one of. The target may have moved, and prompts are of course others.
-_ALIKE = ("architecture", "layers", "hidden_size", "vocab_size", "dtype", "tie_word_embeddings", "fingerprint")
+# What one trace has one of beside its target. Prompts are of course others.
 _ASKED_ALIKE = ("temperature", "top_p", "top_k", "raw")
 
 
@@ -33,30 +33,54 @@ class Copied:
     traces: Mapping[str, int]
 
 
-def copy_requests(traces: Sequence[Trace], out: Path, *, named_by_trace: bool = False, force: bool = False) -> Copied:
+def copy_requests(
+    traces: Sequence[Trace],
+    out: Path,
+    *,
+    named_by_trace: bool = False,
+    force: bool = False,
+    on_event: Callable[[int, int], None] = lambda done, total: None,
+) -> Copied:
     """Write the requests of ``traces`` (or of parts of them, ``Trace.take``) as one finished trace ``out``.
 
     Rows, choices, counters, feeds and server rounds are those of the sources. ``named_by_trace`` puts the name of each
     trace's folder and a slash before its ids. Raises TraceError where targets, taps or settings differ, UsageError for
-    ids that stand twice, OutputError where something is there (without ``force``) or the disk refuses.
+    ids that stand twice, OutputError where something is there (without ``force``) or the disk refuses. Whatever it
+    raises, nothing new is at ``out`` then, and what was there is as it was.
+    ``on_event`` hears how many requests are written, and of how many.
     """
+    check_output(out, force=force)
     header = _common_header(traces)
     names = _ids(traces, named_by_trace)
     if out.exists() and any(out.resolve() == trace.path.resolve() for trace in traces):
         raise UsageError(f"{out} is one of the traces that are read; name another folder")
-    with TraceWriter.create(out, header, force=force) as writer:
-        if all(trace.header.weights is not None for trace in traces):
-            first = traces[0]
-            tied = header.target.tie_word_embeddings
-            writer.write_target_weights(first.embed_weight(), None if tied else first.lm_head_weight())
-        for trace, new in zip(traces, names, strict=True):
-            _copy(trace, new, writer)
-        writer.finish()
+    with whole_folder(out, force=force) as folder:
+        _write(folder, header, traces, names, on_event)
     tokens = sum(record.output_tokens for trace in traces for record in trace.records)
     return Copied(out, sum(map(len, traces)), tokens, {str(trace.path): len(trace) for trace in traces})
 
 
-def _copy(trace: Trace, new: Mapping[str, str], writer: TraceWriter) -> None:
+def _write(
+    folder: Path,
+    header: TraceHeader,
+    traces: Sequence[Trace],
+    names: Sequence[Mapping[str, str]],
+    on_event: Callable[[int, int], None],
+) -> None:
+    with TraceWriter.create(folder, header) as writer:
+        if all(trace.header.weights is not None for trace in traces):
+            first = traces[0]
+            tied = header.target.tie_word_embeddings
+            writer.write_target_weights(first.embed_weight(), None if tied else first.lm_head_weight())
+        done, total = 0, sum(map(len, traces))
+        for trace, new in zip(traces, names, strict=True):
+            for count in _copy(trace, new, writer):
+                on_event(done := done + count, total)
+        writer.finish()
+
+
+def _copy(trace: Trace, new: Mapping[str, str], writer: TraceWriter) -> Iterator[int]:
+    """Batch by batch; how many requests each had."""
     rounds = trace.served_rounds()
     if len(rounds):
         writer.add_rounds(_renamed(rounds, new, writer.next_verify_pass()))
@@ -64,6 +88,7 @@ def _copy(trace: Trace, new: Mapping[str, str], writer: TraceWriter) -> None:
         writer.add(
             [replace(_captured(trace, index), request_id=new[trace.records[index].request_id]) for index in batch]
         )
+        yield len(batch)
 
 
 def _renamed(rounds: "pl.DataFrame", new: Mapping[str, str], first_pass: int) -> "pl.DataFrame":
@@ -132,7 +157,7 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
     """The header of a trace of all. Raises TraceError where they are of different kinds."""
     first, *others = [trace.header for trace in traces]
     for trace, header in zip(traces[1:], others, strict=True):
-        pairs = [(f"target.{name}", getattr(first.target, name), getattr(header.target, name)) for name in _ALIKE]
+        pairs = [(f"target.{name}", getattr(first.target, name), getattr(header.target, name)) for name in ONE_TARGET]
         pairs += [(name, getattr(first.capture, name), getattr(header.capture, name)) for name in _ASKED_ALIKE]
         pairs += [
             ("engine", f"{first.engine.name} {first.engine.version}", f"{header.engine.name} {header.engine.version}"),

@@ -52,6 +52,10 @@ class TargetInfo:
     fingerprint: str
 
 
+# What makes two traces those of one target, whose requests can be counted together; its checkpoint may have moved.
+ONE_TARGET = ("fingerprint", "architecture", "layers", "hidden_size", "vocab_size", "dtype", "tie_word_embeddings")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """The program that ran the target; ``details`` holds whatever else decides its numbers (device, attention, ...)."""

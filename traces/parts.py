@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from replay.errors import UsageError
 from replay.traces.fields import show, some
@@ -49,27 +49,73 @@ class Part:
         return "; ".join(said)
 
 
+def say_part(part: Part, kept: int, total: int, before: str = "") -> str:
+    """A part in words, with its requests: ``category math (3 of 9)``; one of a part says that of ``before`` first."""
+    said = f"{part} ({kept} of {total})"
+    return f"{before}; of these {said}" if before else said
+
+
+def parts_told(trace: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the ``trace`` of a rounds file says of parts: that of each of several traces, then that of all together."""
+    told = trace.get("traces")
+    several = [one for one in (told if isinstance(told, list) else []) if isinstance(one, Mapping) and one.get("part")]
+    own = (str(trace["part"]),) if trace.get("part") else ()
+    return (*(f"{one.get('name')}: {one['part']}" for one in several), *own)
+
+
 def choose(part: Part, requests: Sequence[Named]) -> frozenset[str]:
     """The ids of the requests that ``part`` asks for, one at least.
 
     Raises UsageError for a category or an id that none has, and where nothing is left.
     """
-    if part.limit is not None and (type(part.limit) is not int or part.limit < 1):
-        raise UsageError(f"a limit of {show(part.limit)} requests was asked for; type 1 or more")
     _check_known(part, requests)
-    kept = [
+    kept = _kept(part, requests)
+    if not kept:
+        raise UsageError(f"of {len(requests)} requests none is left ({part}); ask for less at once")
+    return frozenset(kept)
+
+
+def choose_of_each(part: Part, traces: Mapping[str, Sequence[Named]]) -> dict[str, Part]:
+    """What ``part`` asks of each of several traces, by its name: what holds of one at least, and the limit of each.
+
+    Traces of which nothing is left are left out. Raises UsageError for a category or an id that none has, and where
+    nothing is left of any.
+    """
+    every = [request for requests in traces.values() for request in requests]
+    _check_known(part, every)
+    parts = {name: within for name, requests in traces.items() if (within := _within(part, requests)) is not None}
+    if not parts:
+        raise UsageError(f"of {len(every)} requests none is left ({part}); ask for less at once")
+    return parts
+
+
+def _within(part: Part, requests: Sequence[Named]) -> Part | None:
+    """``part`` without categories and ids that none of ``requests`` has; None where nothing is left."""
+    kept = set(_kept(part, requests))
+    if not kept:
+        return None
+    there = {_category(request) for request in requests}
+    ids = {request.request_id for request in requests} if part.requests else set()
+    return replace(
+        part,
+        categories=tuple(name for name in part.categories if name in there),
+        requests=tuple(name for name in part.requests if name in ids),
+    )
+
+
+def _kept(part: Part, requests: Sequence[Named]) -> list[str]:
+    return [
         request.request_id
         for request in requests
         if (not part.categories or _category(request) in part.categories)
         and (not part.requests or request.request_id in part.requests)
         and not (part.first_turn and _LATER_TURN.fullmatch(request.request_id))
     ][: part.limit]
-    if not kept:
-        raise UsageError(f"of {len(requests)} requests none is left ({part}); ask for less at once")
-    return frozenset(kept)
 
 
 def _check_known(part: Part, requests: Sequence[Named]) -> None:
+    if part.limit is not None and (type(part.limit) is not int or part.limit < 1):
+        raise UsageError(f"a limit of {show(part.limit)} requests was asked for; type 1 or more")
     counts = Counter(map(_category, requests))
     for category in part.categories:
         if category not in counts:

@@ -16,7 +16,7 @@ from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
 from replay.traces.header import TraceHeader, read_header
-from replay.traces.parts import NO_CATEGORY, Part, choose
+from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
 from replay.traces.records import Piece, RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.taps import EMBED, sort_taps
@@ -121,7 +121,7 @@ class Trace:
         ids = choose(part, self.records)
         taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, self.verifies)
         taken.records = tuple(record for record in self.records if record.request_id in ids)
-        taken.part = f"{part} ({len(taken.records)} of {len(self.records)})"
+        taken.part = say_part(part, len(taken.records), len(self.records), self.part)
         return taken
 
     @cached_property
@@ -162,6 +162,16 @@ class Trace:
     def verifies(self) -> bool:
         """Whether shards are held against their checksums when they are read."""
         return self._verifier is not None
+
+    def check_sums(self) -> None:
+        """Hold all that its requests are read from against its checksums now, each file once.
+
+        Raises TraceCorruptError; nothing of a trace that was opened without ``verify``.
+        """
+        for shard in dict.fromkeys(record.shard for record in self.records):
+            self._layout(shard)
+        if self._verifier is not None and self.header.weights is not None:
+            self._verifier.check(self.path / files.WEIGHTS, 0, self.header.weights.sha256)
 
     def __len__(self) -> int:
         return len(self.records)

@@ -6,11 +6,10 @@ from typing import Any
 
 from replay.errors import TraceError, UsageError
 from replay.traces.agreement import Agreement
-from replay.traces.parts import Part, choose
+from replay.traces.header import ONE_TARGET
+from replay.traces.parts import Part, choose, say_part
 from replay.traces.rounds import Expected, JsonObject, RequestInfo, Rounds, VariantInfo, VariantSettings
 
-# What traces must share, so that one head can be replayed on all of them and the rounds be counted together.
-SHARED = ("model_type", "layers", "hidden_size", "dtype")
 _NOT_SHARED = ("path", "requests", "missing", "doubts", "taps", "wirings", "engine", "engine_version", "part")
 
 
@@ -23,7 +22,8 @@ def take_part(rounds: Rounds, part: Part) -> Rounds:
     if part.whole:
         return rounds
     kept = keep_requests(rounds, choose(part, rounds.requests))
-    return replace(kept, trace={**kept.trace, "part": f"{part} ({len(kept.requests)} of {len(rounds.requests)})"})
+    said = say_part(part, len(kept.requests), len(rounds.requests), str(rounds.trace.get("part") or ""))
+    return replace(kept, trace={**kept.trace, "part": said})
 
 
 def keep_requests(rounds: Rounds, ids: Collection[str]) -> Rounds:
@@ -95,7 +95,7 @@ def _of_trace(request: RequestInfo, name: str, prefix: str) -> RequestInfo:
 
 
 def _check_alike(first_name: str, first: Rounds, name: str, rounds: Rounds) -> None:
-    for fact in SHARED:
+    for fact in _facts(first.trace, rounds.trace):
         one, other = first.trace.get(fact), rounds.trace.get(fact)
         if one != other:
             raise TraceError(
@@ -109,6 +109,12 @@ def _check_alike(first_name: str, first: Rounds, name: str, rounds: Rounds) -> N
                     f"{key} of variant {one.name!r} is {getattr(one, key)!r} in {first_name} and "
                     f"{getattr(other, key)!r} in {name}; replay each by itself"
                 )
+
+
+def _facts(one: JsonObject, other: JsonObject) -> tuple[str, ...]:
+    """What makes one target; of rounds from before these said it all, what they say, and the target's name."""
+    both = tuple(fact for fact in ONE_TARGET if fact in one and fact in other)
+    return both if both == ONE_TARGET else ("target", "model_type", "layers", "hidden_size", "dtype", *both)
 
 
 def _pooled(same: tuple[VariantInfo, ...]) -> VariantInfo:

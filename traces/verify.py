@@ -23,9 +23,14 @@ _MOST = 1 << 26  # bytes of a memory
 Seen = list[int | str]
 
 
-def cache_folder() -> Path:
-    """$REPLAY_CACHE, or ~/.cache/replay where it is not set."""
-    return Path(os.environ.get("REPLAY_CACHE") or Path.home() / ".cache" / "replay").absolute()
+def cache_folder() -> Path | None:
+    """$REPLAY_CACHE, or ~/.cache/replay where it is not set; None for a user without a home."""
+    if named := os.environ.get("REPLAY_CACHE"):
+        return Path(named).absolute()
+    try:
+        return (Path.home() / ".cache" / "replay").absolute()
+    except RuntimeError:  # neither HOME nor an entry in the list of users, as in a container of a foreign uid
+        return None
 
 
 class Verifier:
@@ -33,7 +38,8 @@ class Verifier:
 
     def __init__(self, folder: Path) -> None:
         name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
-        self._memory = cache_folder() / "verified" / f"{name[:32]}.json"
+        cache = cache_folder()
+        self._memory = None if cache is None else cache / "verified" / f"{name[:32]}.json"
         self._whole: set[str] = set()
 
     def check(self, path: Path, start: int, sha256: str) -> None:
@@ -54,6 +60,8 @@ class Verifier:
 
     def _remembered(self) -> Mapping[str, object]:
         """File name -> identity; nothing where the memory is not there, or not to be read."""
+        if self._memory is None:
+            return {}
         try:
             found = parse_json(files.read_small(self._memory, _MOST), "the memory")
         except TraceCorruptError:
@@ -62,6 +70,8 @@ class Verifier:
 
     def _remember(self, name: str, identity: Seen) -> None:
         """Another process may write at once: then the one's entry is lost, and its file is read once more."""
+        if self._memory is None:
+            return
         try:
             self._memory.parent.mkdir(parents=True, exist_ok=True)
             files.write_whole(self._memory, [json.dumps({**self._remembered(), name: identity}).encode()])

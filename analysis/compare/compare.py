@@ -21,6 +21,7 @@ from replay.analysis.gaps import Gap, adjusted_verdict, paired_gaps
 from replay.analysis.json_document import JsonObject, object_json
 from replay.analysis.p_values import holm
 from replay.printable import html_table
+from replay.traces.parts import parts_told
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 
 # Near enough for a reader who asks whether a change costs anything that matters.
@@ -94,7 +95,8 @@ class Pair:
 class Comparison:
     """Every pair that was compared. ``only_a`` and ``only_b`` name requests that are in one file only.
 
-    ``texts``: how far two recordings of the same prompts agree; None where the rounds are of one trace.
+    ``texts``: how far two recordings of the same prompts agree; None where the rounds are of one trace. ``parts``: of
+    each file the part of its trace that was asked for, in words; empty for all of it.
     """
 
     requests: int
@@ -104,6 +106,7 @@ class Comparison:
     seed: int
     resamples: int
     texts: TextAgreement | None = None
+    parts: tuple[str, ...] = ()
 
     def to_json(self) -> JsonObject:
         """The body of ``replay compare --json``."""
@@ -157,7 +160,8 @@ def compare_variants(joined: PairedRounds, *, seed: int = 0, resamples: int = DE
     texts = None
     if joined.texts is not None and joined.shared is not None:
         texts = agree(joined.texts, joined.shared, against, counts[joined.others[0].name])
-    return Comparison(len(joined.rounds.requests), joined.only_a, joined.only_b, pairs, seed, resamples, texts)
+    parts = tuple("; ".join(parts_told(trace)) for trace in joined.traces)
+    return Comparison(len(joined.rounds.requests), joined.only_a, joined.only_b, pairs, seed, resamples, texts, parts)
 
 
 def within(gap: Gap, length_a: float, length_b: float) -> bool | None:

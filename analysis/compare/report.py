@@ -302,6 +302,9 @@ def _provenance(comparison: Comparison, joined: PairedRounds) -> Iterator[tuple[
     for letter, trace in zip("AB", traces, strict=False):
         told = [trace.get(key) for key in ("path", "target", "engine", "engine_version")]
         yield f"trace of {letter}" if len(traces) > 1 else "trace", " · ".join(str(item) for item in told if item)
+    for which, part in zip(("first", "second"), comparison.parts, strict=False):
+        if part:
+            yield f"part of {which} file" if joined.files > 1 else "part", part
     for variant in joined.rounds.variants:
         facts = [variant.draft, ",".join(variant.wiring), wording.counted(variant.steps, "step"), variant.precision]
         facts += [variant.numerics, f"kv {variant.kv}", *(f"fault {fault}" for fault in variant.faults)]

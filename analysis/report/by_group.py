@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from replay.analysis import wording
@@ -41,12 +42,15 @@ def summarise_by(rounds: Rounds, what: str) -> tuple[Group, ...]:
         raise UsageError(f"{what!r} was asked for, requests are told apart by {CATEGORY} or {TRACE}; type one of them")
     members: dict[str, set[str]] = {}
     for request in rounds.requests:
-        members.setdefault(_group(request, what), set()).add(request.request_id)
+        members.setdefault(_group(rounds, request, what), set()).add(request.request_id)
     return tuple(Group(name, len(ids), tuple(summarise(keep_requests(rounds, ids)))) for name, ids in members.items())
 
 
-def _group(request: RequestInfo, what: str) -> str:
-    return (request.category if what == CATEGORY else request.trace) or NO_CATEGORY
+def _group(rounds: Rounds, request: RequestInfo, what: str) -> str:
+    """Its category or its trace; of rounds of one trace the name of its folder."""
+    if what == CATEGORY:
+        return request.category or NO_CATEGORY
+    return request.trace or PurePath(str(rounds.trace.get("path") or "")).name or NO_CATEGORY
 
 
 def groups_json(groups: Sequence[Group]) -> list[JsonObject]:

@@ -6,6 +6,7 @@ from typing import Any
 from replay.analysis import wording
 from replay.analysis.summary import VariantSummary
 from replay.printable import one_line
+from replay.traces.parts import parts_told
 from replay.traces.rounds import Rounds
 from replay.traces.taps import tap_index
 
@@ -14,7 +15,8 @@ _MOST_WORD, _MOST_TEXT, _MOST_KEYS = 40, 600, 12
 # Keys of ``Rounds.trace`` that have a line of their own, or are said elsewhere.
 _SAID = {
     "path", "taps", "requests", "target", "dtype", "model_type", "layers", "hidden_size", "engine", "engine_version",
-    "missing", "wirings", "doubts", "traces",
+    "missing", "wirings", "doubts", "traces", "fingerprint", "architecture", "vocab_size", "tie_word_embeddings",
+    "part",
 }  # fmt: skip
 
 
@@ -40,6 +42,7 @@ def _provenance(
     yield "engine", _text([trace.get("engine"), trace.get("engine_version")], " ")
     for key in sorted(set(trace) - _SAID)[:_MOST_KEYS]:
         yield key.replace("_", " "), _text(trace[key], ", ")
+    yield from (("part", said) for said in parts_told(trace)[:_MOST_KEYS])
     for name in dict.fromkeys(summary.draft for summary in summaries):
         facts = rounds.drafts.get(name)
         told = facts if isinstance(facts, Mapping) else {}

@@ -16,7 +16,6 @@ from replay.capture.dumps.sample import ROUNDED, Dump, Sample
 from replay.capture.dumps.slots import Slots, beside_last, check_count, check_names, split
 from replay.capture.dumps.stage import Stage, find_stage, stage_of
 from replay.capture.dumps.target import DumpTarget, open_dump_target
-from replay.capture.dumps.whole import check_output, whole_folder
 from replay.capture.options import parse_distinct_taps
 from replay.errors import CaptureError, UsageError
 from replay.traces.captured import CapturedRequest
@@ -24,6 +23,7 @@ from replay.traces.check import ERROR, check_trace
 from replay.traces.header import CaptureSettings, EngineInfo, TraceHeader
 from replay.traces.reader import Trace
 from replay.traces.taps import EMBED, sort_taps
+from replay.traces.whole import check_output, whole_folder
 from replay.traces.writer import TraceWriter
 
 _BATCH_BYTES = 1 << 28  # of a shard's rows, about

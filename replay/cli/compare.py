@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, format_option, json_option, part_options, read_part, sort_option, top_option
+from replay.cli.options import (
+    PATH,
+    format_option,
+    json_option,
+    no_verify_option,
+    part_options,
+    read_part,
+    sort_option,
+    top_option,
+)
 from replay.cli.table_formats import print_table, refuse_two_forms
 from replay.cli.terminal import print_json, print_rich
 from replay.cli.web_page import page_options, refuse_page, write_page_file
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
 @click.option("--variant-b", metavar="NAME", help="Variant B.  [default: each that is not A]")
 @click.option("--trace-a", type=PATH, metavar="TRACE", help="Trace of ROUNDS_A, if ROUNDS_B is of another recording.")
 @click.option("--trace-b", type=PATH, metavar="TRACE", help="Trace of ROUNDS_B, recorded of the same prompts.")
+@no_verify_option
 @part_options
 @page_options
 @sort_option
@@ -31,8 +41,9 @@ if TYPE_CHECKING:
 @json_option
 def compare(
     rounds_a: Path, rounds_b: Path | None, variant_a: str | None, variant_b: str | None, trace_a: Path | None,
-    trace_b: Path | None, category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None,
-    html: Path | None, force: bool, sort: str | None, top: int | None, table_format: str | None, as_json: bool,
+    trace_b: Path | None, no_verify: bool, category: tuple[str, ...], request: tuple[str, ...], first_turn: bool,
+    limit: int | None, html: Path | None, force: bool, sort: str | None, top: int | None, table_format: str | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Compare two variants on the same requests and the same anchors: better, worse, equal or cannot tell.
 
@@ -60,7 +71,7 @@ def compare(
     called = (str(rounds_a), str(rounds_b))
     texts = None
     if trace_a is not None and trace_b is not None and second is not None:
-        texts = _texts(trace_a, first, called[0]), _texts(trace_b, second, called[1])
+        texts = _texts(trace_a, first, called[0], not no_verify), _texts(trace_b, second, called[1], not no_verify)
     joined = pair_rounds(first, second, variant_a=variant_a, variant_b=variant_b, called=called, texts=texts)
     comparison = compare_variants(joined)
     view = View(sort, top)
@@ -77,13 +88,13 @@ def compare(
         write_page_file(html, lambda text: write_comparison(comparison, text), shown)
 
 
-def _texts(path: Path, rounds: "Rounds", called: str) -> "Texts":
+def _texts(path: Path, rounds: "Rounds", called: str, verify: bool) -> "Texts":
     """The tokens of every request of the trace that ``rounds`` were simulated on. Raises TraceError for another one."""
     from replay.analysis.compare.texts import Text
     from replay.simulator.results import describe_trace
     from replay.traces.reader import Trace
 
-    trace = Trace.open(path)
+    trace = Trace.open(path, verify=verify)
     said = describe_trace(trace)
     for fact in ("target", "dtype", "engine", "engine_version"):
         if said[fact] != rounds.trace.get(fact):

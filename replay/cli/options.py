@@ -1,11 +1,12 @@
 """Options and arguments that several commands take, each said once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from replay.cli.terminal import say
 from replay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ observed_option = click.option(
     "a /server_info document, TensorRT-LLM's iteration statistics, or answers that have one.",
 )
 no_verify_option = click.option(
-    "--no-verify", is_flag=True, help="Read the trace as it is, without a look at its checksums."
+    "--no-verify",
+    is_flag=True,
+    help="Read trace.json and the rows of the trace as they are, without a look at their checksums.",
 )
 cache_option = click.option(
     "--cache", type=PATH, metavar="DIR", help="Keep what was replayed here, and replay nothing twice. Safe to delete."
@@ -66,9 +69,10 @@ api_key_option = click.option(
 
 
 def source_options(command: Command) -> Command:
-    """Where what a rounds file names lies now: ``trace``, ``draft`` and ``target``."""
+    """Where what a rounds file names lies now, ``trace``, ``draft`` and ``target``, and ``no_verify``."""
     said = "[default: as the rounds say]"
     for option in (
+        no_verify_option,
         target_option,
         click.option("--draft", type=PATH, metavar="DIR", help=f"The head, if it has moved.  {said}"),
         click.option("--trace", type=PATH, metavar="DIR", help=f"The trace, if it has moved.  {said}"),
@@ -80,7 +84,12 @@ def source_options(command: Command) -> Command:
 def part_options(command: Command) -> Command:
     """Options that ask for a part of a trace; the command takes them as ``read_part`` does."""
     for option in (
-        click.option("--limit", type=int, metavar="N", help="Of what is left, the first N requests."),
+        click.option(
+            "--limit",
+            type=int,
+            metavar="N",
+            help="Of what is left, the first N requests, of each trace that is replayed.",
+        ),
         click.option(
             "--first-turn", is_flag=True, help="Of requests NAME#1, NAME#2, ... of one text, the first alone."
         ),
@@ -117,12 +126,40 @@ def open_whole(
 
 def open_trace(path: Path, part: "Part", target: Path | None = None, *, verify: bool = True) -> "Trace":
     """The part of a trace that is asked for; of an unfinished one what is whole. Raises as ``open_whole``."""
+    return _open_begun(path, target, verify).take(part)
+
+
+def open_traces(
+    paths: Mapping[str, Path], part: "Part", target: Path | None = None, *, verify: bool = True
+) -> "dict[str, Trace]":
+    """The part of each of several traces, as ``open_trace``. Those without any of what is asked for are left out.
+
+    Each is held against its checksums now, so that none fails after another was replayed. Raises as ``open_trace``
+    and ``choose_of_each``.
+    """
+    from replay.traces.parts import choose_of_each
+
+    whole = {name: _open_begun(path, target, verify) for name, path in paths.items()}
+    if len(whole) == 1 or part.whole:
+        opened = {name: trace.take(part) for name, trace in whole.items()}
+    else:
+        parts = choose_of_each(part, {name: trace.records for name, trace in whole.items()})
+        for name in whole.keys() - parts.keys():
+            say(f"note: trace {name} has no such request and is left out ({part})")
+        opened = {name: whole[name].take(within) for name, within in parts.items()}
+    if len(whole) > 1:
+        for trace in opened.values():
+            trace.check_sums()
+    return opened
+
+
+def _open_begun(path: Path, target: Path | None, verify: bool) -> "Trace":
     from replay.errors import TraceIncompleteError
 
     opened = open_whole(path, target, allow_incomplete=True, verify=verify)
     if not opened.records and opened.header.state != "complete":
         raise TraceIncompleteError(f"{path} holds no whole request yet; wait for one, or capture with --resume")
-    return opened.take(part)
+    return opened
 
 
 def read_draft(path: Path) -> "Checkpoint":

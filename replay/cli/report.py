@@ -15,7 +15,7 @@ from replay.cli.options import (
     top_option,
 )
 from replay.cli.rounds_output import Wanted, by_option, show_rounds, write_html
-from replay.cli.table_formats import refuse_two_forms
+from replay.cli.table_formats import refuse_beside, refuse_two_forms
 from replay.cli.web_page import page_options, refuse_page
 
 
@@ -33,13 +33,16 @@ from replay.cli.web_page import page_options, refuse_page
 def report(
     rounds: Path, html: Path | None, peers: bool, by: tuple[str, ...], category: tuple[str, ...],
     request: tuple[str, ...], first_turn: bool, limit: int | None, force: bool, sort: str | None, top: int | None,
-    table_format: str | None, trace: Path | None, draft: Path | None, target: Path | None, as_json: bool,
+    table_format: str | None, trace: Path | None, draft: Path | None, target: Path | None, no_verify: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Show the report of a rounds file that simulate -o wrote."""
     from replay.traces.rounds import read_rounds
     from replay.traces.rounds_sets import take_part
 
     refuse_two_forms(table_format, as_json)
+    if table_format is not None:
+        refuse_beside("--format", peers=peers, by=by)
     refuse_page(html, force)
     table = take_part(read_rounds(rounds), read_part(category, request, first_turn, limit))
     wanted = Wanted(peers=peers, by=by, sort=sort, top=top, table_format=table_format)
@@ -47,4 +50,4 @@ def report(
     if html is not None:
         from replay.simulator.tokens import Sources
 
-        write_html(table, html, wanted, Sources(trace, draft, target))
+        write_html(table, html, wanted, Sources(trace, draft, target, not no_verify))

@@ -65,7 +65,7 @@ def show_rounds(rounds: "Rounds", as_json: bool, wanted: Wanted = Wanted()) -> N
 
             body["peers"] = [peer_metrics(rounds, variant.name) for variant in rounds.variants]
         if observed is not None:
-            said = (observed.accept_length, observed.source, observed.rounds)
+            said = (observed.accept_length, observed.source, observed.rounds, observed.num_steps)
             body["observed_elsewhere"] = elsewhere_json(summaries, *said)
         if groups := _groups(rounds, wanted.by):
             from replay.analysis.report.by_group import groups_json, summarise_by
@@ -76,7 +76,7 @@ def show_rounds(rounds: "Rounds", as_json: bool, wanted: Wanted = Wanted()) -> N
         print_rich(_render(rounds, summaries, wanted))
         if observed is not None:
             print_rich("")
-            print_rich(elsewhere_sentence(summaries, observed.accept_length, observed.source))
+            print_rich(elsewhere_sentence(summaries, observed.accept_length, observed.source, observed.num_steps))
 
 
 def show_ranking(rounds: "Rounds", tensors: list[str], as_json: bool) -> None:

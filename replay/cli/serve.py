@@ -1,5 +1,6 @@
 """`replay serve`: a real SGLang server with recording on."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -59,4 +60,23 @@ def _as_taps(wiring: str | None, arguments: tuple[str, ...]) -> str | None:
     target = typed_value(arguments, "--model-path", "--model")
     if target is None:
         raise UsageError(f"--wiring {wiring} is read by the target's class; add --model-path, or type taps")
-    return str(parse_wiring_option(wiring, read_target_config(Path(target))) or "") or None
+    folder = _folder_of(target, typed_value(arguments, "--revision", "--revision"))
+    if folder is None:
+        raise UsageError(
+            f"--wiring {wiring} is read by the target's class, and {target} is neither a folder here nor in the hub's "
+            "cache; fetch it first, or type taps"
+        )
+    return str(parse_wiring_option(wiring, read_target_config(folder)) or "") or None
+
+
+def _folder_of(target: str, revision: str | None) -> Path | None:
+    """The folder with the config of a target, of a hub id that in the hub's cache; None where it is not here."""
+    if os.path.isdir(target):
+        return Path(target)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(target, "config.json", revision=revision)
+    except (ImportError, ValueError):  # no hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None

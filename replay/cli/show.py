@@ -27,7 +27,7 @@ from replay.errors import UsageError
 def show(
     rounds: Path, category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None,
     variant: str | None, first_rejected: bool, top: int, trace: Path | None, draft: Path | None, target: Path | None,
-    as_json: bool,
+    no_verify: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Show requests of a rounds file token by token: what was drafted, accepted and rejected, and why.
 
@@ -44,7 +44,7 @@ def show(
             f"{rounds} holds {len(table.requests)} requests; type --request {table.requests[0].request_id}, or "
             "--category or --limit for several"
         )
-    sources = Sources(trace, draft, target)
+    sources = Sources(trace, draft, target, not no_verify)
     view = show_tokens(table, part, variant, sources, top=top, first_rejected=first_rejected)
     if as_json:
         print_json(object_json(view))

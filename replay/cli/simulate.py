@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,7 +14,7 @@ from replay.cli.options import (
     json_option,
     no_verify_option,
     observed_option,
-    open_trace,
+    open_traces,
     parse_wiring_option,
     part_options,
     read_draft,
@@ -25,9 +25,9 @@ from replay.cli.options import (
 )
 from replay.cli.progress import show_progress
 from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds
-from replay.cli.table_formats import refuse_two_forms
+from replay.cli.table_formats import refuse_beside, refuse_two_forms
 from replay.cli.terminal import refuse_existing, say
-from replay.errors import UsageError
+from replay.errors import ReplayError, UsageError
 
 if TYPE_CHECKING:
     from replay.checkpoint.checkpoint import Checkpoint
@@ -149,10 +149,11 @@ def simulate(
     from replay.checkpoint.hub import head_folder
     from replay.engines.precision import with_kv
     from replay.faults.table import parse_faults
-    from replay.simulator.binding import check_one_target, distinct
+    from replay.simulator.binding import check_one_target, distinct, resolve
     from replay.simulator.cache import check_cache_folder
+    from replay.simulator.groups import check_variants
     from replay.simulator.variant import default_steps, sweep
-    from replay.traces.rounds import is_rounds_file, write_rounds
+    from replay.traces.rounds import is_rounds_file
     from replay.traces.rounds_sets import pool_rounds
 
     if not drafts:
@@ -160,6 +161,9 @@ def simulate(
     refuse_two_forms(table_format, as_json)
     if rank_precision is not None and (sort or top or table_format):
         raise UsageError("a ranking is sorted by what each tensor costs; leave --sort, --top and --format out")
+    for form, wanted in (("--rank-precision", rank_precision), ("--format", table_format)):
+        if wanted is not None:
+            refuse_beside(form, by=by, observed=observed)
     if output is not None:
         refuse_existing(output, force, ours=is_rounds_file)
     if cache is not None:
@@ -167,27 +171,31 @@ def simulate(
     _check_device(device)
     seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)
-    every = {name: open_trace(path, part, target, verify=not no_verify) for name, path in _name_folders(traces).items()}
+    every = open_traces(_name_folders(traces), part, target, verify=not no_verify)
     opened = next(iter(every.values()))
     check_one_target(every)
     for one in every.values():
         _check_temperature(temperature, one.header.capture.temperature)
+    choices: dict[str, list[Any]] = dict(
+        wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
+        precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
+        numerics=list(numerics) or [None],
+        kv=list(kvs) or [None],
+        verify=list(rules),
+        engine=[engine],
+        faults=[parse_faults(text) for text in faults] or [()],
+    )
+    sweep(draft=[str(drafts[0])], **choices)  # refuses what cannot be before a head is fetched from a hub
     checkpoints = {name: read_draft(path) for name, path in _name_folders(tuple(map(head_folder, drafts))).items()}
     variants = [
         variant
         for name, checkpoint in checkpoints.items()
         for variant in sweep(
             draft=[name],
-            wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
             steps=list(steps or (default_steps(checkpoint),)),
             topk=list(topk or (1,)),
             num_draft_tokens=list(num_draft_tokens) or [None],
-            precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
-            numerics=list(numerics) or [None],
-            kv=list(kvs) or [None],
-            verify=list(rules),
-            engine=[engine],
-            faults=[parse_faults(text) for text in faults] or [()],
+            **choices,
         )
     ]
     if len(wirings) > 1:
@@ -198,18 +206,35 @@ def simulate(
         from replay.simulator.precision_ranking import one_by_one
 
         variants, ranked = one_by_one(variants, rank_precision, checkpoints)
+    if len(every) > 1:
+        for one in every.values():
+            check_variants(
+                [resolve(variant, checkpoints[variant.draft], one) for variant in variants], checkpoints, one
+            )
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
     apart = {
         name: run_simulation(one, checkpoints, variants, device, agreement=agreement, cache=cache)
         for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
+    unwritten = None if output is None else _write(rounds, output, force)  # first: a reader of stdout may go away
     if ranked is None:
         show_rounds(rounds, as_json, Wanted(by=by, observed=seen, sort=sort, top=top, table_format=table_format))
     else:
         show_ranking(rounds, ranked, as_json)
-    if output is not None:  # last, so that a full disk loses the file only
-        write_rounds(rounds, output, force=force)
+    if unwritten is not None:
+        raise unwritten
+
+
+def _write(rounds: "Rounds", path: Path, force: bool) -> ReplayError | None:
+    """Why the rounds could not be written: said after the report, so that a full disk loses the file only."""
+    from replay.traces.rounds import write_rounds
+
+    try:
+        write_rounds(rounds, path, force=force)
+    except ReplayError as error:
+        return error
+    return None
 
 
 def _note_chains(num_draft_tokens: tuple[int, ...], steps: set[int]) -> None:
@@ -259,9 +284,12 @@ def run_simulation(
             progress.update(event.stage, event.done + event.part, event.total, "requests")
 
         def on_found(found: int) -> None:
-            progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
+            if found:
+                progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
 
         kept = None if cache is None else open_cache(cache, trace, checkpoints, device, agreement=agreement)
+        if cache is not None and kept is None:
+            progress.note(f"note: the recording of {trace.path} has not ended, so --cache keeps nothing of it")
         return simulate_cached(
             kept, trace, checkpoints, variants, device=device, agreement=agreement, on_event=on_event, on_found=on_found
         )

@@ -42,6 +42,15 @@ def refuse_two_forms(table_format: str | None, as_json: bool) -> None:
     refuse_binary(table_format)
 
 
+def refuse_beside(form: str, **asked: object) -> None:
+    """Before the work. Raises UsageError for options, by name, of which ``form`` would show nothing."""
+    if unshown := [f"--{name}" for name, value in asked.items() if value]:
+        have = "has" if len(unshown) == 1 else "have"
+        raise UsageError(
+            f"{form} is one table, in which {' and '.join(unshown)} {have} no place; leave one of them out"
+        )
+
+
 def _markdown(rows: Sequence[Row]) -> list[str]:
     names = list(rows[0]) if rows else []
     cells = [[_spelled(row[name]) for name in names] for row in rows]

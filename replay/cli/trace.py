@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, part_options, read_part
+from replay.cli.options import PATH, json_option, no_verify_option, part_options, read_part
+from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich, print_text
 from replay.printable import counted
 
@@ -28,17 +29,28 @@ def trace() -> None:
 @_output
 @click.option("--name-by-trace", is_flag=True, help="Put the name of each trace's folder before its request ids.")
 @_force
+@no_verify_option
 @json_option
-def merge(traces: Sequence[Path], output: Path, name_by_trace: bool, force: bool, as_json: bool) -> None:
+def merge(
+    traces: Sequence[Path], output: Path, name_by_trace: bool, force: bool, no_verify: bool, as_json: bool
+) -> None:
     """Write the requests of several traces as one.
 
     The traces have to be of one target and to hold the same taps, recorded alike.
     """
     from replay.traces.copying import copy_requests
     from replay.traces.reader import Trace
+    from replay.traces.whole import check_output
 
-    opened = [Trace.open(path) for path in traces]
-    _show(copy_requests(opened, output, named_by_trace=name_by_trace, force=force), as_json)
+    check_output(output, force=force)
+    opened = [Trace.open(path, verify=not no_verify) for path in traces]
+    with show_progress("copying") as progress:
+
+        def on_event(done: int, total: int) -> None:
+            progress.update("copying", done, total, "requests")
+
+        copied = copy_requests(opened, output, named_by_trace=name_by_trace, force=force, on_event=on_event)
+    _show(copied, as_json)
 
 
 @trace.command()
@@ -46,10 +58,11 @@ def merge(traces: Sequence[Path], output: Path, name_by_trace: bool, force: bool
 @part_options
 @_output
 @_force
+@no_verify_option
 @json_option
 def subset(
     source: Path, category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None,
-    output: Path, force: bool, as_json: bool,
+    output: Path, force: bool, no_verify: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write some requests of a trace as a trace.
 
@@ -57,15 +70,25 @@ def subset(
     """
     from replay.traces.copying import copy_requests
     from replay.traces.reader import Trace
+    from replay.traces.whole import check_output
 
-    opened = Trace.open(source, allow_incomplete=True)
-    _show(copy_requests([opened.take(read_part(category, request, first_turn, limit))], output, force=force), as_json)
+    check_output(output, force=force)
+    opened = Trace.open(source, allow_incomplete=True, verify=not no_verify)
+    taken = opened.take(read_part(category, request, first_turn, limit))
+    with show_progress("copying") as progress:
+
+        def on_event(done: int, total: int) -> None:
+            progress.update("copying", done, total, "requests")
+
+        copied = copy_requests([taken], output, force=force, on_event=on_event)
+    _show(copied, as_json)
 
 
 @trace.command()
 @_traces
+@no_verify_option
 @json_option
-def stats(traces: Sequence[Path], as_json: bool) -> None:
+def stats(traces: Sequence[Path], no_verify: bool, as_json: bool) -> None:
     """Count the requests and tokens of traces, by category.
 
     Accept lengths are those that the server of a trace counted itself.
@@ -75,7 +98,7 @@ def stats(traces: Sequence[Path], as_json: bool) -> None:
     from replay.traces.reader import Trace
     from replay.traces.stats import trace_stats
 
-    counted = [trace_stats(Trace.open(path, allow_incomplete=True)) for path in traces]
+    counted = [trace_stats(Trace.open(path, allow_incomplete=True, verify=not no_verify)) for path in traces]
     if as_json:
         print_json({"traces": json_value([stats_json(one) for one in counted])})
     else:

@@ -19,6 +19,7 @@ from replay.simulator.blocks import check_blocks
 from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
 from replay.simulator.variant import ResolvedVariant, Variant, draft_tokens, kv_layout
 from replay.traces.fields import count_of
+from replay.traces.header import ONE_TARGET
 from replay.traces.reader import Trace
 from replay.traces.taps import FINAL
 from replay.verify.rules import parse_rule
@@ -56,7 +57,7 @@ def check_one_target(traces: Mapping[str, Trace]) -> None:
     """Refuse traces of several targets before any is replayed. Raises TraceError."""
     (first_name, first), *others = traces.items()
     for name, trace in others:
-        for fact in ("fingerprint", "layers", "hidden_size", "vocab_size", "dtype"):
+        for fact in ONE_TARGET:
             one, other = getattr(first.header.target, fact), getattr(trace.header.target, fact)
             if one != other:
                 raise TraceError(

@@ -212,9 +212,8 @@ def _replay(
 
 
 def _counted(on_event: Callable[[ReplayProgress], None], number: int, lots: int) -> Callable[[ReplayProgress], None]:
-    """Events of one of several lots, over all of them; each lot has its own stages where there is more than one."""
-    said = "" if lots < 2 else f", lot {number + 1} of {lots}"
-    return lambda event: on_event(replace(event, stage=f"{event.stage}{said}"))
+    """Events of one of several lots, counted over all of them: the requests of each lot are requests to replay."""
+    return lambda event: on_event(replace(event, done=number * event.total + event.done, total=lots * event.total))
 
 
 def _apart(rounds: Rounds) -> list[Rounds]:

@@ -14,6 +14,7 @@ from replay.printable import counted
 from replay.simulator.binding import stated_wiring
 from replay.simulator.groups import Group
 from replay.simulator.variant import ResolvedVariant
+from replay.traces.header import ONE_TARGET
 from replay.traces.reader import Trace
 from replay.traces.rounds import RequestInfo, VariantInfo
 from replay.verify.accept import Round
@@ -124,12 +125,10 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "path": str(trace.path),
         "target": header.target.name,
         "model_type": header.target.model_type,
-        "layers": header.target.layers,
-        "hidden_size": header.target.hidden_size,
+        **{fact: getattr(header.target, fact) for fact in ONE_TARGET},
         "engine": header.engine.name,
         "engine_version": header.engine.version,
         "taps": list(trace.taps),
-        "dtype": header.target.dtype,
         "missing": list(header.missing),
         "doubts": [*_unfinished(trace), *trace.doubts],
         "requests": len(trace.requests),

@@ -38,11 +38,15 @@ _SAME = 1.0  # nats
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where trace, head and target lie now, where that is not what the rounds file says. None: as it says."""
+    """Where trace, head and target lie now, where that is not what the rounds file says. None: as it says.
+
+    ``verify``: whether the trace is held against its checksums.
+    """
 
     trace: Path | None = None
     draft: Path | None = None
     target: Path | None = None
+    verify: bool = True
 
 
 _AS_SAID = Sources()
@@ -115,7 +119,7 @@ def _look(
 ) -> None:  # fmt: skip
     """What one trace tells of its requests."""
     try:
-        trace = Trace.open(folder, allow_incomplete=True, target=sources.target)
+        trace = Trace.open(folder, allow_incomplete=True, target=sources.target, verify=sources.verify)
         records = [_record(trace, request) for request in requests]
         told = {request.request_id: _of_trace(trace, index) for request, index in zip(requests, records, strict=True)}
         for request in requests:

@@ -40,13 +40,31 @@ def test_sharegpt_is_asked_its_first_turns(tmp_path: Path) -> None:
     prompts = read_prompts(path)
     assert [(row.request_id, row.messages) for row in prompts.rows] == [
         ("QWJhYvA_0", ({"role": "user", "content": "Summarize"},)),
-        ("3", ({"role": "system", "content": "Be short"}, {"role": "user", "content": "Hi"})),
+        ("1", ({"role": "system", "content": "Be short"}, {"role": "user", "content": "Hi"})),
     ]
     assert prompts.notes == (
         "1 row with later turns, which are not asked: only the first user turn is (QWJhYvA_0)",
         "2 rows without a user turn, left out (silent, empty)",
     )
     assert [row.line for row in read_prompts(lines(tmp_path / "l", *SHAREGPT)).rows] == [1, 4]
+
+
+def test_later_turns_of_whoever_refuse_nothing(tmp_path: Path) -> None:
+    """As in glaive's rows of tool calls: function_call and observation are no roles that are asked."""
+    turns = [("human", "Hi"), ("function_call", "{}"), ("observation", [1]), ("gpt", "Hello"), ("human", "More")]
+    row = {"conversations": [{"from": who, "value": what} for who, what in turns]}
+    prompts = read_prompts(lines(tmp_path / "tools", row))
+    assert [one.messages for one in prompts.rows] == [({"role": "user", "content": "Hi"},)]
+    assert prompts.notes[0].startswith("1 row with later turns")
+    first = {"conversations": [{"from": "observation", "value": "x"}, {"from": "human", "value": "Hi"}]}
+    with pytest.raises(PromptError, match="a turn is said by 'observation'"):
+        read_prompts(lines(tmp_path / "first", first))
+
+
+def test_rows_without_ids_are_numbered_in_one_way(tmp_path: Path) -> None:
+    """The first is left out, so that line and number part."""
+    rows = [{"conversations": [{"from": "gpt", "value": "Hello"}]}, {"turns": ["a"]}, {"prompt": "b"}, {"turns": ["c"]}]
+    assert [row.request_id for row in read_prompts(lines(tmp_path / "rows", *rows)).rows] == ["0", "1", "2"]
 
 
 def test_turns_batch_files_and_specforge_are_taken(tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ def test_log_lines_of_vllm_are_weighed_by_their_drafts(tmp_path: Path) -> None:
     assert (old.accept_length, old.num_steps) == (2.0, 2) and old.source.startswith("1 log line of vLLM,")
 
 
+def test_log_lines_of_vllm_with_nothing_accepted_count(tmp_path: Path) -> None:
+    """Without rates: 100 drafts of 5 with 150 accepted, and 300 of 5 with none; 1 + 150 / 400."""
+    line = "SpecDecoding metrics: Mean acceptance length: {}, Accepted: {} tokens, Drafted: {} tokens"
+    found = seen("\n".join([line.format("2.50", 150, 500), line.format("1.00", 0, 1500)]), tmp_path)
+    assert found.accept_length == pytest.approx(1.375) and found.source.startswith("2 log lines of vLLM")
+    assert seen(line.format("1.00", 0, 1500), tmp_path).accept_length == 1.0
+
+
 def test_counters_of_vllm_give_a_histogram(tmp_path: Path) -> None:
     found = seen(VLLM_METRICS, tmp_path)
     assert found.accept_length == pytest.approx(1 + 446 / 575)

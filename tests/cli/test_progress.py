@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from support.every_command import every_command
 from support.heads import tiny_config, write_head
 from support.trace_maker import H, V, make_four, make_header, make_request, write_trace
 
@@ -17,6 +18,7 @@ from replay.capture.events import CaptureProgress, CaptureResult, Loading, Plann
 from replay.cli import progress as module
 from replay.cli.app import cli
 from replay.cli.progress import Progress, State, spell_seconds
+from replay.simulator.cache import open_cache, simulate_cached
 from replay.simulator.simulation import ReplayProgress
 
 CONFIG = tiny_config(hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1]})
@@ -106,12 +108,7 @@ def test_quiet_is_quiet_but_for_a_refusal(typed: list[str]) -> None:
     assert refused.exit_code == 1 and "temperature 1 was asked for" in refused.stderr
 
 
-def every_command(command: click.Command) -> list[click.Command]:
-    inner = command.commands.values() if isinstance(command, click.Group) else ()
-    return [command] if not inner else [one for part in inner for one in every_command(part)]
-
-
-@pytest.mark.parametrize("command", every_command(cli), ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [command for _, command in every_command(cli)], ids=lambda command: command.name)
 def test_every_command_can_be_quiet_or_verbose_but_not_both(command: click.Command) -> None:
     assert {"-q", "-v"} <= {name for option in command.params for name in option.opts}
     with pytest.raises(click.UsageError, match="one of --quiet and --verbose"):
@@ -162,3 +159,17 @@ def test_a_terminal_gets_a_bar_and_no_line_but_after_v(typed: list[str], monkeyp
     bar = CliRunner().invoke(cli, typed).stderr
     assert "25%" in bar and "replay: replaying" not in bar
     assert "replay: replaying" in CliRunner().invoke(cli, [*typed, "-v"]).stderr
+
+
+def test_a_sweep_with_a_cache_is_counted_over_all_that_is_replayed(tmp_path: Path) -> None:
+    """Two wirings share no pass, so that four requests are replayed twice."""
+    trace = replay.Trace.open(write_trace(tmp_path / "t", [make_four()]))
+    heads = {"h": replay.load_head(write_head(tmp_path / "d", CONFIG))}
+    wirings = [replay.parse_wiring(text, layers=4) for text in ("embed,2", "2,embed")]
+    events: list[ReplayProgress] = []
+    cache = open_cache(tmp_path / "c", trace, heads, "cpu", agreement=False)
+    asked = replay.sweep(draft=["h"], wiring=wirings)
+    simulate_cached(cache, trace, heads, asked, agreement=False, on_event=events.append)
+    assert {(event.stage, event.total) for event in events} == {("replaying", 8)}
+    done = [event.done + event.part for event in events]
+    assert done == sorted(done) and done[-1] == 8

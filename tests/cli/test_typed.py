@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
+from support.every_command import every_command
 from support.report_cases import many, sweep
 from support.rounds_maker import make_rounds, make_variant
 
@@ -24,8 +25,8 @@ from replay.traces.rounds import write_rounds
 def single_options() -> list[tuple[str, str]]:
     """Every option of every command that takes one value, by the command's words."""
     return [
-        (name, spelling)
-        for name, command in cli.commands.items()
+        (words, spelling)
+        for words, command in every_command(cli)
         for option in command.params
         if isinstance(option, click.Option) and not (option.multiple or option.is_flag)
         for spelling in option.opts
@@ -35,9 +36,14 @@ def single_options() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("command", "option"), single_options())
 def test_an_option_that_takes_one_value_is_refused_twice(command: str, option: str) -> None:
     """Click takes the last: `--prompts a --prompts b` recorded b without a word."""
-    done = CliRunner().invoke(cli, [command, option, "1", option, "2"])
+    done = CliRunner().invoke(cli, [*command.split(), option, "1", option, "2"])
     assert done.exit_code == 1 and done.stdout == ""
     assert done.stderr.startswith("replay: --") and "was typed 2 times; type --" in done.stderr
+
+
+def test_a_command_of_a_group_is_found_behind_other_words() -> None:
+    done = CliRunner().invoke(cli, ["trace", "subset", "t", "--limit", "1", "-o", "a", "--output", "b"])
+    assert done.exit_code == 1 and "--output takes one value and was typed 2 times" in done.stderr
 
 
 def test_other_mistakes_are_told_as_before() -> None:

@@ -8,6 +8,7 @@ from click.testing import CliRunner, Result
 from support.heads import INVENTED, write_head
 from support.trace_maker import make_four, write_trace
 
+from replay.capture.plugin.launch import ServeOptions
 from replay.cli.app import cli
 from replay.engines.wiring import Wiring
 from replay.errors import UsageError
@@ -94,3 +95,23 @@ def test_a_server_is_given_taps(tmp_path: Path) -> None:
     assert refused.exit_code == 1 and "--wiring 2,final names final" in refused.stderr
     refused = run("serve", "--trace", str(tmp_path / "t"), "--wiring", "sglang:-1,1", *given)
     assert refused.exit_code == 1 and "--wiring embed,2 needs a draft" in refused.stderr
+
+
+def test_serve_reads_a_hub_id_in_the_cache_and_refuses_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's ids 0 and 2 are the taps embed and 2 of a Llama target."""
+    sizes = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 16,
+             "vocab_size": 64, "intermediate_size": 32, "num_attention_heads": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    there = {"org/there": str(tmp_path / "config.json")}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, *_, **__: there.get(name))
+    typed = ("serve", "--trace", str(tmp_path / "rec"), "--wiring", "vllm:0,2", "--")
+    refused = run(*typed, "--model-path", "org/absent")
+    assert "org/absent is neither a folder here nor in the hub's cache; fetch it first, or type taps" in refused.stderr
+    given: list[str | None] = []
+
+    def serve(options: ServeOptions, *_: object) -> int:
+        given.append(options.wiring)
+        return 0
+
+    monkeypatch.setattr("replay.capture.plugin.server.run_server", serve)
+    assert run(*typed, "--model-path", "org/there").exit_code == 0 and given == ["embed,2"]

@@ -99,6 +99,20 @@ def test_rounds_that_cannot_be_told_apart_are_refused(traces: tuple[replay.Trace
     other = replace(rounds, trace={**rounds.trace, "layers": 5})
     with pytest.raises(TraceError, match="of two targets: layers is 4 in one and 5 in two"):
         pool_rounds({"one": rounds, "two": other})
+    retrained = replace(rounds, trace={**rounds.trace, "fingerprint": "0" * 64})  # alike in all that a config says
+    with pytest.raises(TraceError, match="of two targets: fingerprint is"):
+        pool_rounds({"one": rounds, "two": retrained})
+
+
+def test_rounds_from_before_there_were_fingerprints_go_by_the_name(
+    traces: tuple[replay.Trace, replay.Trace], head: object
+) -> None:
+    rounds = played(traces[0], head)
+    before = replace(rounds, trace={key: value for key, value in rounds.trace.items() if key != "fingerprint"})
+    assert len(pool_rounds({"one": rounds, "two": before}).requests) == 8
+    other = replace(before, trace={**before.trace, "target": "another"})
+    with pytest.raises(TraceError, match="of two targets: target is"):
+        pool_rounds({"one": before, "two": other})
 
 
 def test_a_part_of_an_unfinished_trace(head: object, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A part of a trace reads what the whole does; a copy of requests holds what they held, bit for bit."""
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 from support.served_maker import make_checkpoint, make_served
 from support.trace_maker import changed, make_four, make_header, make_request, write_trace
 
-from replay.errors import TraceError, UsageError
+from replay.errors import OutputError, TraceCorruptError, TraceError, UsageError
+from replay.traces import files
 from replay.traces.captured import ServerCounters
 from replay.traces.check import check_trace
 from replay.traces.copying import copy_requests
@@ -109,7 +111,9 @@ def test_a_part_reads_its_own_rows_and_feed(served: Trace) -> None:
 
 def test_a_subset_holds_what_the_trace_held(served: Trace, tmp_path: Path) -> None:
     taken = served.take(Part(limit=3))
-    copied = copy_requests([taken], tmp_path / "part")
+    events: list[tuple[int, int]] = []
+    copied = copy_requests([taken], tmp_path / "part", on_event=lambda *event: events.append(event))
+    assert events == [(3, 3)]
     assert (copied.requests, copied.traces) == (3, {str(served.path): 3})
     again = Trace.open(tmp_path / "part")
     for index in range(3):
@@ -121,7 +125,9 @@ def test_a_subset_holds_what_the_trace_held(served: Trace, tmp_path: Path) -> No
 def test_a_copy_passes_the_self_check(tmp_path: Path) -> None:
     trace = Trace.open(write_trace(tmp_path / "t", [make_four()]))
     copy_requests([trace.take(Part(requests=("r1", "r3")))], tmp_path / "part")
-    findings = list(check_trace(Trace.open(tmp_path / "part")))
+    events: list[tuple[int, int]] = []
+    findings = list(check_trace(Trace.open(tmp_path / "part"), on_event=lambda *event: events.append(event)))
+    assert events == [(1, 2), (2, 2)]
     assert findings and not [finding for finding in findings if finding.severity == "error"]
 
 
@@ -156,6 +162,33 @@ def test_traces_of_another_kind_are_not_merged(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match="is one of the traces that are read"):
         copy_requests([one], one.path, force=True)
+
+
+def test_a_copy_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    """The second shard of the source has lost its bytes: the first was copied already."""
+    four = make_four()
+    source = write_trace(tmp_path / "t", [four[:2], four[2:]])
+    shard = sorted(source.glob("*.safetensors"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    before = write_trace(tmp_path / "before", [[make_request("x", 9)]])
+    for out, force in ((before, True), (tmp_path / "new", False)):
+        with pytest.raises(TraceCorruptError, match="has changed since it was written"):
+            copy_requests([Trace.open(source).take(Part(limit=4))], out, force=force)
+    assert [record.request_id for record in Trace.open(before).records] == ["x"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "t"]
+
+
+def test_a_copy_onto_a_full_disk_advises_no_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Trace.open(write_trace(tmp_path / "t", [make_four()]))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_whole", full)
+    with pytest.raises(OutputError, match=r"cannot write .*out: No space left on device; nothing is left of it$"):
+        copy_requests([source], tmp_path / "out")
 
 
 def test_an_unfinished_trace_is_copied_as_far_as_it_is_whole(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from click.testing import CliRunner
 from support.heads import tiny_config, write_head
 from support.trace_maker import H, V, make_four, make_header, write_trace
 
+from replay.capture import demo_target
 from replay.cli.app import cli
-from replay.errors import TraceCorruptError
+from replay.errors import OutputError, TraceCorruptError
 from replay.traces import files, verify
 from replay.traces.header import TraceHeader
 from replay.traces.reader import Trace
@@ -201,3 +202,37 @@ def test_small_or_fresh_files_are_not_remembered(
     monkeypatch.setattr(verify, "_FRESH", HOUR)
     read_all(folder)
     assert len(hashed) == 6 and not (tmp_path / "cache").exists()
+
+
+def test_every_command_that_advises_no_verify_takes_it(folder: Path, tmp_path: Path) -> None:
+    edit(folder, '"temperature": 0.0', '"temperature": 0.5')
+    for typed in (["inspect", folder], ["trace", "stats", folder], ["trace", "subset", folder, "-o", tmp_path / "s"],
+                  ["trace", "merge", folder, "-o", tmp_path / "m"]):  # fmt: skip
+        words = [str(word) for word in typed]
+        refused = CliRunner().invoke(cli, words)
+        assert refused.exit_code == 1 and "--no-verify" in refused.stderr, words
+        assert CliRunner().invoke(cli, [*words, "--no-verify"]).exit_code == 0, words
+    for name in ("compare", "report", "show", "simulate", "diagnose", "check", "plan"):
+        assert any("--no-verify" in option.opts for option in cli.commands[name].params), name
+
+
+def test_a_head_takes_no_options_of_a_trace(tmp_path: Path) -> None:
+    head = write_head(tmp_path / "d", CONFIG)
+    done = CliRunner().invoke(cli, ["inspect", str(head), "--check", "--target", "/nosuch"])
+    assert done.exit_code == 1 and "is a draft head, and --check, --target is for a trace" in done.stderr
+
+
+def test_a_user_without_a_home_opens_traces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a uid of none of its users; the demo alone has to have a place."""
+
+    def nowhere(_: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(verify, "LARGE", 1)
+    monkeypatch.delenv("REPLAY_CACHE")
+    monkeypatch.setattr(Path, "home", classmethod(nowhere))
+    monkeypatch.setattr(verify, "_FRESH", 0)
+    assert verify.cache_folder() is None
+    assert len(Trace.open(folder).read(0, ["2"]).taps) == 1
+    with pytest.raises(OutputError, match="you have no home; set REPLAY_CACHE"):
+        demo_target.smollm2()
