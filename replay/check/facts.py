@@ -206,6 +206,8 @@ def _check_family(document: Mapping[str, Any], weights: Weights, name: str, fold
     """Raises CheckpointError for a head of another family than rules know."""
     shapes = {fact.original: fact.shape for fact in weights.tensors.values()}
     family = "nextn" if is_nextn(document) else "eagle" if is_eagle(document, shapes, f"{name}/{CONFIG}") else None
+    if document.get("speculators_model_type") == "peagle":
+        family = "peagle"  # no class of SGLang 0.5.23 drafts so
     if family is not None:
         raise CheckpointError(
             f"{name} is a head of the family {FAMILY_NAMES[family]}, and check has rules for EAGLE-3 heads; type "

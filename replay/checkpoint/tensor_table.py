@@ -7,7 +7,7 @@ Heads are written with the names of SafeAILab/EAGLE (``midlayer.*``), SpecForge 
 import re
 
 from replay.checkpoint import nextn
-from replay.checkpoint.config import HeadConfig
+from replay.checkpoint.config import MASK_HIDDEN, HeadConfig
 
 # Spellings that SGLang 0.5.23 (models/llama_eagle3.py load_weights) takes for one tensor.
 _RENAMES = (
@@ -49,6 +49,8 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         table["norm.weight"] = (E,)
     if config.fc_bias:
         table["fc.bias"] = (E,)
+    if config.mask_token is not None:
+        table[MASK_HIDDEN] = (1, 1, config.fc_inputs)  # speculators 0.9.0 models/peagle/core.py
     if config.norm_before_fc:
         table["input_norm.weight"] = (config.fc_inputs,)
     if config.fc_norm:

@@ -1,10 +1,13 @@
-"""speculators' own EAGLE-3 model (0.9.0): random weights, its own files on disk, its own training forward."""
+"""speculators' own EAGLE-3 and P-EAGLE models (0.9.0): random weights, its own files, its own training forward."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
-from support.peer_heads import _import_speculators
 from torch import Tensor
 
 WIDTHS: dict[str, Any] = {
@@ -14,15 +17,36 @@ WIDTHS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_model(kind: str, layer: dict[str, Any], outer: dict[str, Any]) -> Any:
+@contextmanager
+def importable() -> Iterator[None]:
+    """Its models without its data loader, which asks for ``openai`` and ``datasets``: they need a type's name of it."""
+    name = "speculators.train.data"
+    placeholder = ModuleType(name)
+    placeholder.BatchType = dict  # type: ignore[attr-defined]
+    there = sys.modules.setdefault(name, placeholder)
+    try:
+        yield
+    finally:
+        if there is placeholder:
+            del sys.modules[name]
+
+
+def make_model(kind: str, layer: dict[str, Any], outer: dict[str, Any], algorithm: str = "eagle3") -> Any:
     """A model of ``kind`` of layers, llama or qwen3; ``layer`` and ``outer`` replace fields of its two configs."""
     from transformers import LlamaConfig, Qwen3Config
 
-    Eagle3SpeculatorConfig, Eagle3DraftModel = _import_speculators()
+    with importable():
+        from speculators.models.eagle3 import Eagle3SpeculatorConfig
+        from speculators.models.eagle3.core import Eagle3DraftModel
+        from speculators.models.peagle.config import PEagleSpeculatorConfig
+        from speculators.models.peagle.core import PEagleDraftModel
     layers = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**WIDTHS | layer, pad_token_id=None)
     layers._attn_implementation = "eager"
-    config = Eagle3SpeculatorConfig(transformer_layer_config=layers, **{"draft_vocab_size": 40} | outer)
-    model = Eagle3DraftModel(config).float()
+    fields = {"transformer_layer_config": layers, "draft_vocab_size": 40} | outer
+    if algorithm == "eagle3":
+        model = Eagle3DraftModel(Eagle3SpeculatorConfig(**fields)).float()
+    else:
+        model = PEagleDraftModel(PEagleSpeculatorConfig(**fields)).float()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -53,3 +77,33 @@ def logits(model: Any, ids_R: Tensor, features_RKD: Tensor, steps: int) -> list[
     model(features_RKD[None], ids_R[None], torch.zeros_like(ids_R)[None], ttt_steps=steps)
     hook.remove()
     return seen
+
+
+@torch.no_grad()
+def parallel_logits(model: Any, ids_R: Tensor, features_RKD: Tensor, steps: int, rows: int) -> list[Tensor]:
+    """Of a P-EAGLE model, the logits [rows, W] of each step, read where its own forward computes them.
+
+    Each of the first ``rows`` rows is an anchor with all its steps, where its trainer draws some; there are ``steps``
+    rows more than that.
+    """
+    from speculators.losses import resolve_loss_config
+    from speculators.models.peagle import core
+
+    assert len(ids_R) == rows + steps
+    depth = torch.arange(steps).repeat_interleave(rows)
+    anchor = torch.arange(rows).repeat(steps)
+    more = torch.arange(rows, rows + steps)  # rows of depth 0 that its forward wants behind the anchors
+    order = (torch.cat([anchor[:rows], more, anchor[rows:]]), torch.cat([depth[:rows], more * 0, depth[rows:]]))
+    seen: list[Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _module, _args, out: seen.append(out[0].clone()))
+    drawn, core.generate_cod_sample_indices = core.generate_cod_sample_indices, lambda **_: order
+    try:
+        last_1RE = torch.zeros(1, len(ids_R), model.hidden_size)
+        model(features_RKD[None], ids_R[None], torch.zeros_like(ids_R)[None],
+              verifier_last_hidden_states=last_1RE, num_depths=steps,
+              loss_config=resolve_loss_config("kl_div", "eager"))  # fmt: skip
+    finally:
+        core.generate_cod_sample_indices = drawn
+        hook.remove()
+    logits_QW = seen[0]
+    return [logits_QW[:rows], *logits_QW[rows + steps :].split(rows)]
