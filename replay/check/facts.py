@@ -208,10 +208,10 @@ def _family_of(document: Mapping[str, Any], weights: Weights, name: str, folder:
 
     Raises CheckpointError for a head of a family without rules, and for one that is of two families.
     """
-    if document.get("speculators_model_type") == "peagle":
+    if (kind := document.get("speculators_model_type")) in ("peagle", "dflash"):
         raise CheckpointError(
-            f"{name} is a {FAMILY_NAMES['peagle']} head, which no class of SGLang's runs, and check has no rules for "
-            f"it; type replay inspect {folder}"
+            f"{name} is a {FAMILY_NAMES[kind]} head as speculators writes it, which no class of SGLang's runs, and "
+            f"check has no rules for it; type replay inspect {folder}"
         )
     shapes = {fact.original: fact.shape for fact in weights.tensors.values()}
     return "nextn" if is_nextn(document) else "eagle" if is_eagle(document, shapes, f"{name}/{CONFIG}") else None

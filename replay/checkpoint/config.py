@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replay.checkpoint import eagle, modelopt, nextn, speculators
+from replay.checkpoint import eagle, modelopt, nextn, speculators, speculators_dflash
 from replay.checkpoint.config_file import Settings
 from replay.checkpoint.dflash import Block, read_block, read_layer_ids
 from replay.checkpoint.latent import Latent, read_latent, read_latent_taps
@@ -16,7 +16,7 @@ LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 BLOCK_ARCHITECTURE = "DFlashDraftModel"
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE, BLOCK_ARCHITECTURE,
-    *speculators.ARCHITECTURES, eagle.ARCHITECTURE, nextn.ARCHITECTURE,
+    *speculators.ARCHITECTURES, *speculators.PARALLEL, "DFlashSpeculator", eagle.ARCHITECTURE, nextn.ARCHITECTURE,
 )  # fmt: skip
 # What families are called where people read of them.
 FAMILY_NAMES = {
@@ -113,6 +113,9 @@ def parse_config(
 
     Raises CheckpointError for another architecture, a wrong type, or what replay does not compute.
     """
+    if speculators_dflash.is_speculators_dflash(document):
+        plain = _parse_plain(Settings(speculators_dflash.flattened(document, name, BLOCK_ARCHITECTURE), name))
+        return replace(plain, **speculators_dflash.switches(document, name, plain.block, plain.vocab_size))
     if speculators.is_speculators(document):
         plain = _parse_plain(Settings(speculators.flattened(document, name), name))
         return replace(plain, lm_head="own", **speculators.switches(document, name))

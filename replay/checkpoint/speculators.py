@@ -15,8 +15,8 @@ from replay.errors import CheckpointError
 from replay.traces.fields import show
 
 ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
-_PARALLEL = ("PEagleSpeculator", "PEagleDraftModel")
-_ALGORITHMS = {"eagle3": ARCHITECTURES, "peagle": _PARALLEL}
+PARALLEL = ("PEagleSpeculator", "PEagleDraftModel")
+_ALGORITHMS = {"eagle3": ARCHITECTURES, "peagle": PARALLEL}
 _LAYER = "transformer_layer_config"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _KINDS = ("llama", "qwen3")  # models/eagle3/model_definitions.py
@@ -96,7 +96,7 @@ def _check_algorithm(config: Settings) -> None:
         possible = "; ".join(f"{name} as {' or '.join(names)}" for name, names in _ALGORITHMS.items())
         raise CheckpointError(
             f"{config.where}: speculators_model_type {show(kind)} with architecture {show(architectures)}, of "
-            f"speculators replay reads {possible}"
+            f"speculators replay reads {possible}; dflash as DFlashSpeculator or DFlashDraftModel"
         )
 
 

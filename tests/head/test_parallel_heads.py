@@ -72,7 +72,9 @@ def test_what_was_drafted_is_not_fed() -> None:
         assert (other.margin_AK > 0).all()
 
 
-@pytest.mark.parametrize("behaviour", [Behaviour(), Behaviour(rewrite="stale"), Behaviour(hole="accepted")], ids=str)
+@pytest.mark.parametrize(
+    "behaviour", [Behaviour(), Behaviour(rewrite="stale"), Behaviour(hole="accepted")], ids=["healthy", "stale", "hole"]
+)
 def test_rounds_in_order_equal_the_twins(behaviour: Behaviour) -> None:
     head = make_head("P-EAGLE", behaviour=behaviour)
     items = requests(head, [(3, 12), (2, 7)])

@@ -1,4 +1,4 @@
-"""speculators' own EAGLE-3 and P-EAGLE models (0.9.0): random weights, its own files, its own training forward."""
+"""speculators' own EAGLE-3, P-EAGLE and DFlash models (0.9.0): random weights, its own files, its training forward."""
 
 import sys
 from collections.abc import Iterator
@@ -35,18 +35,11 @@ def make_model(kind: str, layer: dict[str, Any], outer: dict[str, Any], algorith
     """A model of ``kind`` of layers, llama or qwen3; ``layer`` and ``outer`` replace fields of its two configs."""
     from transformers import LlamaConfig, Qwen3Config
 
-    with importable():
-        from speculators.models.eagle3 import Eagle3SpeculatorConfig
-        from speculators.models.eagle3.core import Eagle3DraftModel
-        from speculators.models.peagle.config import PEagleSpeculatorConfig
-        from speculators.models.peagle.core import PEagleDraftModel
     layers = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**WIDTHS | layer, pad_token_id=None)
     layers._attn_implementation = "eager"
     fields = {"transformer_layer_config": layers, "draft_vocab_size": 40} | outer
-    if algorithm == "eagle3":
-        model = Eagle3DraftModel(Eagle3SpeculatorConfig(**fields)).float()
-    else:
-        model = PEagleDraftModel(PEagleSpeculatorConfig(**fields)).float()
+    made, config = _classes(algorithm)
+    model = made(config(**fields)).float()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -61,6 +54,20 @@ def make_model(kind: str, layer: dict[str, Any], outer: dict[str, Any], algorith
                 gain = 1 if name.startswith("layers.") else 2
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * gain / tensor.shape[-1] ** 0.5)
     return model
+
+
+def _classes(algorithm: str) -> tuple[Any, Any]:
+    """The model and its config."""
+    with importable():
+        from speculators.models import dflash, eagle3, peagle
+        from speculators.models.dflash.core import DFlashDraftModel
+        from speculators.models.eagle3.core import Eagle3DraftModel
+        from speculators.models.peagle.core import PEagleDraftModel
+    return {
+        "eagle3": (Eagle3DraftModel, eagle3.Eagle3SpeculatorConfig),
+        "peagle": (PEagleDraftModel, peagle.PEagleSpeculatorConfig),
+        "dflash": (DFlashDraftModel, dflash.DFlashSpeculatorConfig),
+    }[algorithm]
 
 
 def save(model: Any, folder: Path) -> Path:
@@ -107,3 +114,25 @@ def parallel_logits(model: Any, ids_R: Tensor, features_RKD: Tensor, steps: int,
         hook.remove()
     logits_QW = seen[0]
     return [logits_QW[:rows], *logits_QW[rows + steps :].split(rows)]
+
+
+@torch.no_grad()
+def block_logits(model: Any, tokens_T: Tensor, features_RKD: Tensor, anchors: range) -> Tensor:
+    """Of a DFlash model, the logits [A, B, W] of the blocks of these anchors, read where its own forward makes them.
+
+    Its trainer takes anchors at random among those that a mask allows: here as many as it allows.
+    """
+    from speculators.losses import resolve_loss_config
+
+    size, rows = model.block_size, anchors.stop + model.block_size  # of the last ones it takes none
+    ids_R = torch.cat([tokens_T, tokens_T.new_zeros(size)])[:rows]
+    padded_RKD = torch.cat([features_RKD, features_RKD.new_zeros(size, features_RKD.shape[1])])[:rows]
+    allowed_R = torch.zeros(1, rows)
+    allowed_R[:, anchors.start :] = 1
+    seen: list[Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _module, _args, out: seen.append(out[0].clone()))
+    last_1RE, documents_1R = torch.zeros(1, rows, model.hidden_size), torch.zeros_like(ids_R)[None]
+    loss = resolve_loss_config("kl_div", "eager")
+    model(padded_RKD[None], ids_R[None], allowed_R, last_1RE, documents_1R, max_anchors=len(anchors), loss_config=loss)
+    hook.remove()
+    return seen[0].unflatten(0, (len(anchors), size))
