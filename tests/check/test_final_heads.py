@@ -153,3 +153,13 @@ def test_sglang_turns_it_on_for_these_targets() -> None:
     assert sum(files.values()) == 3
     said = " ".join(path.read_text(encoding="utf-8") for path in files)
     assert all(f'"{name}"' in said for name in rules_final.MANY_LAYERS)
+
+
+def test_sglang_reads_these_heads_as_check_says() -> None:
+    """That fc has a bias in any case, that a leading model. is put in front of every name, and which layer is read."""
+    eagle = (SGLANG / "models" / "llama_eagle.py").read_text(encoding="utf-8")
+    assert "self.fc = torch.nn.Linear(config.hidden_size * 2, config.hidden_size)\n" in eagle
+    assert 'if "lm_head" not in name:\n                name = "model." + name' in eagle
+    loader = (SGLANG / "models" / "deepseek_common" / "deepseek_weight_loader.py").read_text(encoding="utf-8")
+    assert "0 if self.config.num_hidden_layers == 1 else self.config.num_hidden_layers" in loader
+    assert "if not name.startswith(layer_prefix):\n                            continue" in loader

@@ -12,7 +12,7 @@ from support.heads import PARALLEL, random_tensors, tiny_config, write_head
 from support.random_heads import make_head, requests
 from support.replayed import random_request, replayed_logits
 from support.trace_maker import make_four, write_trace
-from twins.rounds import replay_request
+from twins.rounds import draft_one_round, replay_request
 
 import replay
 from replay.check.inspection import DraftFacts
@@ -82,6 +82,28 @@ def test_rounds_in_order_equal_the_twins(behaviour: Behaviour) -> None:
         twin = replay_request(head, item.tokens_T, item.features_RKD, item.prompt_tokens, 3)
         assert rounds.drafted_RK.tolist() == [list(one.drafted) for one in twin]
         assert rounds.anchors == tuple(one.anchor for one in twin)
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        Behaviour(window=3), Behaviour(advance=0), Behaviour(alone=True), Behaviour(blank_prefix=2),
+        Behaviour(pairing="own-token"), Behaviour(noise=0.5), Behaviour(zero_slots=(1,)), Behaviour(max_position=5),
+        Behaviour(features_first=True), Behaviour(dummy_from=4), Behaviour(drafted_offset=2),
+        Behaviour(other_pairs=True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_drafts_equal_the_twins_under_a_fault_and_show_it(behaviour: Behaviour) -> None:
+    healthy, head = make_head("P-EAGLE"), make_head("P-EAGLE", behaviour=behaviour)
+    items = requests(head, [(3, 9), (1, 5)])
+    drafts = draft_every_anchor(head, items, 4)
+    for item, drafted in zip(items, drafts, strict=True):
+        for anchor, row in zip(item.anchors_A.tolist(), drafted.drafted_AK.tolist(), strict=True):
+            prompt = item.prompt_tokens
+            assert row == draft_one_round(head, item.tokens_T, item.features_RKD, anchor, 4, prompt_tokens=prompt)
+    others = draft_every_anchor(healthy, items, 4)
+    assert any(not torch.equal(one.drafted_AK, other.drafted_AK) for one, other in zip(drafts, others, strict=True))
 
 
 def test_a_head_that_vllm_alone_reads_is_refused(tmp_path: Path) -> None:
