@@ -59,6 +59,7 @@ class Draft:
     replaced: tuple[Replaced, ...] = ()
     quantisation: Quantisation | None = None
     original: Mapping[str, Any] = field(default_factory=dict)
+    family: str | None = None  # of heads of the final state: eagle or nextn
 
     @property
     def tensors(self) -> Mapping[str, TensorFact]:
@@ -191,7 +192,7 @@ def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, who
     name = spoken_name(folder)
     stated = Settings(_flat(document), f"{name}/{CONFIG}")
     weights = read_weights(folder, whole=whole)
-    _check_family(document, weights, name, folder)
+    family = _family_of(document, weights, name, folder)
     # A config without a model type is Llama's to the engines that take it at all.
     cls = _class_of_head(stated)
     config, replaced = with_sizes(stated, cls, weights.tensors, target.hidden_size, target.vocab_size)
@@ -199,18 +200,21 @@ def _read_draft(folder: Path, target: Target, changes: Mapping[str, Any], *, who
         _needed(config, key, "a draft head's", _LARGEST[key])
     speculators = isinstance(document.get("transformer_layer_config"), dict)
     quantisation = quantisation_of(stated, _beside(folder), f"{name}/{_QUANTISATION}")
-    return Draft(name, config, stated, cls, speculators, weights, replaced, quantisation, _flat(original))
+    return Draft(name, config, stated, cls, speculators, weights, replaced, quantisation, _flat(original), family)
 
 
-def _check_family(document: Mapping[str, Any], weights: Weights, name: str, folder: Path) -> None:
-    """Raises CheckpointError for a head of another family than rules know."""
-    shapes = {fact.original: fact.shape for fact in weights.tensors.values()}
-    family = "nextn" if is_nextn(document) else "eagle" if is_eagle(document, shapes, f"{name}/{CONFIG}") else None
-    if family is not None:
+def _family_of(document: Mapping[str, Any], weights: Weights, name: str, folder: Path) -> str | None:
+    """The family of a head that is judged by rules of its own; None of one that EAGLE-3's are for.
+
+    Raises CheckpointError for a head of a family without rules, and for one that is of two families.
+    """
+    if (kind := document.get("speculators_model_type")) in ("peagle", "dflash"):
         raise CheckpointError(
-            f"{name} is a head of the family {FAMILY_NAMES[family]}, and check has rules for EAGLE-3 heads; type "
-            f"replay inspect {folder}"
+            f"{name} is a {FAMILY_NAMES[kind]} head as speculators writes it, which no class of SGLang's runs, and "
+            f"check has no rules for it; type replay inspect {folder}"
         )
+    shapes = {fact.original: fact.shape for fact in weights.tensors.values()}
+    return "nextn" if is_nextn(document) else "eagle" if is_eagle(document, shapes, f"{name}/{CONFIG}") else None
 
 
 def _beside(folder: Path) -> dict[str, Any] | None:

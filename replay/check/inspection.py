@@ -205,6 +205,8 @@ def _attention_words(config: HeadConfig) -> str:
 
 def _block_words(config: HeadConfig) -> str | None:
     """What a head drafts at once; None of one that drafts token by token."""
+    if config.mask_token is not None:
+        return f"all tokens of a round, from masks that are token {config.mask_token} beside mask_hidden"
     if config.block is None:
         return None
     causal = sum(config.block.causal)

@@ -10,6 +10,7 @@ from replay.check.finding import ERROR, WARNING, Finding
 from replay.check.inspection import DraftFacts, TraceFacts
 from replay.check.run import Outcome
 from replay.printable import one_line
+from replay.traces.taps import FINAL
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -74,7 +75,7 @@ def _fed(fed: dict[str, str]) -> str:
     """Engines that feed alike, together."""
     alike: dict[str, list[str]] = {}
     for engine, taps in fed.items():
-        alike.setdefault(taps if taps.startswith("R[") else "none", []).append(engine)
+        alike.setdefault(taps if taps.startswith("R[") or taps == FINAL else "none", []).append(engine)
     return "; ".join(f"{taps} by {', '.join(engines)}" for taps, engines in alike.items())
 
 

@@ -10,11 +10,11 @@ from replay.check.facts import Draft, Facts
 from replay.check.finding import ERROR, WARNING, Finding
 from replay.check.layer_ids import indices_of, spell_taps
 from replay.check.server_finding import at
+from replay.check.table_findings import misshapen, of_shapes, unread
 from replay.checkpoint.config import BLOCK_ARCHITECTURE, HeadConfig, parse_config
-from replay.checkpoint.tensor_table import expected_tensors, optional_tensors
+from replay.checkpoint.tensor_table import expected_tensors
 from replay.engines.wiring import Wiring, dflash_wiring
 from replay.errors import CheckpointError, WiringError
-from replay.traces.fields import some
 
 _IDS, _TOKENS = "dflash_config.target_layer_ids", "speculative_num_draft_tokens"
 
@@ -107,17 +107,7 @@ def tensors(facts: Facts) -> Iterator[Finding]:
     config, draft = _config(facts), facts.draft
     if config is None or draft.quantisation is not None:
         return
-    table = expected_tensors(config)
-    missing = [name for name in table if name not in draft.tensors]
-    dropped = [name for name in draft.tensors if name not in table and name not in optional_tensors(config)]
-    if missing:
-        yield Finding("weights.missing", ERROR, f"the head has no {some(missing)}, so it stays as initialised",
-                      draft.weights.file, missing[0], "absent", str(list(table[missing[0]])),
-                      "export the head again with all tensors")  # fmt: skip
-    elif dropped:
-        yield Finding("weights.missing", ERROR, f"SGLang drops {some(dropped)} without a word", draft.weights.file,
-                      dropped[0], "present", "absent",
-                      "state the matching field in config.json, or export the head without them")  # fmt: skip
+    yield from unread(facts, config, draft.tensors)
 
 
 def shapes(facts: Facts) -> Iterator[Finding]:
@@ -125,18 +115,13 @@ def shapes(facts: Facts) -> Iterator[Finding]:
     config, draft = _config(facts), facts.draft
     if config is None or draft.quantisation is not None:
         return
-    table = expected_tensors(config)
-    wrong = [name for name, shape in table.items() if name in draft.tensors and draft.tensors[name].shape != shape]
-    if "fc.weight" in wrong:
-        seen, wanted = draft.tensors["fc.weight"].shape, table["fc.weight"]
+    if "fc.weight" in misshapen(config, draft.tensors):
+        seen, wanted = draft.tensors["fc.weight"].shape, expected_tensors(config)["fc.weight"]
         yield _found(facts, "wiring.aux-missing", f"{config.num_taps} layer ids are stated, and fc has shape "
                      f"{list(seen)}", _IDS, list(config.layer_ids or ()), f"ids for fc of {list(wanted)}",
                      "write the ids that the head was trained with")  # fmt: skip
-    elif wrong:
-        yield Finding("weights.layout", ERROR, f"{some(wrong)} {'has' if len(wrong) == 1 else 'have'} another shape "
-                      "than the config calls for", draft.weights.file, wrong[0],
-                      str(list(draft.tensors[wrong[0]].shape)), str(list(table[wrong[0]])),
-                      "copy config.json from where the head was trained, or export the head again")  # fmt: skip
+    else:
+        yield from of_shapes(facts, config, draft.tensors)
 
 
 def algorithm(facts: Facts) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from replay.check import (
     rules_block,
     rules_config,
     rules_depth,
+    rules_final,
     rules_parallel,
     rules_positions,
     rules_precision,
@@ -120,6 +121,28 @@ BLOCK_RULES: tuple[CheckRule, ...] = (
     CheckRule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
 )
 
+# Of a head that reads the target's final state alone: what all kinds have, and what is its own.
+FINAL_RULES: tuple[CheckRule, ...] = (
+    CheckRule("types of config fields", rules_config.field_types),
+    CheckRule("names of dtypes", rules_config.dtypes),
+    CheckRule("config of a head of the final state", rules_final.config),
+    CheckRule("class of a head of the final state", rules_final.architecture),
+    CheckRule("width and vocabulary of the target", rules_final.fits),
+    CheckRule("state that is fed", rules_final.wiring),
+    CheckRule("tensor names", rules_final.tensors),
+    CheckRule("tensor shapes", rules_final.shapes),
+    CheckRule("bias of fc", rules_final.bias_of_fc),
+    CheckRule("NaN and zeros in samples", rules_values.sampled),
+    CheckRule("longest position", rules_positions.max_length),
+    CheckRule("dtype", rules_precision.dtype),
+    CheckRule("launch line", rules_server.launch_line, _stated, _SERVER),
+    CheckRule("algorithm", rules_final.algorithm, _stated, _SERVER),
+    CheckRule("load format", rules_server.load_format, _stated, _SERVER),
+    CheckRule("drafting depth", rules_depth.depth, _stated, _SERVER),
+    CheckRule("one head for all steps", rules_final.one_for_all_steps, _stated, _SERVER),
+    CheckRule("whole weights", rules_values.whole, lambda facts: facts.draft.weights.extents is not None, "--weights"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -153,19 +176,21 @@ def check(facts: Facts) -> Outcome:
     findings: list[Finding] = []
     checked: list[str] = []
     unchecked: dict[str, tuple[str, ...]] = {}
-    blocks = rules_block.drafts_blocks(facts.draft)
-    for rule in BLOCK_RULES if blocks else RULES:
+    blocks, final = rules_block.drafts_blocks(facts.draft), rules_final.reads_final(facts.draft)
+    for rule in BLOCK_RULES if blocks else FINAL_RULES if final else RULES:
         if rule.needs(facts):
             checked.append(rule.what)
             findings += rule.find(facts)
         else:
             unchecked[rule.lacks] = (*unchecked.get(rule.lacks, ()), rule.what)
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable: in the order of rules within
-    if not blocks and rules_positions.undecided_theta(facts):
+    if not blocks and not final and rules_positions.undecided_theta(facts):
         unchecked[_BY_REPLAY] = ("whether the head was trained at its rope theta or at 10000",)
     fed = {}
     if blocks:
         fed = {f"SGLang {NEWEST}": rules_block.fed_by_sglang(facts)}
+    elif final:
+        fed = {f"SGLang {NEWEST}": rules_final.fed_by_sglang()}
     elif facts.draft.uses_aux:
         fed = {engine: str(reading) for engine, reading in readings(facts.draft, facts.target, facts.server).items()}
     return Outcome(tuple(findings), tuple(checked), unchecked, fed)

@@ -4,22 +4,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replay.checkpoint import eagle, modelopt, nextn, speculators
+from replay.checkpoint import eagle, modelopt, nextn, speculators, speculators_dflash
 from replay.checkpoint.config_file import Settings
 from replay.checkpoint.dflash import Block, read_block, read_layer_ids
 from replay.checkpoint.latent import Latent, read_latent, read_latent_taps
 from replay.checkpoint.rope import Rope, read_latent_rope, read_rope
 from replay.errors import CheckpointError
-from replay.traces.fields import show
+from replay.traces.fields import show, some
 
 LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 BLOCK_ARCHITECTURE = "DFlashDraftModel"
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM", LATENT_ARCHITECTURE, BLOCK_ARCHITECTURE,
-    *speculators.ARCHITECTURES, eagle.ARCHITECTURE, nextn.ARCHITECTURE,
+    *speculators.ARCHITECTURES, *speculators.PARALLEL, "DFlashSpeculator", eagle.ARCHITECTURE, nextn.ARCHITECTURE,
 )  # fmt: skip
 # What families are called where people read of them.
-FAMILY_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1 or EAGLE-2", "nextn": "NextN", "dflash": "DFlash"}
+FAMILY_NAMES = {
+    "eagle3": "EAGLE-3", "eagle": "EAGLE-1 or EAGLE-2", "nextn": "NextN", "dflash": "DFlash", "peagle": "P-EAGLE",
+}  # fmt: skip
+# What stands in for the target's features in the drafted rows of a P-EAGLE head.
+MASK_HIDDEN = "mask_hidden"
 # More layers or taps than any head has: a config that asks for millions must not make us count to it.
 _MOST = 256
 
@@ -58,6 +62,7 @@ class HeadConfig:
     last_norm: bool = True  # in front of lm_head
     window: int | None = None  # rows that a row sees, itself included
     vllms: bool = False  # vLLM alone loads it: its ids are R indices, its embedding and biases are read
+    mask_token: int | None = None  # of a head whose drafted rows all embed it, beside the state of mask_hidden
     experts: nextn.Experts | None = None  # of a layer whose MLP is a mixture of them
     latent: Latent | None = None  # sizes of a head whose draft KV is a latent and a rope key, which has no q, k, v
     output_bias: bool = False  # of o_proj
@@ -110,6 +115,9 @@ def parse_config(
 
     Raises CheckpointError for another architecture, a wrong type, or what replay does not compute.
     """
+    if speculators_dflash.is_speculators_dflash(document):
+        plain = _parse_plain(Settings(speculators_dflash.flattened(document, name, BLOCK_ARCHITECTURE), name))
+        return replace(plain, **speculators_dflash.switches(document, name, plain.block, plain.vocab_size))
     if speculators.is_speculators(document):
         plain = _parse_plain(Settings(speculators.flattened(document, name), name))
         return replace(plain, lm_head="own", **speculators.switches(document, name))
@@ -120,6 +128,7 @@ def parse_config(
     if eagle.is_eagle(document, shapes, name):
         config = Settings(document, name)
         return replace(_parse_plain(Settings(eagle.plain(config), name)), **eagle.switches(config))
+    _check_parallel(document, shapes, name)
     return _parse_plain(Settings(document, name))
 
 
@@ -167,6 +176,21 @@ def _parse_plain(config: Settings) -> HeadConfig:
         found = _as_block(config, found)
     _check_attention(name, found)
     return found
+
+
+def _check_parallel(document: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] | None, name: str) -> None:
+    """Raises CheckpointError for a P-EAGLE head that is not of speculators.
+
+    vLLM tells it by these fields and this tensor (v1/spec_decode, models/llama_eagle3.py), and reads layer ids of such
+    a config in its own way; SGLang 0.5.23 drops the tensor and drafts token by token.
+    """
+    told = [key for key in ("pard_token", "ptd_token_id") if document.get(key) is not None]
+    told += [key for key in shapes or () if key.endswith(MASK_HIDDEN)]
+    if told:
+        raise CheckpointError(
+            f"{name}: {some(told)} is of a P-EAGLE head as vLLM alone reads it, and replay reads P-EAGLE heads as "
+            "speculators writes them (speculators_model_type peagle); save it by speculators"
+        )
 
 
 def _as_latent(config: Settings, found: HeadConfig) -> HeadConfig:

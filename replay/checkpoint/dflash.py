@@ -32,13 +32,15 @@ class Block:
     """How a head drafts blocks: the known token and ``size`` - 1 mask tokens, trained on so many.
 
     By layer: ``causal``, whether a row of the block sees only rows before it and itself, and ``windows``, how many
-    positions it sees, its own included (None: all).
+    positions it sees, its own included (None: all). Where ``from_anchor``, a window is so many rows of the context for
+    the whole block, and the block itself is in no window (speculators 0.9.0 models/dflash/attention.py).
     """
 
     size: int
     mask_token: int
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
+    from_anchor: bool = False
 
 
 def read_block(config: Settings) -> Block:

@@ -2,7 +2,8 @@
 
 Source: speculators 0.9.0 models/eagle3/config.py (fields and defaults), models/eagle3/core.py and model_definitions.py
 (the forward), models/utils.py ``resolve_target_layer_ids``; vLLM 0.32, which serves such heads, reads ids as R indices
-and feeds them in layer order (model_executor/models/interfaces.py).
+and feeds them in layer order (model_executor/models/interfaces.py). P-EAGLE heads, which have the same fields and a
+mask token beside them: models/peagle/config.py and core.py.
 """
 
 from collections.abc import Mapping
@@ -14,12 +15,13 @@ from replay.errors import CheckpointError
 from replay.traces.fields import show
 
 ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
+PARALLEL = ("PEagleSpeculator", "PEagleDraftModel")
+_ALGORITHMS = {"eagle3": ARCHITECTURES, "peagle": PARALLEL}
 _LAYER = "transformer_layer_config"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _KINDS = ("llama", "qwen3")  # models/eagle3/model_definitions.py
 _DRAFT_VOCABULARY = 32000
 _OTHERS = {
-    "peagle": "P-EAGLE, which drafts all tokens of a round in one pass from a mask token and a learned mask_hidden",
     "mtp": "a multi-token-prediction layer, which reads one state of its target and no taps",
 }
 
@@ -67,7 +69,10 @@ def switches(document: Mapping[str, Any], where: str) -> dict[str, Any]:
     """What such a head has beside the fields of SGLang's classes, by the names that ``HeadConfig`` gives them."""
     config = Settings(document, where)
     ids, layer = config.ids(_IDS), config.inner(_LAYER)
+    parallel = _kind(config) == "peagle"
     return {
+        "family": "peagle" if parallel else "eagle3",
+        "mask_token": _mask_token(config, layer) if parallel else None,
         "norm_before_residual": bool(config.flag("norm_before_residual")),
         "qk_norm": (layer.text("model_type") or "qwen3") == "qwen3",
         "later_norm": "input_layernorm",
@@ -77,16 +82,30 @@ def switches(document: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
+def _kind(config: Settings) -> str:
+    return config.text("speculators_model_type") or "eagle3"
+
+
 def _check_algorithm(config: Settings) -> None:
-    kind = config.text("speculators_model_type") or "eagle3"
+    kind = _kind(config)
     if kind in _OTHERS:
-        raise CheckpointError(f"{config.where}: this head is {_OTHERS[kind]}; replay drafts token by token from taps")
-    architectures = config.values.get("architectures") or [ARCHITECTURES[0]]
-    if kind != "eagle3" or not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
+        raise CheckpointError(f"{config.where}: this head is {_OTHERS[kind]}; replay reads none of speculators")
+    known = _ALGORITHMS.get(kind, ())
+    architectures = config.values.get("architectures") or list(known[:1])
+    if not isinstance(architectures, list) or not known or architectures[0] not in known:
+        possible = "; ".join(f"{name} as {' or '.join(names)}" for name, names in _ALGORITHMS.items())
         raise CheckpointError(
             f"{config.where}: speculators_model_type {show(kind)} with architecture {show(architectures)}, of "
-            f"speculators replay reads eagle3 as {' or '.join(ARCHITECTURES)}"
+            f"speculators replay reads {possible}; dflash as DFlashSpeculator or DFlashDraftModel"
         )
+
+
+def _mask_token(config: Settings, layer: Settings) -> int:
+    """The token that every drafted row of a P-EAGLE head embeds. Raises CheckpointError."""
+    token, vocabulary = config.count("mask_token_id"), layer.size("vocab_size")
+    if token is None or token >= vocabulary:
+        raise config.refuse("mask_token_id", f"a token from 0 to {vocabulary - 1}, which the drafted rows embed")
+    return token
 
 
 def _window(layer: Settings) -> int | None:

@@ -7,7 +7,7 @@ Heads are written with the names of SafeAILab/EAGLE (``midlayer.*``), SpecForge 
 import re
 
 from replay.checkpoint import nextn
-from replay.checkpoint.config import HeadConfig
+from replay.checkpoint.config import MASK_HIDDEN, HeadConfig
 
 # Spellings that SGLang 0.5.23 (models/llama_eagle3.py load_weights) takes for one tensor.
 _RENAMES = (
@@ -49,6 +49,8 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         table["norm.weight"] = (E,)
     if config.fc_bias:
         table["fc.bias"] = (E,)
+    if config.mask_token is not None:
+        table[MASK_HIDDEN] = (1, 1, config.fc_inputs)  # speculators 0.9.0 models/peagle/core.py
     if config.norm_before_fc:
         table["input_norm.weight"] = (config.fc_inputs,)
     if config.fc_norm:
@@ -106,7 +108,10 @@ def _grouped_projections(config: HeadConfig, inputs: int) -> dict[str, tuple[int
 
 
 def _block_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Of a DFlash head: embedding and lm_head are the target's (dflash 0.1.0, SGLang 0.5.23 models/dflash.py)."""
+    """Of a DFlash head: embedding and lm_head are the target's (dflash 0.1.0, SGLang 0.5.23 models/dflash.py).
+
+    One of speculators with a vocabulary of drafts has an lm_head and a map of its own (0.9.0 models/dflash/core.py).
+    """
     E, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     table: dict[str, tuple[int, ...]] = {"fc.weight": (E, config.fc_inputs), "hidden_norm.weight": (E,)}
     table["norm.weight"] = (E,)
@@ -119,6 +124,8 @@ def _block_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         table |= {f"{prefix}{name}.weight": shape for name, shape in matrices.items()}
         if config.attention_bias:
             table |= {f"{prefix}{name}.bias": shape[:1] for name, shape in projections.items()}
+    if config.lm_head == "own":
+        table |= {"lm_head.weight": (config.draft_vocab_size, E), "d2t": (config.draft_vocab_size,)}
     return table
 
 
@@ -142,14 +149,11 @@ def optional_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     ``embed_tokens`` is used by the ``eagle`` profile and replaced by the target's in ``sglang`` (SGLang 0.5.23
     speculative/eagle_worker_v2.py ``init_lm_head``); ``t2d`` is the training side's mask; ``inv_freq`` is derived.
     """
-    if config.block is not None:
-        return {f"layers.{layer}.self_attn.rotary_emb.inv_freq": (config.rotary_dim // 2,)
-                for layer in range(config.num_layers)}  # fmt: skip
-    table = {
-        "embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "d2t": (config.draft_vocab_size,),
-        "t2d": (config.vocab_size,),
-    }
+    table: dict[str, tuple[int, ...]] = {}
+    if config.block is None:
+        table["embed_tokens.weight"] = (config.vocab_size, config.hidden_size)
+    if config.block is None or config.lm_head == "own":
+        table |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
     for layer in range(config.num_layers):
         table[f"layers.{layer}.self_attn.rotary_emb.inv_freq"] = (config.rotary_dim // 2,)
     return table

@@ -89,24 +89,27 @@ class BlocksOfAnchors:
         block, behaviour, reach_A = self.head.config.block, self.head.behaviour, segment.reach_A
         assert block is not None
         causal = block.causal[layer] if behaviour.block_attention is None else behaviour.block_attention == "causal"
+        window = block.windows[layer]
         return BlockSight(
-            first_AB=_first_rows(reach_A, self.size, block.windows[layer], behaviour),
+            first_AB=_first_rows(reach_A, self.size, window, behaviour, spread=not block.from_anchor),
             stop_A=torch.zeros_like(reach_A) if behaviour.alone else reach_A - behaviour.late_context,
-            seen_BB=_seen_rows(self.size, causal, block.windows[layer], reach_A.device),
+            seen_BB=_seen_rows(self.size, causal, None if block.from_anchor else window, reach_A.device),
             blank_R=segment.blank_R,
             masked=behaviour.blank_fill == "masked",
         )
 
 
-def _first_rows(reach_A: Tensor, size: int, window: int | None, behaviour: Behaviour) -> Tensor:
+def _first_rows(reach_A: Tensor, size: int, window: int | None, behaviour: Behaviour, *, spread: bool) -> Tensor:
     """The first context row that each row of a block sees [A, B].
 
-    A layer's own window counts from each row. ``Behaviour.window`` cuts the context for the whole block, as SGLang
-    0.5.23 speculative/dflash_worker_v2.py ``_compute_compact_draft_seq_lens`` does with pages of one token. With larger
-    ones it begins at the start of a page, and so leaves up to a page less one token more, which no fault says.
+    A layer's own window counts from each row where it is ``spread``, else it is of context rows for the whole block.
+    ``Behaviour.window`` cuts the context for the whole block, as SGLang 0.5.23 speculative/dflash_worker_v2.py
+    ``_compute_compact_draft_seq_lens`` does with pages of one token. With larger ones it begins at the start of a page,
+    and so leaves up to a page less one token more, which no fault says.
     """
     none_AB = torch.zeros((len(reach_A), size), dtype=torch.long, device=reach_A.device)
-    own_AB = none_AB if window is None else reach_A[:, None] + torch.arange(size, device=reach_A.device) - window + 1
+    rows_B = torch.arange(1, size + 1, device=reach_A.device) * spread
+    own_AB = none_AB if window is None else none_AB + reach_A[:, None] + rows_B - window
     cut_A = reach_A * 0 if behaviour.window is None else reach_A - behaviour.window
     return torch.maximum(own_AB, cut_A[:, None])
 

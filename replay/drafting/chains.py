@@ -40,7 +40,8 @@ def chain_steps(head: Head, first: FirstPass, steps: int, feed: Callable[[int], 
     ``feed(step)`` gives the target ids [A] that the rows of ``step`` (1, 2, ...) embed. It is asked for them when the
     step before has been dealt with, and so may answer with what was drafted there. Raises UsageError where states
     cross between requests (crossed.py) and ``first`` does not know their batches. A head that drafts blocks is fed
-    mask tokens instead (blocks.py), whatever ``feed`` would say.
+    mask tokens instead (blocks.py), whatever ``feed`` would say, and so is a P-EAGLE head: there a server makes all
+    drafted rows in one pass, in which each sees only those before it, so that step after step gives the same.
     """
     if head.config.block is not None:
         yield from (ChainStep(normed_AE, None) for normed_AE in block_states(head, first, steps))
@@ -50,7 +51,8 @@ def chain_steps(head: Head, first: FirstPass, steps: int, feed: Callable[[int], 
     attention, state_AE = ChainAttention(head, first.attention), first.output.feedback_RE
     for step in range(1, steps):
         positions_A = drafted_positions(first.anchor_rows_A, step, head.behaviour)
-        output = head.forward(head.embed(feed(step)), handed(state_AE, step), positions_A, attention)
+        fed = head.masks(len(positions_A)) or (head.embed(feed(step)), handed(state_AE, step))
+        output = head.forward(*fed, positions_A, attention)
         state_AE = output.feedback_RE
         yield ChainStep(output.normed_RE, None)
 

@@ -213,7 +213,8 @@ class _Walk:
             if step:
                 rows = SlotRows(running, anchor_rows_N[:, None] + step, [1] * len(running), step)
                 positions_N = drafted_positions(anchor_rows_N, step, behaviour)
-                output = head.forward(head.embed(drafted[-1]), feedback_NE, positions_N, self._kv.attend(rows))
+                fed = head.masks(len(running)) or (head.embed(drafted[-1]), feedback_NE)
+                output = head.forward(*fed, positions_N, self._kv.attend(rows))
                 out_NE, feedback_NE = output.normed_RE, output.feedback_RE
             if step < self._steps and served_NK is not None and index_NK is not None:
                 read.append(read_margins(head, out_NE, index_NK[:, step], self._scales))

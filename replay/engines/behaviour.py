@@ -149,6 +149,11 @@ class Behaviour:
         """Whether all that it says has a meaning for a head that drafts blocks."""
         return not self._differs(_NOT_OF_BLOCKS) and self.pairing != "own-token"
 
+    @property
+    def fits_masks(self) -> bool:
+        """Whether all that it says has a meaning for a head whose drafted rows are fed masks, all in one pass."""
+        return not self._differs(_NOT_OF_MASKS) and self.next_row not in ("drafted", "hidden-only")
+
     def of_first_pass(self) -> "Behaviour":
         """The fields on which the committed rows of a round depend; drafted rows and what follows as if healthy."""
         return Behaviour(**{name: getattr(self, name) for name in _ALL if name not in _LATER})
@@ -186,6 +191,8 @@ _NOT_OF_BLOCKS = (
     "crossed_once",
     *_AFTER_VERIFY,
 )
+# What is said of a state that drafted rows hand on, or of drafted rows that are made one after the other.
+_NOT_OF_MASKS = ("feedback", "chain", "crossed", "crossed_once")
 # Read only after the first pass over committed rows.
 _LATER = ("drafted_offset", "advance", "dummy_from", "chain", "crossed", "crossed_once", *_AFTER_VERIFY, *_BLOCKS)
 _ALL = tuple(field.name for field in fields(Behaviour))

@@ -42,4 +42,8 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: Mapping[str, Family] = {"eagle3": Eagle3(), "eagle": Eagle(), "nextn": NextN(), "dflash": Dflash()}
+_EAGLE3 = Eagle3()
+# A P-EAGLE head is an EAGLE-3 head but for what its drafted rows are fed (drafting/chains.py).
+FAMILIES: Mapping[str, Family] = {
+    "eagle3": _EAGLE3, "eagle": Eagle(), "nextn": NextN(), "dflash": Dflash(), "peagle": _EAGLE3,
+}  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.checkpoint.config import HeadConfig
+from replay.checkpoint.config import MASK_HIDDEN, HeadConfig
 from replay.engines.behaviour import HEALTHY, Behaviour
 from replay.engines.precision import PLAIN, Precision
 from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile
@@ -237,6 +237,19 @@ class Head:
     def embed(self, ids_R: Tensor) -> Tensor:
         """Embeddings [R, E] of target token ids."""
         return self.emulation.embedding(functional.embedding(ids_R.to(self.device), self._embed_VE))
+
+    def masks(self, rows: int) -> tuple[Tensor, Tensor] | None:
+        """Embeddings and states [R, E] of drafted rows that are fed nothing of what was drafted before; None where they
+        are: of all heads but P-EAGLE ones.
+
+        speculators 0.9.0 models/peagle/core.py: the mask token, and ``mask_hidden`` through the norms and fc that
+        features go through. vLLM's proposer does so too (v1/spec_decode, ``combine_hidden_states(mask_hidden)``).
+        """
+        if self.config.mask_token is None:
+            return None
+        embed_1E = self.embed(torch.tensor([self.config.mask_token]))
+        state_1E = self._family.fuse(self._parts, self._weights[MASK_HIDDEN][0], None)
+        return embed_1E.expand(rows, -1), state_1E.expand(rows, -1)
 
     def forward(
         self,

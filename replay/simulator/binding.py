@@ -77,7 +77,7 @@ def distinct(variants: Sequence[Variant], checkpoints: Mapping[str, Checkpoint],
 def stated_wiring(checkpoint: Checkpoint, engine: EngineProfile, trace: Trace) -> Wiring:
     """What the engine feeds a head that states what this one does, from the trace's target. Raises WiringError."""
     target, config = trace.header.target, checkpoint.config
-    if config.block is not None:
+    if config.block is not None and not config.vllms:
         return dflash_wiring(config.layer_ids or (), layers=target.layers)
     if not config.use_aux_hidden_state:
         return Wiring((FINAL,))

@@ -1,4 +1,4 @@
-"""Refusals of what has no meaning for a head that drafts blocks, or for one that does not."""
+"""Refusals of what has no meaning for a head that drafts a whole round in one pass, or for one that does not."""
 
 from replay.errors import UsageError
 from replay.faults.change import Subject
@@ -13,9 +13,11 @@ def check_blocks(subject: Subject, variant: ResolvedVariant, trace: Trace) -> No
     if block is None:
         if subject.behaviour.says_of_blocks:
             raise UsageError(
-                f"fault {faults} is one of blocks, and draft head {variant.draft} drafts token by token; type another "
-                "fault, or give a DFlash head"
+                f"fault {faults} is one of blocks, and draft head {variant.draft} drafts none; type another fault, or "
+                "give a DFlash head"
             )
+        if subject.config.mask_token is not None:
+            _check_masks(subject, variant)
         return
     if variant.topk > 1:
         raise UsageError(
@@ -37,6 +39,20 @@ def check_blocks(subject: Subject, variant: ResolvedVariant, trace: Trace) -> No
             f"rule {variant.verify} asks for sampled drafts, and a block is drafted greedily; type --verify target-only"
         )
     _check_steps(subject, variant, block.size)
+
+
+def _check_masks(subject: Subject, variant: ResolvedVariant) -> None:
+    """Of a P-EAGLE head, whose drafted rows are fed masks."""
+    if variant.topk > 1:
+        raise UsageError(
+            f"topk {variant.topk} drafts trees, and draft head {variant.draft} is a P-EAGLE head, which drafts all "
+            "tokens of a chain in one pass; type --topk 1"
+        )
+    if not subject.behaviour.fits_masks:
+        raise UsageError(
+            f"fault {'+'.join(map(str, variant.all_faults))} is one of heads that draft token by token, and draft head "
+            f"{variant.draft} is a P-EAGLE head, which drafts all tokens of a round in one pass; type another fault"
+        )
 
 
 def _check_steps(subject: Subject, variant: ResolvedVariant, trained: int) -> None:

@@ -151,7 +151,8 @@ def describe_wirings(
     target = trace.header.target
     kinds: dict[Wiring, set[bool]] = {}
     for variant in variants:
-        kinds.setdefault(variant.wiring, set()).add(checkpoints[variant.draft].config.block is not None)
+        config = checkpoints[variant.draft].config  # ids in speculators' dialect are R indices whatever the family
+        kinds.setdefault(variant.wiring, set()).add(config.block is not None and not config.vllms)
     said = {}
     for wiring, blocks in kinds.items():
         read = engine_ids(wiring, architecture=target.architecture, layers=target.layers) if False in blocks else ()

@@ -37,7 +37,7 @@ from support.check_cases import (
 
 import replay.check
 from replay.check.finding import Finding
-from replay.check.run import BLOCK_RULES, RULES
+from replay.check.run import BLOCK_RULES, FINAL_RULES, RULES
 from replay.faults.table import FAULTS
 
 LOW_IDS = torch.arange(40) + torch.arange(40) // 20  # target ids whose sum with the draft ids is still in range
@@ -384,7 +384,7 @@ def test_every_rule_that_is_written_runs() -> None:
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_") and _is_rule(function)
     }
-    assert written == {rule.find for rule in (*RULES, *BLOCK_RULES)}
+    assert written == {rule.find for rule in (*RULES, *BLOCK_RULES, *FINAL_RULES)}
 
 
 def _is_rule(function: Callable[..., object]) -> bool:

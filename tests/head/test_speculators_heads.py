@@ -100,10 +100,19 @@ def test_ids_are_r_indices_in_layer_order() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "peagle"}, "this head is P-EAGLE, which drafts all tokens of a round in one pass"),
+        (
+            {"speculators_model_type": "peagle"},
+            "'peagle' with architecture .*; peagle as PEagleSpeculator or",
+        ),
+        ({"speculators_model_type": "peagle", "architectures": None}, "mask_token_id is None, a token from 0 to 95"),
+        (
+            {"speculators_model_type": "peagle", "architectures": [], "mask_token_id": 96},
+            "mask_token_id is 96, a",
+        ),
         ({"speculators_model_type": "mtp"}, "this head is a multi-token-prediction layer"),
         ({"speculators_model_type": "medusa"}, "speculators_model_type 'medusa' with architecture"),
         ({"architectures": ["LlamaForCausalLM"]}, "of speculators replay reads eagle3 as Eagle3Speculator or"),
+        ({"architectures": [None]}, "of speculators replay reads eagle3"),
         ({"norm_before_fc": True, "fc_norm": True}, "fc_norm is True, false beside norm_before_fc"),
         ({"target_hidden_size": 40}, "target_hidden_size is 40, 32"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"layer_ids is \[1, 1, 2\], distinct R indices"),

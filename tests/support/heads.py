@@ -47,6 +47,11 @@ SPECULATORS: dict[str, Any] = {
         "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 12, "num_hidden_layers": 1, "vocab_size": 96, "rms_norm_eps": 1e-5},
 }  # fmt: skip
+# What makes that a P-EAGLE head, as wide and over the same vocabulary.
+PARALLEL: dict[str, Any] = SPECULATORS | {
+    "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": 90,
+    "eagle_aux_hidden_state_layer_ids": [0, 2, 4],
+}  # fmt: skip
 # As Kimi-K2 writes it, but for an mscale of its own, so that both factors of it are other than 1, and for a base and a
 # length at which each number tells.
 DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 64,

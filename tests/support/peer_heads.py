@@ -3,12 +3,11 @@
 Where their conventions part from SGLang's, the translation stands here and nowhere else.
 """
 
-import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+from support.speculators_peer import importable
 from torch import Tensor
 
 from replay.checkpoint.checkpoint import Checkpoint
@@ -122,7 +121,9 @@ class Speculators:
         *,
         norm_before_residual: bool = False,
     ) -> None:
-        Eagle3SpeculatorConfig, Eagle3DraftModel = _import_speculators()
+        with importable():
+            from speculators.models.eagle3 import Eagle3SpeculatorConfig
+            from speculators.models.eagle3.core import Eagle3DraftModel
         config = checkpoint.config
         layers = llama_config(checkpoint, rope)
         layers._attn_implementation = "eager"
@@ -151,23 +152,6 @@ class Speculators:
         self._model(features_RKD[None], ids_R[None], torch.zeros_like(ids_R)[None], ttt_steps=steps)
         hook.remove()
         return seen
-
-
-def _import_speculators() -> tuple[Any, Any]:
-    """Its config and model classes, without its data loader: that asks for ``openai`` and ``datasets``, and all that
-    the model takes from it is the name of a type."""
-    name = "speculators.train.data"
-    loaded = name in sys.modules
-    placeholder = ModuleType(name)
-    placeholder.BatchType = dict  # type: ignore[attr-defined]
-    sys.modules.setdefault(name, placeholder)
-    try:
-        from speculators.models.eagle3 import Eagle3SpeculatorConfig
-        from speculators.models.eagle3.core import Eagle3DraftModel
-    finally:
-        if not loaded:
-            del sys.modules[name]
-    return Eagle3SpeculatorConfig, Eagle3DraftModel
 
 
 def teacher_forced(ids_R: Tensor, steps: int) -> Sequence[Tensor]:

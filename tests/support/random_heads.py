@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from support.heads import DEEPSEEK_YARN, LATENT, SPECULATORS, target_tables, tiny_checkpoint
+from support.heads import DEEPSEEK_YARN, LATENT, PARALLEL, SPECULATORS, target_tables, tiny_checkpoint
 
 from replay.drafting.rows import DraftInput
 from replay.engines.behaviour import HEALTHY, Behaviour
@@ -30,6 +30,7 @@ HEADS = {
     "linear rope, part of each head": {"rope_scaling": {"rope_type": "linear", "factor": 2.0},
                                        "partial_rotary_factor": 0.5},
     "speculators": SPECULATORS,
+    "P-EAGLE": PARALLEL,
     "EAGLE-1": {"architectures": ["LlamaForCausalLMEagle"], "draft_vocab_size": None, "eagle_config": None},
     "latent": LATENT | {"rope_parameters": DEEPSEEK_YARN},
     "latent, neox, every norm": LATENT | {"rope_interleave": False, "fc_norm": True, "norm_output": True, "bias": True},

@@ -80,13 +80,15 @@ class _Attend:
         if behaviour.window is not None and index < anchor - behaviour.window:
             return False
         window = block.windows[layer]
+        if block.from_anchor:
+            return window is None or anchor - index <= window
         return window is None or anchor + row - index < window
 
     def _sees_row(self, layer: int, row: int, other: int) -> bool:
         block, kind = self._head.config.block, self._head.behaviour.block_attention
         assert block is not None
         window = block.windows[layer]
-        if window is not None and abs(row - other) >= window:
+        if window is not None and not block.from_anchor and abs(row - other) >= window:
             return False
         causal = block.causal[layer] if kind is None else kind == "causal"
         return other <= row or not causal

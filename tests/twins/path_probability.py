@@ -24,8 +24,10 @@ def logits_along(head: Head, item: DraftInput, anchor: int, fed: Sequence[int]) 
         )
         yield head.logits(output.normed_RE[-1:])[0]
         if token is not None:
-            embeds.append(head.embed(torch.tensor([token]))[0])
-            states.append(output.feedback_RE[-1])
+            masked = head.config.mask_token
+            embeds.append(head.embed(torch.tensor([token if masked is None else masked]))[0])
+            mask_KD = None if masked is None else head._weights["mask_hidden"].flatten()
+            states.append(output.feedback_RE[-1] if mask_KD is None else head.fuse(mask_KD[None])[0])
 
 
 def force_one_anchor(head: Head, item: DraftInput, anchor: int, temperature: float, steps: int) -> list[float]:

@@ -145,6 +145,9 @@ class Twin:
         index = self.anchor - 1 + step
         behaviour = self._behaviour
         position = self._shifted(self.anchor - 1 + step * behaviour.advance + behaviour.drafted_offset)
+        config = self._head.config
+        if config.mask_token is not None:
+            token, state_E = config.mask_token, self._head.fuse(self._head._weights["mask_hidden"].flatten()[None])[0]
         return self._row(index, position, torch.tensor(token), state_E, False, drafted=step)
 
     def _row(self, index: int, position: int, token: Tensor, state: Tensor, blank: bool, *, drafted: int) -> TwinRow:
