@@ -1,6 +1,7 @@
 # make demo    replay a small real target and head, start to end
 # make test    all tests
 # make test-kernels   the tests of equality with a real server, under kernels that sum in other orders (see KERNELS)
+# make test-sglang VERSION=0.5.22   are rounds of a server of that SGLang predicted? It makes an environment of its own
 # make lint    ruff, and mypy on an installed copy
 # make bench   speed and memory of a replay on this machine
 # make clean   remove environment and builds (the demo's folder and the cached target stay)
@@ -31,7 +32,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # An environment that another checkout has installed itself into is installed again from this one.
 MINE := $(if $(filter $(CURDIR),$(shell cat $(VENV)/checkout 2>/dev/null)),,again)
 
-.PHONY: demo test test-kernels lint bench clean again
+.PHONY: demo test test-kernels test-sglang lint bench clean again
 
 demo: $(VENV)/with-demo
 	$(BIN)/replay demo
@@ -49,6 +50,14 @@ test-kernels: $(VENV)/with-dev
 		echo "kernels: $$kernels"; \
 		env $$limit $(BIN)/python -Im pytest --quiet $(EQUALITY) $(ARGS) || exit 1; \
 	done
+
+OTHER := $(VENV)-sglang-$(VERSION)
+
+test-sglang:
+	@test -n '$(VERSION)' || (echo 'type for example make test-sglang VERSION=0.5.22'; exit 1)
+	$(MAKE) VENV=$(OTHER) $(OTHER)/with-dev
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==$(VERSION)
+	$(OTHER)/bin/python -Im pytest --quiet tests/whole/test_predict_server.py -k 'every_round or reports' $(ARGS)
 
 # Types are checked in an installed copy, because that is what ships; build/ and the list of
 # an earlier build go first, because setuptools would take modules from there into the copy.

@@ -33,6 +33,7 @@ class Manifest:
     writer: bool
     reason: str = ""
     no_feed: str = ""
+    notes: Sequence[str] = ()  # what this SGLang lacks and so is not recorded, and whether it was never tried
     ranks: Mapping[str, int] = field(default_factory=dict)
     world: int = 0
     sglang: str = ""
@@ -66,6 +67,7 @@ class Manifest:
             writer=root.flag("writer"),
             reason=root.text("reason"),
             no_feed=root.text("no_feed"),
+            notes=root.texts("notes") if "notes" in root.values else (),
             ranks={name: root.object("ranks").integer(name, 0, MOST) for name in root.object("ranks").values},
             world=root.integer("world", 0, MOST),
             sglang=root.text("sglang"),

@@ -58,6 +58,11 @@ class ServerFacts:
         """Why it does not record what the draft is fed; empty where it does, or has no draft."""
         return next((one.no_feed for one in self.manifests if one.no_feed), "")
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not recorded of this version of SGLang, and whether it was never tried."""
+        return tuple(dict.fromkeys(note for one in self.manifests for note in one.notes))
+
     def target(self) -> TargetInfo:
         """The target as the server describes it. Raises TraceCorruptError."""
         values = _target_fields(self.manifests[0])

@@ -236,6 +236,7 @@ class ServerClient:
         if self.unfed:
             why = f" ({self.watch.no_feed})" if self.watch.no_feed else ""
             doubts.append(f"{counted(self.unfed, 'request')} of which it was not recorded what the draft was fed{why}")
+        doubts += [note for note in self.facts.notes if note not in writer.header.missing]
         for text in doubts:
             self.on_event(Noted(text))
         refused = [f"{_REFUSED}{name!r} ({reason})" for name, reason in self.refused.items()]

@@ -24,6 +24,7 @@ class Columns:
     fed: Sequence[int]
     width: int
     vocabulary: int
+    joined: bool = False  # whether the final states stand after the K boundaries, in H columns more (joined.py)
 
     @property
     def taps(self) -> list[str]:
@@ -32,11 +33,18 @@ class Columns:
 
     def are_all_in(self, hidden_RC: "Tensor | None") -> bool:
         """Whether these are a forward's captured states [R, K*H]; a draft's own or none are not."""
-        return hidden_RC is not None and hidden_RC.shape[-1] == len(self.boundaries) * self.width
+        return hidden_RC is not None and hidden_RC.shape[-1] == (len(self.boundaries) + self.joined) * self.width
+
+    def apart(self, hidden_RC: "Tensor", final_RH: "Tensor | None") -> "tuple[Tensor, Tensor | None]":
+        """Captured states [R, K*H] and final ones [R, H], ``final_RH`` unless they stand among the columns."""
+        columns = len(self.boundaries) * self.width
+        if not self.joined:
+            return hidden_RC, final_RH
+        return hidden_RC[:, :columns], hidden_RC[:, columns:]
 
     def fed_of(self, hidden_RC: "Tensor") -> "Tensor":
         """What the draft is fed [R, F*H], of all that was captured [R, K*H]: a tensor of its own, as without us."""
-        if list(self.fed) == list(range(len(self.boundaries))):
+        if list(self.fed) == list(range(len(self.boundaries))) and hidden_RC.is_contiguous():
             return hidden_RC
         import torch
 

@@ -85,9 +85,11 @@ def hold_verify(forward: TargetForward, k: int) -> HeldVerify:
     return HeldVerify(forward.hidden_RC, forward.final_RH, summarise_rows(forward.logits_RV, k))
 
 
-def copy_verify(held: HeldVerify, result: Any, batch: Any, columns: Columns, verify_pass: int) -> "Copied":
+def copy_verify(
+    held: HeldVerify, result: Any, batch: Any, columns: Columns, verify_pass: int, sampled: "Tensor | None" = None
+) -> "Copied":
     """The accepted rows of a verify, the process's number ``verify_pass``, in the order of their positions."""
-    index_BD = result.accept_index.long().clamp(min=0)  # global node numbers
+    index_BD = _accepted_nodes(result, sampled, batch.spec_info.topk)
     size, depth = index_BD.shape
     nodes = result.speculative_num_draft_tokens
     flat = index_BD.reshape(-1)
@@ -107,6 +109,23 @@ def copy_verify(held: HeldVerify, result: Any, batch: Any, columns: Columns, ver
         for name in ("retrieve_next_token", "retrieve_next_sibling"):
             tensors[name] = _own(getattr(batch.spec_info, name).reshape(size, nodes))
     return tensors, partial(verify_rows, [req.rid for req in batch.reqs], verify_pass, columns.taps, columns.width)
+
+
+def _accepted_nodes(result: Any, sampled: "Tensor | None", topk: int) -> "Tensor":
+    """Numbers [B, D] of the accepted nodes among all of a verify, of which each request's accepted ones count.
+
+    Of the result, else as sampling told them (SGLang before 0.5.21); a chain's are its first ones. Raises RuntimeError.
+    """
+    import torch
+
+    told = getattr(result, "accept_index", None)
+    told = sampled if told is None else told
+    if told is not None:
+        return told.long().clamp(min=0)
+    if topk > 1:
+        raise RuntimeError("a verify of trees did not tell which nodes it accepted")
+    size, nodes = len(result.accept_lens), result.speculative_num_draft_tokens
+    return torch.arange(size * nodes, device=result.accept_lens.device).view(size, nodes)
 
 
 def copy_feed(batch: Any, width: int) -> "Copied | None":

@@ -1,54 +1,30 @@
 """The entry point of the SGLang plugin (group ``sglang.srt.plugins``), and the places of SGLang that it hooks.
 
-Idle unless ``replay serve`` asked for it by the environment. In every scheduler process of SGLang 0.5.23 (SEAMS):
+Idle unless ``replay serve`` asked for it by the environment. In every scheduler process of SGLang (seams.py has the
+places, and what is done where one is not there):
 
 - after ``ModelRunner.init_attention_backends``, before graphs are captured: the target captures the wanted taps beside
   those the draft is fed, and keeps its final hidden states;
 - before ``ModelRunner.forward`` of the draft's prefill: a few rows of what it is fed are copied, whatever was meant;
 - after ``ModelRunner.forward`` of the target, before the sampler may write to the logits: rows are copied, and the
   hidden states are cut back to the columns that the draft is fed, on every rank;
-- around ``EAGLEWorkerV2.verify``: which rows were accepted;
+- before ``LogitsProcessor.forward`` of the target, where SGLang hands neither end of its stream on (joined.py);
+- after ``EAGLEWorkerV2.verify``: which rows were accepted, and before 0.5.21 after ``eagle_sample``, which says so;
 - ``Scheduler.get_internal_state``: where the rows lie, for clients that ask ``/server_info``.
 
 Every process of a server imports this module, so it imports nothing heavy.
 """
 
 import functools
-import importlib
-import inspect
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
-from replay.capture.plugin.recording import RECORD_VARIABLE, VERSIONS, Recording
+from replay.capture.plugin import seams
+from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
 
-# what is hooked or read: module, attribute, and the parameters or fields it must have
-SEAMS = (
-    ("sglang.srt.managers.scheduler", "Scheduler.init_model_worker", ("self",)),
-    ("sglang.srt.managers.scheduler", "Scheduler.get_internal_state", ("self", "recv_req")),
-    ("sglang.srt.model_executor.model_runner", "ModelRunner.init_attention_backends", ("self",)),
-    ("sglang.srt.model_executor.model_runner", "ModelRunner.forward", ("self", "forward_batch")),
-    ("sglang.srt.speculative.eagle_worker_v2", "EAGLEWorkerV2.verify", ("self", "batch")),
-    (
-        "sglang.srt.layers.logits_processor",
-        "LogitsProcessorOutput",
-        ("next_token_logits", "hidden_states", "last_hidden_states"),
-    ),
-    (
-        "sglang.srt.model_executor.forward_batch_info",
-        "ForwardBatch",
-        (
-            "forward_mode",
-            "rids",
-            "input_ids",
-            "positions",
-            "spec_info",
-            "extend_seq_lens_cpu",
-            "extend_prefix_lens_cpu",
-        ),
-    ),
-    ("sglang.srt.speculative.eagle_info", "EagleDraftExtendInput", ("hidden_states",)),
-)
+logger = logging.getLogger(__name__)
 
 
 def activate() -> None:
@@ -60,23 +36,6 @@ def activate() -> None:
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_model_worker", _install, HookType.BEFORE)
 
 
-def problem_of(version: str) -> str | None:
-    """Why this SGLang cannot be recorded, in half a sentence; None where it can."""
-    if version not in VERSIONS:
-        return f"SGLang {version} was seen, recording works with {', '.join(VERSIONS)}"
-    for module, name, wanted in SEAMS:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        lacking = [one for one in wanted if found is None or one not in inspect.signature(found).parameters]
-        if lacking:
-            return (
-                f"SGLang {version} has no {name}({', '.join(lacking)}) in {module} any more; recording works with "
-                f"{', '.join(VERSIONS)}"
-            )
-    return None
-
-
 def _install(scheduler: Any) -> None:
     """Hook this scheduler process; runs before its model is loaded."""
     import sglang
@@ -86,24 +45,32 @@ def _install(scheduler: Any) -> None:
     from replay.capture.plugin.server_state import layout_problem, simulation_problem
 
     recording = Recording.from_json(os.environ[RECORD_VARIABLE])
-    plugin = Plugin(recording, Reporter(recording, sglang.__version__))
-    problem = problem_of(sglang.__version__) or layout_problem() or simulation_problem()
+    found = seams.find_seams(sglang.__version__)
+    plugin = Plugin(recording, Reporter(recording, sglang.__version__), found)
+    problem = found.problem or layout_problem() or simulation_problem()
     if problem is not None:
         plugin.refuse(problem)
         return
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
-
-    plugin.reporter.tell(state="loading")
-    _after(ModelRunner, "init_attention_backends", plugin.after_attention)
-    _before(ModelRunner, "forward", plugin.before_forward)
-    _after(ModelRunner, "forward", plugin.after_forward)
-    _after(EAGLEWorkerV2, "verify", plugin.after_verify)
-    _after(Scheduler, "get_internal_state", plugin.after_internal_state)
+    for note in found.notes:
+        logger.warning("replay: %s", note)
+    plugin.reporter.tell(state="loading", notes=found.notes, no_feed=found.lacking.get(seams.FEED, ""))
+    _hook(found, plugin)
 
 
-def _after(owner: type, name: str, hook: Callable[..., None]) -> None:
+def _hook(found: seams.Found, plugin: Any) -> None:
+    """Put the hooks where their seams are."""
+    if seams.FEED in found.ways:
+        _before(*found.ways[seams.FORWARD].owner(), plugin.before_forward)
+    _after(*found.ways[seams.TAPS].owner(), plugin.after_attention)
+    _after(*found.ways[seams.FORWARD].owner(), plugin.after_forward)
+    _after(*found.ways[seams.STATE].owner(), plugin.after_internal_state)
+    if seams.VERIFY in found.ways:
+        _after(*found.ways[seams.VERIFY].owner(), plugin.after_verify)
+    if (way := found.ways.get(seams.ACCEPTED)) is not None and way.name == "eagle_sample":
+        _after(*way.owner(), plugin.after_sample)
+
+
+def _after(owner: Any, name: str, hook: Callable[..., None]) -> None:
     """Let ``hook(result, *args)`` run after each call of ``owner.name``."""
     original = getattr(owner, name)
 
@@ -116,7 +83,7 @@ def _after(owner: type, name: str, hook: Callable[..., None]) -> None:
     setattr(owner, name, wrapper)
 
 
-def _before(owner: type, name: str, hook: Callable[..., None]) -> None:
+def _before(owner: Any, name: str, hook: Callable[..., None]) -> None:
     """Let ``hook(*args)`` run before each call of ``owner.name``."""
     original = getattr(owner, name)
 

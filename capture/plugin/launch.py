@@ -4,6 +4,7 @@ All that can be refused is refused here, before a model is loaded. The plugin (h
 and found by SGLang itself; nothing of SGLang is edited.
 """
 
+import importlib.util
 import os
 import re
 import secrets
@@ -17,7 +18,8 @@ from pathlib import Path
 from replay.capture.options import parse_distinct_taps, without_embed
 from replay.capture.plugin.arguments import has_option, typed_nodes, typed_value
 from replay.capture.plugin.facts import without_secrets
-from replay.capture.plugin.recording import RECORD_VARIABLE, SIMULATED, VERSIONS, Recording
+from replay.capture.plugin.recording import RECORD_VARIABLE, SIMULATED, TRIED, Recording
+from replay.capture.plugin.seams import untried_note
 from replay.capture.size import RowSize, free_bytes, spell_bytes
 from replay.capture.spool import SPOOL, drop_launches, launch_folder
 from replay.errors import CaptureError, OutputError, TraceCorruptError, UsageError
@@ -28,6 +30,11 @@ from replay.traces.place import check_writable, no_folder
 from replay.traces.taps import FINAL, default_taps, parse_taps
 
 _MOST_CONFIG = 1 << 24  # bytes of a config.json
+# files below sglang/srt and what must stand in them
+STARTS = (
+    ("plugins/hook_registry.py", "class HookRegistry"),
+    ("managers/scheduler.py", "def init_model_worker"),
+)
 PLUGIN = "replay"  # the name of the entry point
 # SGLang is run from whatever folder the user is in. The safe path keeps that folder off the import path, or a folder
 # `replay` in it would hide this package from SGLang; `multiprocessing` hands the flag on to the schedulers.
@@ -68,9 +75,9 @@ def prepare(options: ServeOptions, environment: Mapping[str, str]) -> Launch:
     """
     _check_typed(options, environment)
     _check_folder(options.trace)
-    _check_version()
+    told = _check_version()
     arguments = list(options.arguments)
-    notes = [f"the server records into {options.trace.resolve()}; capture --server joins it into a trace"]
+    notes = [f"the server records into {options.trace.resolve()}; capture --server joins it into a trace", *told]
     if not has_option(arguments, "--speculative-algorithm"):
         arguments.append("--enable-return-hidden-states")
         notes.append("no draft: added --enable-return-hidden-states, which lets SGLang keep hidden states of decodes")
@@ -182,18 +189,36 @@ def _check_typed(options: ServeOptions, environment: Mapping[str, str]) -> None:
         raise UsageError(f"{SIMULATED} is {simulated}, so every accept length of the server would be made up: unset it")
 
 
-def _check_version() -> None:
+def _check_version() -> list[str]:
+    """What to say of the installed SGLang; what else its seams are is looked up where they are imported (seams.py).
+
+    Raises CaptureError where none is installed, or one in which nothing could begin to record.
+    """
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError as error:
         raise CaptureError(
             "sglang is not installed here: type pip install '.[sglang]' in a checkout of replay"
         ) from error
-    if version not in VERSIONS:
+    lacking = _lacking_start()
+    if lacking is not None:
         raise CaptureError(
-            f"SGLang {version} is installed, recording works with {', '.join(VERSIONS)}: pip install "
-            f"sglang=={VERSIONS[-1]}"
+            f"SGLang {version} is installed and has no {lacking}, where recording begins: pip install "
+            f"sglang=={TRIED[-1]}"
         )
+    return [] if version in TRIED else [untried_note(version)]
+
+
+def _lacking_start() -> str | None:
+    """What of the start is not in the installed SGLang: that it loads plugins, and the method that is hooked first."""
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return "folder of modules"
+    root = Path(found.submodule_search_locations[0]) / "srt"
+    for file, text in STARTS:
+        if not (root / file).is_file() or text not in (root / file).read_text(encoding="utf-8", errors="replace"):
+            return f"{text.removeprefix('def ').removeprefix('class ')} in srt/{file}"
+    return None
 
 
 def _check_plugin(environment: Mapping[str, str]) -> None:

@@ -67,8 +67,8 @@ class LiveRecording:
         elif mode.is_decode():
             self.recorder.submit(*copy_decode(batch, forward, self.columns, self.k))
 
-    def record_verify(self, result: Any, batch: Any) -> None:
-        """Copy the accepted rows of the verify whose forward was held."""
+    def record_verify(self, result: Any, batch: Any, sampled: "Tensor | None" = None) -> None:
+        """Copy the accepted rows of the verify whose forward was held; ``sampled``: its nodes as sampling told them."""
         held, self._held = self._held, None
         number = self._verify_passes
         self._verify_passes += 1
@@ -76,7 +76,7 @@ class LiveRecording:
             return
         with self._guarded():
             if not batch.forward_mode.is_idle():
-                self.recorder.submit(*copy_verify(held, result, batch, self.columns, number))
+                self.recorder.submit(*copy_verify(held, result, batch, self.columns, number, sampled))
 
     def record_feed(self, batch: Any) -> None:
         """Copy a few rows of what the draft is fed in a prefill. Raises CaptureError, and what is UNFORESEEN."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replay.errors import CaptureError, WiringError
-from replay.targets.rules import NoRule, capture_rule, recorded_to
+from replay.targets.rules import NEWEST, NoRule, capture_rule, recorded_to
 from replay.traces.taps import tap_name
 
 _ABSENT = object()
@@ -19,7 +19,7 @@ def capturing_parts(model: Any) -> tuple[Any, Any]:
     """The module that holds ``layers_to_capture``, and the logits processor, of a text model or one that also sees."""
     for outer in (model, getattr(model, "language_model", None)):
         core, processor = getattr(outer, "model", None), getattr(outer, "logits_processor", None)
-        if hasattr(core, "layers_to_capture") and hasattr(processor, "keep_last_hidden_states"):
+        if hasattr(core, "layers_to_capture") and processor is not None:
             return core, processor
     raise CaptureError(
         f"{type(model).__name__} holds no layers_to_capture, so SGLang cannot record its residual stream"
@@ -30,13 +30,13 @@ class NeverFed(WiringError):
     """The head's own layer ids ask for places that the target never captures, so no request would get an answer."""
 
 
-def check_fed(kind: str, given: Sequence[int], layers: int) -> None:
+def check_fed(kind: str, given: Sequence[int], layers: int, release: str = NEWEST) -> None:
     """Refuse ``given`` R indices of which a target of class ``kind`` captures too few. Raises NeverFed, CaptureError.
 
     SGLang 0.5.23 starts with them and stops at the first request: the target's class counts what it captured
     (layers/aux_hidden_states.py), or the head's fc gets fewer features than it takes.
     """
-    rule = capture_rule(kind)
+    rule = capture_rule(kind, release)
     if isinstance(rule, NoRule):
         return
     never = [index for index in given if not 0 <= index <= rule.highest(layers)]
@@ -53,14 +53,14 @@ def check_fed(kind: str, given: Sequence[int], layers: int) -> None:
         )
 
 
-def capture_boundaries(model: Any, core: Any, boundaries: Sequence[int]) -> None:
+def capture_boundaries(model: Any, core: Any, boundaries: Sequence[int], release: str = NEWEST) -> None:
     """Let ``model`` capture exactly ``boundaries`` (R indices, rising). Where it raises, the model is as it was.
 
     Raises CaptureError for a model or boundaries that cannot be, and what the model itself raises.
     """
     if not hasattr(model, "set_dflash_layers_to_capture"):
         raise CaptureError(f"{type(model).__name__} has no set_dflash_layers_to_capture, so its taps cannot be chosen")
-    last = recorded_to(type(model).__name__, len(core.layers))
+    last = recorded_to(type(model).__name__, len(core.layers), release)
     if boundaries[-1] > last:
         raise CaptureError(
             f"R[{boundaries[-1]}] cannot be recorded by SGLang's {type(model).__name__}: possible are embed, 1 to "

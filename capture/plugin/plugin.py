@@ -12,11 +12,13 @@ from typing import Any
 
 from replay.capture.plugin.columns import Columns
 from replay.capture.plugin.facts import server_details, server_url, target_info
+from replay.capture.plugin.joined import Joined, keeps_final
 from replay.capture.plugin.live import UNFORESEEN, LiveRecording, in_words
 from replay.capture.plugin.model import NeverFed, capture_boundaries, capturing_parts, check_fed
 from replay.capture.plugin.recorder import RowRecorder
 from replay.capture.plugin.recording import Recording
 from replay.capture.plugin.reporter import Reporter
+from replay.capture.plugin.seams import ACCEPTED, VERIFY, Found
 from replay.capture.plugin.server_state import (
     drafting_problem,
     given_wiring,
@@ -26,6 +28,7 @@ from replay.capture.plugin.server_state import (
     world,
 )
 from replay.errors import CaptureError, ReplayError, WiringError
+from replay.targets.rules import release_of
 from replay.traces.taps import FINAL, default_taps, parse_taps, sort_taps, tap_index, tap_name
 
 logger = logging.getLogger(__name__)
@@ -38,10 +41,14 @@ class Plugin:
     processes that write no rows.
     """
 
-    def __init__(self, recording: Recording, reporter: Reporter) -> None:
+    def __init__(self, recording: Recording, reporter: Reporter, seams: Found | None = None) -> None:
         self.recording, self.reporter = recording, reporter
+        self.lacking = {} if seams is None else seams.lacking
+        self.release = release_of(reporter.manifest.sglang)
+        self.sampled: Any | None = None  # accepted nodes of the verify that runs, where only its sampling tells them
         self.columns: Columns | None = None
         self.live: LiveRecording | None = None
+        self.joined: Joined | None = None  # where SGLang hands on neither end of the stream
         self.no_feed: threading.Thread | None = None  # that tells why the feed is recorded no more, once it is not
 
     # ---- what it says ----
@@ -112,14 +119,22 @@ class Plugin:
         hidden, final = getattr(given, "hidden_states", None), getattr(given, "last_hidden_states", None)
         if hidden is None or not self.columns.are_all_in(hidden):
             return
-        given.hidden_states = self.columns.fed_of(hidden) if self.columns.fed else final
+        hidden, final = self.columns.apart(hidden, final)
+        given.hidden_states = self.columns.fed_of(hidden) if self.columns.fed else _whole(final)
+        if self.joined is not None and self.joined.problem and self.live is not None:
+            self.live.recorder.fail(self.joined.problem)
         if self.live is not None:
             self.live.record_forward(forward_batch, hidden, final, given.next_token_logits)
 
     def after_verify(self, result: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Copy the accepted rows of a verify."""
+        sampled, self.sampled = self.sampled, None
         if self.live is not None:
-            self.live.record_verify(result, batch)
+            self.live.record_verify(result, batch, sampled)
+
+    def after_sample(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """Keep which nodes a verify accepts, where its result does not say so (SGLang before 0.5.21)."""
+        self.sampled = result[2] if isinstance(result, tuple) and len(result) > 2 else None
 
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """Tell ``/server_info`` where the rows lie."""
@@ -136,7 +151,7 @@ class Plugin:
 
     def _set_taps(self, runner: Any) -> None:
         """Let the target capture the taps, and begin to record. Raises ReplayError, and what is UNFORESEEN."""
-        problem = drafting_problem(runner)
+        problem = drafting_problem(runner) or self._lacks(runner)
         if problem is not None:
             raise CaptureError(problem)
         core, processor = capturing_parts(runner.model)
@@ -145,11 +160,28 @@ class Plugin:
         fed = self._wanted_wiring(type(runner.model).__name__, given, int(config.num_hidden_layers))
         boundaries = self._boundaries(fed, int(config.num_hidden_layers))
         places = tuple(boundaries.index(one) for one in fed)
-        columns = Columns(boundaries, places, int(config.hidden_size), int(runner.model_config.vocab_size))
-        capture_boundaries(runner.model, core, boundaries)
+        kept = keeps_final(processor)
+        width, vocabulary = int(config.hidden_size), int(runner.model_config.vocab_size)
+        columns = Columns(boundaries, places, width, vocabulary, joined=not kept)
+        captured = boundaries if kept else boundaries[1:]  # R[0], the first, is joined to them
+        if not captured:
+            raise CaptureError(
+                f"SGLang {self.reporter.manifest.sglang} records embed beside other taps only: name one more"
+            )
+        capture_boundaries(runner.model, core, captured, self.release)
+        if kept:
+            processor.keep_last_hidden_states = True
+        else:
+            self.joined = Joined(core, processor)
         self.columns = columns  # from here on columns must be cut back, whatever else fails
-        processor.keep_last_hidden_states = True
         self._begin(runner, columns, given)
+
+    def _lacks(self, runner: Any) -> str | None:
+        """What of this SGLang is not there that a server which drafts like this one needs."""
+        if runner.spec_algorithm.is_none():
+            return None
+        trees = ACCEPTED in self.lacking and int(resolved_arguments().get("speculative_eagle_topk") or 1) > 1
+        return self.lacking.get(VERIFY) or (self.lacking[ACCEPTED] if trees else None)
 
     def _wanted_wiring(self, kind: str, given: tuple[int, ...], layers: int) -> tuple[int, ...]:
         """What the draft is fed, in its order: what --wiring says, else what it is given by a target of class ``kind``.
@@ -157,7 +189,7 @@ class Plugin:
         Raises WiringError, NeverFed.
         """
         if self.recording.wiring is None:
-            check_fed(kind, given, layers)
+            check_fed(kind, given, layers, self.release)
             return given
         names = parse_taps(self.recording.wiring, layers=layers)
         wanted = tuple(index for name in names if (index := tap_index(name)) is not None)
@@ -208,3 +240,8 @@ class Plugin:
             recorder = RowRecorder(self.reporter.folder, os.getpid(), self.failed)
             self.live = LiveRecording(columns, self.recording.topk, recorder)
         logger.info("replay: recording %s to %s", ", ".join(taps), self.reporter.folder)
+
+
+def _whole(final: Any) -> Any:
+    """A tensor of its own, as without us."""
+    return None if final is None else final.contiguous()

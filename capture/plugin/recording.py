@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from replay.traces.fields import Fields, parse_json
 
 RECORD_VARIABLE = "REPLAY_RECORD"
-VERSIONS = ("0.5.23",)  # of SGLang that the plugin knows
+TRIED = ("0.5.23",)  # versions of SGLang that were recorded and replayed; seams.py says what others need
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"  # of SGLang: a server that has it makes its accept lengths up
 
 

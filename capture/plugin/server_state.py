@@ -36,13 +36,10 @@ def layout_problem() -> str | None:
 
 def simulation_problem() -> str | None:
     """Whether the server makes its accept lengths up."""
-    from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
+    from sglang.srt.speculative import spec_utils
 
-    return (
-        f"{SIMULATED} is {SIMULATE_ACC_LEN}, so its accept lengths are made up: unset it"
-        if SIMULATE_ACC_LEN > 0
-        else None
-    )
+    length = getattr(spec_utils, "SIMULATE_ACC_LEN", -1)  # where it is not there seams.py says so
+    return f"{SIMULATED} is {length}, so its accept lengths are made up: unset it" if length > 0 else None
 
 
 def drafting_problem(runner: Any) -> str | None:
@@ -57,7 +54,8 @@ def drafting_problem(runner: Any) -> str | None:
 
 def given_wiring(runner: Any, core: Any) -> tuple[int, ...]:
     """What the draft would be fed without us, as R indices; () without a draft. Raises CaptureError."""
-    uses_aux = bool(runner.spec_aux_config.eagle_use_aux_hidden_state)
+    told = getattr(runner, "spec_aux_config", runner)  # SGLang 0.5.15 model_executor/model_runner.py has it itself
+    uses_aux = bool(told.eagle_use_aux_hidden_state)
     given = tuple(sorted(core.layers_to_capture)) if uses_aux else ()
     if runner.spec_algorithm.is_eagle3() and not given:
         raise CaptureError("the draft uses no auxiliary hidden states, so it has no wiring to record")
@@ -65,11 +63,16 @@ def given_wiring(runner: Any, core: Any) -> tuple[int, ...]:
 
 
 def resolved_arguments() -> dict[str, Any]:
-    """The server's arguments by name, defaults and what SGLang made of them included."""
-    from sglang.srt.runtime_context import get_context
+    """The server's arguments by name, defaults and what SGLang made of them included.
 
-    arguments: dict[str, Any] = get_context().resolved_server_args_dict()
-    return arguments
+    Before 0.5.17 the arguments themselves hold what became of them (managers/scheduler.py ``get_internal_state``).
+    """
+    from sglang.srt import runtime_context
+
+    context = runtime_context.get_context()
+    if hasattr(context, "resolved_server_args_dict"):
+        return dict(context.resolved_server_args_dict())
+    return dict(vars(runtime_context.get_server_args()))
 
 
 def versions(runner: Any) -> dict[str, str]:

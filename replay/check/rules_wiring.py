@@ -22,7 +22,7 @@ from replay.check.layer_ids import (
     wiring_of,
 )
 from replay.engines.wiring import default_wiring, engine_ids
-from replay.targets.rules import BEFORE_25454, NEWEST, RELEASES, CaptureRule, release_of
+from replay.targets.rules import BEFORE_25454, NEWEST, CaptureRule, has_table, release_of
 
 _AUX, _COUNT, _NORM, _RECYCLE = "wiring.aux-layer-id", "wiring.aux-missing", "wiring.norm", "wiring.recycle-norm"
 _Found = Callable[[str, str, str, object, str], Finding]
@@ -166,7 +166,7 @@ def _seen(ids: tuple[int, ...] | None) -> str:
 
 def _between(version: str | None) -> bool:
     """Whether a stated version is older than the newest table and has none of its own."""
-    if version is None or version in RELEASES:
+    if version is None or has_table(version):
         return False
     parts, newest = (tuple(int(part) for part in re.findall(r"\d+", text, re.ASCII)[:3]) for text in (version, NEWEST))
     return bool(parts) and parts < newest

@@ -1,13 +1,15 @@
 """Server arguments as typed, or as a live server reports them → what rules look at."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from replay.check.launch_line import LaunchLine, split_line
 from replay.check.option_file import with_file
 from replay.check.options import Option, Refusal, read_options
 from replay.errors import UsageError
+from replay.printable import shorten
+from replay.targets.rules import RELEASES, has_table
 from replay.traces.fields import Fields, parse_json, show
 
 ENGINES_WITH_RULES = ("sglang", "vllm", "eagle")
@@ -115,6 +117,18 @@ def live_server(info: Any, url: str) -> Server:
         live=True,
         whole=True,
     )
+
+
+def of_version(server: Server, version: str) -> Server:
+    """The same server, of this release of SGLang. Raises UsageError where that has no table, or for another engine."""
+    if server.engine != "sglang":
+        raise UsageError(f"--engine-version is of SGLang, the engine is {server.engine}: leave --engine-version out")
+    if not has_table(version):
+        raise UsageError(
+            f"--engine-version {shorten(version, 40)} is no release whose targets are known, possible are "
+            f"{', '.join(RELEASES)}; type one of them"
+        )
+    return replace(server, version=version)
 
 
 def _sglang(line: LaunchLine) -> Server:

@@ -33,6 +33,11 @@ _WAIT = 4.0  # seconds for a server's arguments
 @click.option(
     "--engine", metavar="PROFILE", help="sglang, vllm or eagle.  [default: as --server-args say, else sglang]"
 )
+@click.option(
+    "--engine-version",
+    metavar="VERSION",
+    help="Release of SGLang that serves it, e.g. 0.5.18.  [default: what --server says, else the newest known]",
+)
 @trained_wiring_option
 @click.option("--trace", type=PATH, metavar="TRACE", help="Hold the vocabulary map against its outputs.")
 @no_verify_option
@@ -41,7 +46,7 @@ _WAIT = 4.0  # seconds for a server's arguments
 @json_option
 def check(
     draft: Path, target: Path, server: str | None, api_key: str | None, server_args: str | None, engine: str | None,
-    wiring: str | None, trace: Path | None, no_verify: bool,
+    engine_version: str | None, wiring: str | None, trace: Path | None, no_verify: bool,
     weights: bool, exit_zero: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Hold a draft head, its target and a server's arguments against the known faults, without running anything.
@@ -52,19 +57,23 @@ def check(
     from replay.check.facts import count_emitted, read_facts, read_target_config
     from replay.check.inspection import refuse_target
     from replay.check.report import render_outcome
-    from replay.check.server import check_engine, live_server, parse_server_arguments
+    from replay.check.server import Server, check_engine, live_server, of_version, parse_server_arguments
     from replay.checkpoint.hub import head_folder
 
     if server is not None and server_args is not None:
         raise click.UsageError("give one of --server and --server-args")
     if server is not None and engine not in (None, "sglang"):
         raise click.UsageError("--server asks SGLang servers; give --server-args for another --engine")
+    if server is not None and engine_version is not None:
+        raise click.UsageError("--server tells its version; leave --engine-version out")
     check_engine(engine)
     draft = head_folder(draft)
     refuse_target(draft)
     stated = None if server_args is None else parse_server_arguments(server_args, engine)
     if server is not None:
         stated = live_server(_server_info(server, api_key), server)
+    if engine_version is not None:
+        stated = of_version(stated or Server(engine or "sglang"), engine_version)
     known = parse_wiring_option(wiring, read_target_config(target))
     emitted = None
     if trace is not None:

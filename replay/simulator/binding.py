@@ -18,6 +18,7 @@ from replay.head.products import WHOLE_PROMPTS, Execution
 from replay.simulator.blocks import check_blocks
 from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
 from replay.simulator.variant import ResolvedVariant, Variant, draft_tokens, kv_layout
+from replay.targets.rules import release_of
 from replay.traces.fields import count_of
 from replay.traces.header import ONE_TARGET
 from replay.traces.reader import Trace
@@ -84,7 +85,9 @@ def stated_wiring(checkpoint: Checkpoint, engine: EngineProfile, trace: Trace) -
     if config.vllms:
         return indices_wiring(config.layer_ids, layers=target.layers)
     if engine.reads_layer_ids:
-        return sglang_wiring(config.layer_ids, architecture=target.architecture, layers=target.layers)
+        told = trace.header.engine
+        release = release_of(told.version if told.name == "sglang" else None)  # the server's own, where one recorded
+        return sglang_wiring(config.layer_ids, architecture=target.architecture, layers=target.layers, release=release)
     return default_wiring(target.layers)
 
 

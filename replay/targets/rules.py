@@ -1,11 +1,13 @@
 """How the class of a target turns layer ids into captured places of its residual stream, and where it captures none.
 
 SGLang keeps a rule for each class, and it differs by class and by release. The tables in ``tables/`` are derived from
-SGLang's own source (models/*.py) by scripts/targets/derive.py; the tests derive that of 0.5.23 again from the
-installed SGLang. A place is counted as an R index: R[0] is the embedding, R[N] what the last of N layers gives.
+SGLang's own source (models/*.py) by scripts/targets/derive.py, each from the wheel of its release; the tests derive
+that of 0.5.23 again from the installed SGLang. A place is counted as an R index: R[0] is the embedding, R[N] what the
+last of N layers gives.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +16,9 @@ from typing import Any
 
 NEWEST = "0.5.23"
 BEFORE_25454 = "0.5.12"  # the last table from before sgl-project/sglang#25454, which changed how DeepSeek reads ids
-RELEASES = ("0.5.9", "0.5.12", "0.5.23")
+RELEASES = (
+    "0.5.9", "0.5.12", "0.5.14", "0.5.15", "0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", NEWEST,
+)  # fmt: skip
 # Names that SGLang itself replaces before it looks for a class (0.5.23 utils/hf_transformers/config.py)
 _RENAMED = {
     "LongcatCausalLM": "LongcatFlashForCausalLM",
@@ -166,8 +170,20 @@ class NoRule:
 
 
 def release_of(version: str | None) -> str:
-    """The release whose table serves ``version``: its own where there is one, else the newest."""
-    return version if version in RELEASES else NEWEST
+    """The release whose table serves ``version``: its own where there is one, else the newest.
+
+    A post release (``0.5.15.post1``) is read as what it mends.
+    """
+    return _base(version) if has_table(version) else NEWEST
+
+
+def has_table(version: str | None) -> bool:
+    """Whether ``version``, or what it is a post release of, has a table of its own."""
+    return _base(version) in RELEASES
+
+
+def _base(version: str | None) -> str:
+    return re.sub(r"\.post\d+$", "", version or "", flags=re.ASCII)
 
 
 def served_architecture(names: Sequence[str], release: str = NEWEST) -> str | None:

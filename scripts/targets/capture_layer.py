@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from class_source import Class, Unreadable
 
-_HANDS_ON = ("capture", "capture_gathered", "captured_last_layer_outputs")  # parameters of what prepares attention
+# parameters of what prepares attention; 0.5.21 says capture_output there (layers/layer_boundary/stage.py)
+_HANDS_ON = ("capture", "capture_gathered", "capture_output", "captured_last_layer_outputs")
 _PARTS = ("self_attn", "attn", "attention", "linear_attn", "mamba", "mixer", "mlp", "feed_forward", "block_sparse_moe",
           "conv", "experts")  # fmt: skip
 

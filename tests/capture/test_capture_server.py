@@ -148,6 +148,15 @@ def test_a_feed_that_never_comes_is_missing_and_ends_nothing(
     assert said in trace.header.missing and said in [event.text for event in events if isinstance(event, Noted)]
 
 
+def test_what_a_version_lacks_is_missing_once(options: ServerOptions, server: FakeServer) -> None:
+    note = "SGLang 9.9.9 has not been tried; recording was tried with 0.5.23"
+    server.manifest(notes=[note])
+    _, events = capture(options)
+    capture(replace(options, resume=True))
+    assert list(Trace.open(options.out).header.missing).count(note) == 1
+    assert note in [event.text for event in events if isinstance(event, Noted)]
+
+
 def test_a_feed_that_ends_midway_is_waited_for_no_more(options: ServerOptions, server: FakeServer) -> None:
     """The manifest is looked at again while a request waits: long before the wait for a feed ends."""
     answer = server.answer

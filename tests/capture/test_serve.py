@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rig.server import free_port
@@ -20,8 +21,8 @@ from replay.capture.plugin import hooks
 from replay.capture.plugin import tether as tether_module
 from replay.capture.plugin.arguments import typed_url
 from replay.capture.plugin.facts import server_url
-from replay.capture.plugin.launch import PLUGIN, ServeOptions, open_folder, prepare
-from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.launch import PLUGIN, STARTS, ServeOptions, open_folder, prepare
+from replay.capture.plugin.recording import RECORD_VARIABLE, TRIED, Recording
 from replay.capture.spool import row_file_names
 from replay.errors import CaptureError, OutputError, UsageError
 
@@ -98,10 +99,33 @@ def test_acceptance_that_is_not_simulated_is_no_reason(tmp_path: Path, value: st
     prepare(options(tmp_path), {"SGLANG_SIMULATE_ACC_LEN": value})
 
 
-def test_other_version_is_refused_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _: "0.5.2")
-    with pytest.raises(CaptureError, match=r"SGLang 0\.5\.2 is installed.*0\.5\.23"):
+def test_a_version_that_was_not_tried_is_said_so_and_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.6.1")
+    assert any("SGLang 0.6.1 has not been tried" in note for note in prepare(options(tmp_path), {}).notes)
+    monkeypatch.setattr(metadata, "version", lambda _: TRIED[-1])
+    assert not any("not been tried" in note for note in prepare(options(tmp_path), {}).notes)
+
+
+@pytest.mark.parametrize(("file", "text"), STARTS)
+def test_an_sglang_in_which_nothing_would_begin_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str
+) -> None:
+    """The server would start and record nothing, and a --wiring would not stop it."""
+    folder = fake_sglang(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(submodule_search_locations=[str(folder)]))
+    prepare(options(tmp_path), {})
+    (folder / "srt" / file).write_text(text.replace("init_", "load_").replace("HookRegistry", "Hooks"))
+    name = text.split()[-1]
+    with pytest.raises(CaptureError, match=rf"SGLang 0.5.23 is installed and has no {name} in srt/{file}, .*pip inst"):
         prepare(options(tmp_path), {})
+
+
+def fake_sglang(folder: Path) -> Path:
+    """A package ``sglang`` in which recording could begin."""
+    for file, text in STARTS:
+        (folder / "sglang" / "srt" / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "sglang" / "srt" / file).write_text(text)
+    return folder / "sglang"
 
 
 def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
@@ -158,8 +182,7 @@ def run_fake(
     tmp_path: Path, body: str, *typed: str, json_wanted: bool = False, arguments: Sequence[str] = DRAFT
 ) -> "subprocess.Popen[str]":
     """``replay serve`` in a process of its own, in a folder ``user``, where sglang.launch_server is ``body``."""
-    package = tmp_path / "fake" / "sglang"
-    package.mkdir(parents=True)
+    package = fake_sglang(tmp_path / "fake")
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(body)
     (tmp_path / "user").mkdir(exist_ok=True)
@@ -295,7 +318,7 @@ def test_answer_of_another_server_is_not_taken_for_its_own(tmp_path: Path) -> No
 ANSWERING = """
 import http.server, os, sys
 from pathlib import Path
-from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import RECORD_VARIABLE, TRIED, Recording
 from replay.capture.manifest import Manifest, write_manifest
 from replay.capture.spool import launch_folder
 class Health(http.server.BaseHTTPRequestHandler):

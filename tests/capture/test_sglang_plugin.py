@@ -15,7 +15,6 @@ from typing import Any
 import polars as pl
 import psutil
 import pytest
-from rig.inprocess import sglang_module
 from rig.server import Generated, Server, end_group, start_server
 from support.processes import living
 
@@ -23,7 +22,6 @@ from replay.capture.client.capture import capture_server
 from replay.capture.events import CaptureResult, Event, Noted
 from replay.capture.manifest import read_manifests
 from replay.capture.options import ServerOptions
-from replay.capture.plugin import hooks
 from replay.capture.plugin.columns import Columns
 from replay.capture.plugin.live import UNFORESEEN, LiveRecording
 from replay.capture.plugin.plugin import Plugin
@@ -213,33 +211,6 @@ def outputs(trace: Trace) -> list[list[int]]:
 
 def own_rounds(trace: Trace, request_id: str) -> list[dict[str, Any]]:
     return trace.served_rounds().filter(pl.col("request_id") == request_id).sort("round").to_dicts()
-
-
-# ---- the seams ----
-
-
-def test_installed_sglang_has_every_seam() -> None:
-    for module, _, _ in hooks.SEAMS:
-        sglang_module(module.removeprefix("sglang."))
-    version = sglang_module("version").__version__
-    assert version in hooks.VERSIONS
-    assert hooks.problem_of(version) is None
-
-
-@pytest.mark.parametrize("name", [name for _, name, _ in hooks.SEAMS])
-def test_a_seam_that_moved_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    module = next(module for module, one, _ in hooks.SEAMS if one == name)
-    owner = sglang_module(module.removeprefix("sglang."))
-    *path, last = name.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    monkeypatch.delattr(owner, last)
-    problem = hooks.problem_of(hooks.VERSIONS[0])
-    assert problem is not None and name in problem and "recording works with" in problem
-
-
-def test_another_version_is_refused_with_both() -> None:
-    assert hooks.problem_of("0.5.9") == "SGLang 0.5.9 was seen, recording works with 0.5.23"
 
 
 # ---- traces of real servers ----

@@ -17,6 +17,7 @@ from support.check_cases import (
     CHAIN,
     EAGLE3,
     HIDDEN,
+    KIMI,
     Case,
     draft_config,
     ids,
@@ -51,6 +52,22 @@ def test_the_command_exits_1_with_errors_and_0_with_warnings(tmp_path: Path) -> 
     assert _run(*broken, "--exit-zero")[0] == 0
     code, out, err = _run(*write_case(tmp_path / "b", Case({"torch_dtype": None})))
     assert (code, err) == (0, "") and out.startswith("warning precision.dtype-cast")
+
+
+def test_a_release_that_is_typed_is_the_one_that_serves(tmp_path: Path) -> None:
+    """SGLang 0.5.12 adds 1 to ids of DeepSeek whatever the first one is, 0.5.14 does not (sgl-project/sglang#25454)."""
+    kimi = write_case(tmp_path, Case(ids(2, 30, 58), target=KIMI))
+    found = {version: _run(*kimi, "--engine-version", version)[1] for version in ("0.5.12", "0.5.14", "0.5.23.post1")}
+    assert ["wiring.aux-layer-id" in text for text in found.values()] == [True, False, False]
+
+
+def test_a_release_that_cannot_be_typed_is_refused(tmp_path: Path) -> None:
+    pair = write_case(tmp_path, Case())
+    code, _, err = _run(*pair, "--engine-version", "0.4.1")
+    assert code != 0 and "0.4.1 is no release whose targets are known, possible are 0.5.9, " in err
+    assert "the engine is vllm: leave" in _run(*pair, "--engine-version", "0.5.18", "--engine", "vllm")[2]
+    asked = _run(*pair, "--engine-version", "0.5.18", "--server", "http://127.0.0.1:9")
+    assert asked[0] != 0 and "--server" in asked[2]
 
 
 def test_the_json_document(tmp_path: Path) -> None:

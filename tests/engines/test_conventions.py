@@ -97,7 +97,7 @@ def test_ids_that_feed_nothing_are_refused(text: str, said: str) -> None:
     ("text", "said"),
     [
         ("eagle:1,2,3", "'eagle' is no engine whose layer ids are known, possible are sglang, vllm, specforge, hf;"),
-        ("sglang@0.5.18:1,2", "SGLang '0.5.18' counts is not known, possible are sglang@0.5.9, sglang@0.5.12,"),
+        ("sglang@0.5.13:1,2", "SGLang '0.5.13' counts is not known, possible are sglang@0.5.9, sglang@0.5.12,"),
         ("hf@4:1,2", "possible are no version; type one of them, hf: alone"),
         ("sglang:", "has no layer ids after the colon"),
         ("sglang:embed,2", "has no layer ids after the colon"),
