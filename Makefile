@@ -37,7 +37,7 @@ demo: $(VENV)/with-demo
 	$(BIN)/replay demo
 
 test: $(VENV)/with-dev
-	$(BIN)/python -Im pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -Im pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-kernels: $(VENV)/with-dev
 	@for kernels in $(KERNELS); do \

@@ -24,6 +24,25 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE
 
 import pytest  # noqa: E402
 
+# Files that take minutes, longest first: begun first, so that no worker is left with one of them at the end.
+LONGEST = (
+    "capture/test_sglang_plugin.py",
+    "whole/test_predict_chunks.py",
+    "diagnosis/test_diagnose.py",
+    "whole/test_predict_server.py",
+    "whole/test_predict_latent.py",
+    "capture/test_rig_server.py",
+    "whole/test_predict_crossed.py",
+    "whole/test_predict_trees.py",
+    "whole/test_decoder.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files of ``LONGEST`` before all others, which keep their order."""
+    place = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
 
 @pytest.fixture(scope="session")
 def target_dir() -> Path:

@@ -119,11 +119,19 @@ class Trace:
         if part.whole:
             return self
         ids = choose(part, self.records)
-        verify = self._verifier is not None
-        taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, verify)
+        taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, self.verifies)
         taken.records = tuple(record for record in self.records if record.request_id in ids)
         taken.part = say_part(part, len(taken.records), len(self.records), self.part)
         return taken
+
+    @cached_property
+    def whole(self) -> Self:
+        """The trace of all requests of the folder; itself where it is no part of it."""
+        if len(self.records) == len(self._every):
+            return self
+        other = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder)
+        other._verifier = self._verifier
+        return other
 
     def __repr__(self) -> str:
         part = f", {self.part}" if self.part else ""
@@ -149,6 +157,11 @@ class Trace:
         other = copy.copy(self)
         other._verifier = None
         return other
+
+    @property
+    def verifies(self) -> bool:
+        """Whether shards are held against their checksums when they are read."""
+        return self._verifier is not None
 
     def check_sums(self) -> None:
         """Hold all that its requests are read from against its checksums now, each file once.
@@ -293,13 +306,14 @@ class Trace:
 
     @cached_property
     def largest_batch(self) -> int:
-        """The most requests of a verify pass in which two or more of this trace ran; 0 where none is known.
+        """The most requests of a verify pass in which one of these and another of the folder ran; 0 if none is known.
 
         Raises TraceCorruptError.
         """
         import polars as pl
 
-        told = self.served_rounds().filter(pl.col("verify_pass").is_not_null())
+        passes = self.served_rounds()["verify_pass"].drop_nulls().unique()
+        told = self.whole.served_rounds().filter(pl.col("verify_pass").is_in(passes.implode()))
         batches = told.filter(pl.len().over("verify_pass") > 1)["batch"].drop_nulls().to_list()
         return max(batches, default=0)
 

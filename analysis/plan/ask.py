@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from replay.analysis import wording
 from replay.analysis.json_document import JsonObject, object_json
 from replay.analysis.plan.benchmarks import read_benchmark
-from replay.analysis.plan.costs import typed_costs
+from replay.analysis.plan.costs import NO_TIMING, typed_costs
 from replay.analysis.plan.lengths import Length, drafts_blocks, lengths_of_rounds, lengths_of_timings, with_bounds
 from replay.analysis.plan.plan import Plan, make_plan
 from replay.analysis.plan.policies import Played, Rule, depth_lengths
@@ -69,21 +69,45 @@ def _choice_json(choice: JsonObject) -> JsonObject:
     return choice | {"best": choice["best"]["setting"]}
 
 
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a question says of costs: terms that were typed, timings, and the loads to plan for."""
+
+    typed: Mapping[str, float]
+    timings: tuple[Timing, ...]
+    loads: tuple[Load, ...]
+
+
+def read_costs(asked: Question) -> Costs:
+    """All of a question but its accept lengths, so that what is wrong there is said before anything is replayed.
+
+    Raises UsageError for timings, costs, batches and depths that mean nothing, and without any timing or cost.
+    """
+    typed = typed_costs(asked.costs)
+    read = [timing for bench in asked.benches for timing in read_benchmark(bench)]
+    timings = join_timings([*map(typed_timing, asked.times), *read])
+    if not timings and not typed:
+        raise UsageError(NO_TIMING)
+    if asked.context is not None:
+        timings = [_at(timing, asked.context) for timing in timings]
+    listed(asked.steps, "--steps", MOST_STEPS)
+    return Costs(typed, tuple(timings), tuple(_loads(asked, timings)))
+
+
 def answer_question(
-    asked: Question, rounds: Rounds | None, called: str, played: Sequence[tuple[Played, Length]] = ()
+    asked: Question,
+    costs: Costs,
+    rounds: Rounds | None = None,
+    called: str = "",
+    played: Sequence[tuple[Played, Length]] = (),
 ) -> Planned:
     """The plan for what was asked; ``called`` is what the rounds file or the trace is called.
 
-    Accept lengths are those of ``rounds``, else of the rules that were ``played`` on a trace, else those typed
-    or came with timings. Raises UsageError for timings, costs, batches and depths that mean nothing, where no accept
-    length is known, and where rounds hold variants that differ in more than depth.
+    Accept lengths are those of ``rounds``, else of the rules that were ``played`` on a trace, else those typed or read
+    with timings. Raises UsageError where no accept length is known, and where rounds hold variants that differ
+    in more than depth.
     """
-    costs = typed_costs(asked.costs)
-    read = [timing for bench in asked.benches for timing in read_benchmark(bench)]
-    timings = join_timings([*map(typed_timing, asked.times), *read])
-    if asked.context is not None:
-        timings = [_at(timing, asked.context) for timing in timings]
-    loads = _loads(asked, timings)
+    timings = costs.timings
     lengths = _known_lengths(asked, rounds, played, timings)
     depths = [] if played else [make_setting(count) for count in listed(asked.steps, "--steps", MOST_STEPS)]
     timed = [timing.setting for timing in timings if timing.setting.speculates]
@@ -94,9 +118,9 @@ def answer_question(
             )
     else:
         lengths = with_bounds(lengths, [*depths, *timed])
-    plan = make_plan(timings, costs, lengths, loads, played=played)
+    plan = make_plan(timings, costs.typed, lengths, costs.loads, played=played)
     requests = len(rounds.requests) if rounds is not None else len(played[0][0].counts) if played else None
-    return Planned(plan, tuple(_provenance(called, lengths, timings, costs)), requests)
+    return Planned(plan, tuple(_provenance(called, lengths, timings, costs.typed)), requests)
 
 
 def _known_lengths(

@@ -21,6 +21,7 @@ from replay.analysis.plan.timings import Timing
 from replay.errors import UsageError
 
 TERMS = ("pass", "row", "kv", "rest", "draft", "draft-row")  # as people type them, in milliseconds
+NO_TIMING = "no timing of a server was given; type --time batch=1,tok/s=N, or --bench FILE, or --cost"
 _RANDOM = 64  # corners in directions of chance, beside those that settings call for
 _ROOM = 20.0  # times the longest timing: what one term may be where nothing bounds it
 _WORST = 0.5  # share by which a timing may be off before nothing is said
@@ -85,7 +86,7 @@ def possible_machines(
     """
     if not timings:
         if not typed:
-            raise UsageError("no timing of a server was given; type --time batch=1,tok/s=N, or --bench FILE, or --cost")
+            raise UsageError(NO_TIMING)
         return Machines(np.array([[typed.get(term, 0.0) for term in TERMS]]), 0.0, tuple(typed))
     rows = np.stack([columns(timing.setting, timing.load) for timing in timings])
     wanted = np.array([timing.seconds for timing in timings])

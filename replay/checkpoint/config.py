@@ -43,7 +43,7 @@ class HeadConfig:
     rope: Rope
     max_position_embeddings: int
     fc_bias: bool
-    attention_bias: bool
+    attention_bias: bool  # of q, k and v
     mlp_bias: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -60,6 +60,8 @@ class HeadConfig:
     vllms: bool = False  # vLLM alone loads it: its ids are R indices, its embedding and biases are read
     experts: nextn.Experts | None = None  # of a layer whose MLP is a mixture of them
     latent: Latent | None = None  # sizes of a head whose draft KV is a latent and a rope key, which has no q, k, v
+    output_bias: bool = False  # of o_proj
+    builds_bias: bool = False  # SGLang builds all four of an EAGLE-1 head with biases
     block: Block | None = None  # of a head that drafts a block of mask tokens in one pass
 
     @property
@@ -116,7 +118,8 @@ def parse_config(
         plain = _parse_plain(Settings(nextn.plain(config, LATENT_ARCHITECTURE), name))
         return replace(plain, **nextn.switches(config))
     if eagle.is_eagle(document, shapes, name):
-        return replace(_parse_plain(Settings(eagle.plain(Settings(document, name)), name)), **eagle.SWITCHES)
+        config = Settings(document, name)
+        return replace(_parse_plain(Settings(eagle.plain(config), name)), **eagle.switches(config))
     return _parse_plain(Settings(document, name))
 
 
@@ -148,6 +151,7 @@ def _parse_plain(config: Settings) -> HeadConfig:
         max_position_embeddings=config.size("max_position_embeddings", 2048),
         fc_bias=bool(config.flag("bias")),
         attention_bias=bool(config.flag("attention_bias") or config.flag("qkv_bias")),
+        output_bias=bool(config.flag("attention_bias")),
         mlp_bias=bool(config.flag("mlp_bias")),
         norm_before_fc=bool(config.flag("norm_before_fc") if norm_before_fc is None else norm_before_fc),
         fc_norm=bool(config.flag("fc_norm") or config.flag("use_aux_norm")),
@@ -179,6 +183,7 @@ def _as_latent(config: Settings, found: HeadConfig) -> HeadConfig:
         head_dim=latent.nope + latent.rope,
         rope=read_latent_rope(config),
         attention_bias=False,
+        output_bias=False,
         mlp_bias=False,
         latent=latent,
     )
@@ -216,7 +221,7 @@ def _check_kind(config: Settings) -> str:
     if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
         raise CheckpointError(
             f"{config.where}: architecture {show(architectures)}, replay reads heads of the kinds "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(ARCHITECTURES)}; give one of these"
         )
     if config.values.get("hidden_act", "silu") != "silu":
         raise CheckpointError(

@@ -53,6 +53,7 @@ def read_block(config: Settings) -> Block:
     mask_token = place.count("mask_token_id")
     if mask_token is None or mask_token >= vocabulary:
         raise place.refuse("mask_token_id", f"a token from 0 to {vocabulary - 1}, that of the masks of a block")
+    _check_rope(config)
     kinds = _layer_kinds(config)
     causal, sliding = config.flag("is_causal"), [kind == "sliding_attention" for kind in kinds]
     return Block(
@@ -61,6 +62,20 @@ def read_block(config: Settings) -> Block:
         causal=tuple(slides if causal is None else causal for slides in sliding),
         windows=tuple(_window(config) if slides else None for slides in sliding),
     )
+
+
+def _check_rope(config: Settings) -> None:
+    """Raises CheckpointError for what only SGLang's class of these heads reads of RoPE, where that changes something.
+
+    SGLang 0.5.23 models/dflash.py ``DFlashAttention``: ``rope_dim`` is the rotary width, and ``is_neox_style`` counts
+    where ``rope_is_neox_style`` is absent. dflash 0.1.0 turns whole heads whatever these say.
+    """
+    width = config.size("head_dim")
+    for inner in (config.inner("rope_scaling"), config.inner("rope_parameters")):
+        if inner.values.get("rope_dim", width) != width:
+            raise inner.refuse("rope_dim", f"{width}, the head_dim (replay turns whole heads of a DFlash head)")
+    if config.values.get("is_neox_style", True) is not True:
+        raise config.refuse("is_neox_style", "true (replay computes the neox layout only)")
 
 
 def check_folder(folder: Path) -> None:

@@ -74,4 +74,15 @@ def plain(config: Settings) -> dict[str, Any]:
     }
 
 
-SWITCHES: Mapping[str, Any] = {"family": "eagle", "later_norm": "input_layernorm", "last_norm": False}
+def switches(config: Settings) -> dict[str, Any]:
+    """What such a head has beside the usual fields, by the names of ``HeadConfig``.
+
+    SGLang 0.5.23 models/llama.py ``LlamaDecoderLayer`` builds attention with biases for ``attention_bias`` or a
+    ``bias`` that is stated, and knows no ``qkv_bias``, which is SafeAILab's (cnets1.py: of q, k and v alone).
+    """
+    return {
+        "family": "eagle",
+        "later_norm": "input_layernorm",
+        "last_norm": False,
+        "builds_bias": bool(config.flag("attention_bias") or config.flag("bias")),
+    }

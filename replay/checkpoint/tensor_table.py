@@ -68,7 +68,7 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
             table[f"{prefix}self_attn.kv_a_layernorm.weight"] = (config.latent.kv_rank,)
         for projection, shape in projections.items():
             table[f"{prefix}{projection}.weight"] = shape
-            if config.attention_bias if projection.startswith("self_attn") else config.mlp_bias:
+            if _has_bias(config, projection):
                 table[f"{prefix}{projection}.bias"] = shape[:1]
     if config.lm_head == "own":
         table["lm_head.weight"] = (config.draft_vocab_size, E)
@@ -77,6 +77,12 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     if config.hidden_size != config.target_hidden_size:
         table["embed_tokens.weight"] = (config.vocab_size, E)
     return table
+
+
+def _has_bias(config: HeadConfig, projection: str) -> bool:
+    if not projection.startswith("self_attn."):
+        return config.mlp_bias
+    return config.output_bias if projection.endswith("o_proj") else config.attention_bias
 
 
 def _layer_norms(config: HeadConfig, layer: int) -> tuple[str, ...]:

@@ -41,7 +41,12 @@ if TYPE_CHECKING:
     metavar="W",
     help="What the server feeds, spelled as --wiring.  [default: as the trace or the config says]",
 )
-@click.option("--steps", type=int, metavar="K", help="Of the server.  [default: as the trace says, else 5]")
+@click.option(
+    "--steps",
+    type=int,
+    metavar="K",
+    help="Of the server.  [default: as the trace says, else 5, of a DFlash head its whole block]",
+)
 @click.option("--topk", type=int, metavar="N", help="Of the server.  [default: as the trace says, else 1]")
 @click.option("--num-draft-tokens", type=int, metavar="N", help="Of the server.  [default: as the trace says]")
 @click.option("--precision", metavar="P", help="Of the served head.  [default: the target's]")
@@ -74,7 +79,7 @@ def diagnose(
 
     refuse_page(html, force)
     if cache is not None:
-        check_cache_folder(cache)
+        check_cache_folder(cache, verify=not no_verify)
     told = None if observed is None else read_observed(observed)
     opened = open_trace(trace, read_part(category, request, first_turn, limit), target, verify=not no_verify)
     checkpoint = read_draft(draft)

@@ -84,11 +84,12 @@ def plan(
     Accept lengths come from ROUNDS, which `replay simulate --steps 1 --steps 3 -o ROUNDS` writes, from a TRACE and a
     head, or with the timings. A TRACE also tells what it is worth to stop drafting by the head's own confidence.
     """
-    from replay.analysis.plan.ask import Question, answer_question
+    from replay.analysis.plan.ask import Question, answer_question, read_costs
     from replay.analysis.plan.report import render_plan
     from replay.traces.rounds import read_rounds
 
     asked = Question(times, benches, costs, lengths, batch, context, steps, variant)
+    told = read_costs(asked)  # before anything is replayed
     is_trace = source is not None and source.is_dir()
     if is_trace != (draft is not None) or (wiring is not None and not is_trace):
         raise UsageError("--draft and --wiring go with a trace; type a trace's folder and --draft DIR, or neither")
@@ -96,7 +97,7 @@ def plan(
         _played(source, draft, wiring, steps, target, no_verify) if source is not None and draft is not None else ()
     )
     table = None if source is None or is_trace else read_rounds(source)
-    found = answer_question(asked, table, "" if source is None else str(source), played)
+    found = answer_question(asked, told, table, "" if source is None else str(source), played)
     if as_json:
         print_json(found.to_json())
     else:

@@ -167,7 +167,7 @@ def simulate(
     if output is not None:
         refuse_existing(output, force, ours=is_rounds_file)
     if cache is not None:
-        check_cache_folder(cache)
+        check_cache_folder(cache, verify=not no_verify)
     _check_device(device)
     seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)

@@ -183,10 +183,10 @@ def check_width(case: Case, tell: Tell) -> None:
     summary, _ = own_walks(case, [nothing_wrong(case)], tell)[HEALTHY_NAME]
     low, high = summary.accept_length_ci95
     if not high - low <= 2 * _WIDEST * summary.accept_length:
+        spread = f" between {low:.2f} and {high:.2f}" if high >= low else ""  # one request has no interval
         raise TraceError(
-            f"{counted(summary.rounds, 'round')} of {counted(summary.played_requests, 'request')} leave "
-            "the replay's accept length open "
-            f"between {low:.2f} and {high:.2f}, too wide to hold an observed one against; capture more prompts"
+            f"{counted(summary.rounds, 'round')} of {counted(summary.played_requests, 'request')} leave the replay's "
+            f"accept length open{spread}, too wide to hold an observed one against; capture more prompts"
         )
 
 

@@ -52,7 +52,8 @@ def diagnose_server(
     the trace's own server is explained; kinds of faults in ``without`` are not tried. With ``ladder`` the way from the
     training metric down to what was observed follows (ladder.py). ``cache`` is a folder in which what was replayed is
     kept, so that a diagnosis that was stopped goes on. Raises TraceError where nothing was observed,
-    UsageError where the two differ in steps, and whatever ``simulate`` raises.
+    UsageError where the two differ in steps or for a cache of a trace that is not verified, and whatever ``simulate``
+    raises.
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
     if cache is not None:
@@ -96,10 +97,11 @@ def open_case(
     )
 
 
-def served_variant(trace: Trace, draft: str, **given: object) -> Variant:
+def served_variant(trace: Trace, draft: str, head: Checkpoint | None = None, **given: object) -> Variant:
     """The variant that the recorded server ran, from the trace's header; what is ``given`` (not None) goes before it.
 
-    Raises UsageError for values that cannot be.
+    Where nothing says how many steps, a ``head`` that drafts blocks fills them. Raises UsageError for values that
+    cannot be.
     """
     details = trace.header.engine.details
     told: dict[str, object] = {}
@@ -110,6 +112,8 @@ def served_variant(trace: Trace, draft: str, **given: object) -> Variant:
     ):
         if (count := count_of(details.get(key, ""))) is not None:
             told[name] = count
+    if head is not None and head.config.block is not None:
+        told["steps"] = _block_steps(head, told)
     stored = details.get("speculative_draft_kv_cache_dtype") or details.get("kv_cache_dtype")
     if stored in ("fp8_e4m3", "fp8_e5m2"):
         told["precision"] = f"kv={stored}"
@@ -119,6 +123,15 @@ def served_variant(trace: Trace, draft: str, **given: object) -> Variant:
     if told.get("topk", 1) == 1:
         told.pop("num_draft_tokens", None)
     return Variant(draft=draft, **told)  # type: ignore[arg-type]
+
+
+def _block_steps(head: Checkpoint, told: Mapping[str, object]) -> object:
+    """SGLang 0.5.23 arg_groups/speculative_hook.py ``_handle_dflash`` sets the number of steps to 1 whatever a block
+    has, and the number of draft tokens to those of a block."""
+    tokens = told.get("num_draft_tokens")
+    if isinstance(tokens, int) and tokens > 1 and told.get("topk", 1) == 1:
+        return tokens - 1
+    return told.get("steps", default_steps(head))
 
 
 def _climb(case: Case, found: Diagnosis, tried: Sequence[Trial], tell: Tell) -> Ladder:
@@ -175,11 +188,9 @@ def diagnose(
     from replay.capture.observed import read_observed
     from replay.capture.observed_number import Observed
 
-    if steps is None and head.config.block is not None:
-        steps = default_steps(head)  # a server drafts whole blocks unless it is told otherwise
     served = served_variant(
-        trace, head.name, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens, precision=precision, engine=engine,
-        wiring=wiring,
+        trace, head.name, head, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens, precision=precision,
+        engine=engine, wiring=wiring,
     )  # fmt: skip
     seen = observed if observed is None or isinstance(observed, Observed) else read_observed(str(observed))
     return diagnose_server(

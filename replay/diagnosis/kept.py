@@ -10,7 +10,8 @@ import numpy as np
 
 from replay.analysis.followed import Followed
 from replay.errors import TraceError
-from replay.simulator.cache import Cache, is_whole, rows_sha256
+from replay.simulator.cache import Cache, is_whole
+from replay.simulator.cache_keys import rows_sha256
 from replay.simulator.variant import ResolvedVariant
 from replay.traces import files
 

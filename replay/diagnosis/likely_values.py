@@ -130,7 +130,8 @@ def _mask_tokens(case: Case) -> Iterator[str]:
     """The token that padding has in many vocabularies, and the neighbours of the mask token."""
     block = case.checkpoint.config.block
     near = () if block is None else (block.mask_token - 1, block.mask_token + 1)
-    yield from (str(token) for token in dict.fromkeys((0, *near)) if 0 <= token < case.checkpoint.config.vocab_size)
+    tokens = [token for token in dict.fromkeys((0, *near)) if block is None or token != block.mask_token]
+    yield from (str(token) for token in tokens if 0 <= token < case.checkpoint.config.vocab_size)
 
 
 def _block_sizes(case: Case) -> Iterator[str]:

@@ -102,7 +102,8 @@ def _first_rows(reach_A: Tensor, size: int, window: int | None, behaviour: Behav
     """The first context row that each row of a block sees [A, B].
 
     A layer's own window counts from each row. ``Behaviour.window`` cuts the context for the whole block, as SGLang
-    0.5.23 speculative/dflash_worker_v2.py ``_compute_compact_draft_seq_lens`` does.
+    0.5.23 speculative/dflash_worker_v2.py ``_compute_compact_draft_seq_lens`` does with pages of one token. With larger
+    ones it begins at the start of a page, and so leaves up to a page less one token more, which no fault says.
     """
     none_AB = torch.zeros((len(reach_A), size), dtype=torch.long, device=reach_A.device)
     own_AB = none_AB if window is None else reach_A[:, None] + torch.arange(size, device=reach_A.device) - window + 1

@@ -95,7 +95,7 @@ def _with_whole_prompts(
     rows, places, chosen, row, place = [], [], [], 0, 0
     for item, part in zip(inputs, parts, strict=True):
         first_A = (item.anchors_A == item.prompt_tokens).nonzero()[:, 0]
-        if len(first_A) and item.prefilled_whole(head.execution.prefill_rows):
+        if len(first_A) and item.prefilled_whole(head.execution.prefill_rows, head.behaviour.chunk):
             rows.append(torch.arange(row, row + item.prompt_tokens))
             places.append(place + first_A)
             chosen.append((item, part))

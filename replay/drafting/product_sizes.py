@@ -73,6 +73,6 @@ def prompt_products(prompt_tokens: int, pieces: Sequence[Piece], prefill_rows: i
 
 
 def prefill_sizes(prompt_tokens: int, prefill_rows: int | None) -> list[int]:
-    """The chunks of at most ``prefill_rows`` (SGLang's ``chunked_prefill_size``, None: any) of a prompt by itself."""
+    """The chunks of at most ``prefill_rows`` (SGLang's ``chunked_prefill_size``) of a prompt by itself; None: one."""
     whole, rest = divmod(prompt_tokens, prefill_rows or max(1, prompt_tokens))
     return [*[prefill_rows or prompt_tokens] * whole, *[rest] * (rest > 0)]

@@ -151,7 +151,8 @@ class _Walk:
             prompt = request.item.prompt_tokens
             sizes = None if request.sizes is None else request.sizes.keep(slice(prompt))
             self._commit([lane], [range(prompt)], [None], sizes)
-            if self._head.of_whole_prompts() and request.item.prefilled_whole(self._head.execution.prefill_rows):
+            rows, chunk = self._head.execution.prefill_rows, self._head.behaviour.chunk
+            if self._head.of_whole_prompts() and request.item.prefilled_whole(rows, chunk):
                 self._end_whole_prompt(lane, sizes)
         running = list(range(len(self._requests)))
         while running:

@@ -56,11 +56,14 @@ class DraftInput:
         """How many these are."""
         return len(self.anchors_A)
 
-    def prefilled_whole(self, prefill_rows: int | None) -> bool:
+    def prefilled_whole(self, prefill_rows: int | None, chunk: Chunk | None = None) -> bool:
         """Whether one forward prefilled the whole prompt, nothing of it being cached.
 
-        Where ``pieces`` do not tell: whether a server that prefills ``prefill_rows`` at once would (None: no).
+        Where ``pieces`` do not tell: whether a server that prefills ``prefill_rows`` at once would (None: it is not
+        known, and counts as no). Never where the prompt came in more than one ``chunk``.
         """
+        if chunk is not None and len(chunk_ends(self.prompt_tokens, chunk, self.pieces)):
+            return False
         first = self.pieces[0][0] if self.pieces else prefill_rows or 0
         return first >= self.prompt_tokens
 

@@ -16,6 +16,12 @@ def mask_token(value: str) -> Change:
                 f"draft head {subject.checkpoint.name} has tokens 0 to {subject.config.vocab_size - 1}; type another "
                 f"than {token}"
             )
+        block = subject.config.block
+        if block is not None and token == block.mask_token:
+            raise CheckpointError(
+                f"draft head {subject.checkpoint.name} has token {token} where the masks are already; type "
+                f"another than {token}"
+            )
         return subject.with_behaviour(mask_token=token)
 
     return change

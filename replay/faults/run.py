@@ -92,8 +92,15 @@ def max_len(value: str) -> Change:
 
 def window(value: str) -> Change:
     """A row sees so many rows, itself included: SGLang's ``--speculative-draft-window-size N`` is N + 1 of them (0.5.23
-    layers/attention/intel_amx_backend.py ``forward_extend``: sliding_window_size + 1)."""
-    return behave(window=number_of("attn.window", value, "a number of rows", least=1))
+    layers/attention/intel_amx_backend.py ``forward_extend``: sliding_window_size + 1). A smaller window of the head's
+    own stays."""
+    rows = number_of("attn.window", value, "a number of rows", least=1)
+
+    def change(subject: Subject) -> Subject:
+        own = subject.config.window
+        return subject.with_behaviour(window=rows if own is None else min(rows, own))
+
+    return change
 
 
 def scale(value: str) -> Change:

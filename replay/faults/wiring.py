@@ -30,6 +30,11 @@ def aux_layer_id(value: str) -> Change:
         if slot is not None and slot >= len(taps):
             raise UsageError(f"wiring {subject.wiring} has slots 0 to {len(taps) - 1}; type another slot than {slot}")
         moved = [tap if slot not in (None, place) else _moved(tap, shift, subject) for place, tap in enumerate(taps)]
+        if tuple(moved) == taps:
+            raise UsageError(
+                f"wiring {subject.wiring} is the same with wiring.aux-layer-id={value}; move a tap R[k] by 1 or more, "
+                "or leave the fault away"
+            )
         return replace(subject, wiring=Wiring(tuple(moved)))
 
     return change
@@ -65,6 +70,8 @@ def capture_stage(value: str) -> Change:
 
 def concat_order(value: str) -> Change:
     def reverse(subject: Subject) -> Subject:
+        if subject.wiring.taps[::-1] == subject.wiring.taps:
+            raise UsageError(f"wiring {subject.wiring} is the same in reverse; leave wiring.concat-order=fc away")
         return replace(subject, wiring=Wiring(subject.wiring.taps[::-1]))
 
     return choice("wiring.concat-order", value, {"qkv": behave(features_first=True), "fc": reverse})

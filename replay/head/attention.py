@@ -101,14 +101,17 @@ def _attend_block(
     if blank_AR is not None:
         base_MGAR = base_MGAR.masked_fill(blank_AR, float("-inf") if sight.masked else 0.0)
     base_MGAR = base_MGAR.masked_fill_(unseen_AR, float("-inf"))
-    chain_MGAJ = torch.einsum("amgh,jamh->mgaj", q_AMGH, chain.k) * scale
-    weights = torch.cat([base_MGAR, chain_MGAJ], dim=-1).float().softmax(dim=-1).to(q_AMGH.dtype)
+    if chain.k.shape[0]:
+        chain_MGAJ = torch.einsum("amgh,jamh->mgaj", q_AMGH, chain.k) * scale
+        base_MGAR = torch.cat([base_MGAR, chain_MGAJ], dim=-1)
+    weights = base_MGAR.float().softmax(dim=-1).to(q_AMGH.dtype)
     base_w, chain_w = weights[..., :rows], weights[..., rows:]
     if blank_AR is not None:
         base_w = base_w.masked_fill(blank_AR, 0.0)
     out_MgH = base_w.flatten(1, 2) @ base.v.transpose(0, 1)
     out_MGAH: Tensor = out_MgH.unflatten(1, (group, queries))
-    out_MGAH = out_MGAH + torch.einsum("mgaj,jamh->mgah", chain_w, chain.v)
+    if chain.k.shape[0]:
+        out_MGAH = out_MGAH + torch.einsum("mgaj,jamh->mgah", chain_w, chain.v)
     return out_MGAH.permute(2, 0, 1, 3).flatten(1).to(dtype)
 
 

@@ -24,6 +24,7 @@ from replay.engines.profiles import ENGINES, NUMERICS, EngineProfile
 from replay.errors import CheckpointError
 from replay.head.attention import KeyValues
 from replay.head.block import BlockAttention
+from replay.head.departures import departures, reads_qkv_bias
 from replay.head.emulation import Emulation, RoundedProducts
 from replay.head.families import FAMILIES
 from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
@@ -97,11 +98,8 @@ class Head:
         self._embed_VE = self._choose_embedding(checkpoint, target.embed_VE, profile)
         self.target_ids_W = self._target_ids(checkpoint)
         self._lm_head_WE = self._choose_lm_head(target.embed_VE if target.lm_head_VE is None else target.lm_head_VE)
-        # SGLang builds a DFlash head with all biases (models/dflash.py), whatever it does of an EAGLE-3 head.
-        reads_bias = profile.attention_bias or self.config.vllms or self.config.block is not None
-        self._biased = self.config.attention_bias and reads_bias
-        if self.config.attention_bias and not self._biased:
-            self.notes.append(f"{profile.name} builds q, k and v without the bias that this head has")
+        self._biased = reads_qkv_bias(self.config, profile)
+        self.notes += departures(self.config, profile)
         self._family = FAMILIES[self.config.family]
         self._parts = Parts(
             self.config,
@@ -111,7 +109,6 @@ class Head:
             self._weights,
             self._product,
             stack_gate_up(self._weights),
-            self._biased,
         )
         self._attention: GroupedAttention | LatentAttention | BlockAttention = self._build_attention()
         self._set_run()

@@ -19,7 +19,7 @@ from replay.head.products import ProductSizes
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A head's weights, and how they are run. ``biased_attention``: whether the engine reads the biases of o_proj."""
+    """A head's weights, and how they are run."""
 
     config: HeadConfig
     behaviour: Behaviour
@@ -28,18 +28,14 @@ class Parts:
     weights: Mapping[str, Tensor]
     product: RoundedProducts
     gate_up: Mapping[str, Tensor]  # by the prefix of an MLP, both matrices as servers run them
-    biased_attention: bool
 
     def stacked(self, prefix: str, parts: str, kind: str = "weight") -> Tensor:
         """Projections of one block, joined as servers run them."""
         return stack(self.weights, prefix, parts, kind)
 
     def linear(self, x: Tensor, name: str, sizes: ProductSizes | None) -> Tensor:
-        """One product with its bias, where the head has one that the engine reads."""
-        bias = self.weights.get(f"{name}.bias")
-        if name.endswith("o_proj") and not self.biased_attention:
-            bias = None
-        return self.product(name, x, self.weights[f"{name}.weight"], bias, sizes)
+        """One product with its bias, where the head has one."""
+        return self.product(name, x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"), sizes)
 
     def mlp(self, prefix: str, x_RE: Tensor, sizes: ProductSizes | None) -> Tensor:
         """silu(gate) * up, brought back to the head's width."""

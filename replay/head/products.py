@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 CPU = torch.device("cpu")
+# More rows than any prompt has: a server that cuts no prompt.
+WHOLE_PROMPTS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,8 @@ class Execution:
     """What a head runs in, on what, and how large its products are: no more of a result than its rounding.
 
     ``product_rows`` is the most rows of a product (None: all at once). A server that decodes a few requests at a time
-    stays below it. ``prefill_rows`` is the most rows of a prompt that it prefilled at once (None: any number); only
-    what works out ``ProductSizes`` reads it.
+    stays below it. ``prefill_rows`` is the most rows of a prompt that it prefilled at once (WHOLE_PROMPTS: any number;
+    None: not known); only what works out ``ProductSizes``, or whether a prompt was prefilled whole, reads it.
     """
 
     dtype: torch.dtype = torch.float32

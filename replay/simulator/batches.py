@@ -79,8 +79,8 @@ def pick(made: OfAnchors, index_A: torch.Tensor) -> OfAnchors:
 
 
 def batches_for(groups: Sequence[Group], trace: Trace) -> Batches | None:
-    """The batches of the trace's server, where some group asks for them."""
-    return Batches(trace.served_rounds()) if any(group.crosses for group in groups) else None
+    """The batches of the trace's server, where some group asks for them: all of each, also where a part is replayed."""
+    return Batches(trace.whole.served_rounds()) if any(group.crosses for group in groups) else None
 
 
 def gather(batches: Batches, trace: Trace, pack: Sequence[RequestRows], leads: Sequence[FollowedRounds]) -> Together:
@@ -88,12 +88,13 @@ def gather(batches: Batches, trace: Trace, pack: Sequence[RequestRows], leads: S
 
     Memory grows with the most requests that the server verified together. Raises as ``Trace.read``.
     """
+    whole = trace.whole  # of a part, neighbours may be outside of it
     asked = {rows.request_id: lead.anchors for rows, lead in zip(pack, leads, strict=True)}
     beside = batches.beside(asked)
-    places = {record.request_id: place for place, record in enumerate(trace.records)}
+    places = {record.request_id: place for place, record in enumerate(whole.records)}
     taps = tuple(pack[0].taps)
     others = sorted(beside.keys() - asked.keys(), key=lambda name: places[name])
-    rows = [*pack, *(trace.read(places[name], taps) for name in others)]
+    rows = [*pack, *(whole.read(places[name], taps) for name in others)]
     wider = [
         FollowedRounds(None if lead.anchors is None else tuple(sorted({*lead.anchors, *beside.get(name, ())})))
         for name, lead in zip(asked, leads, strict=True)

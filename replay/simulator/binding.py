@@ -14,7 +14,7 @@ from replay.errors import TraceError, UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
 from replay.head.model import Head, TargetTables
-from replay.head.products import Execution
+from replay.head.products import WHOLE_PROMPTS, Execution
 from replay.simulator.blocks import check_blocks
 from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
 from replay.simulator.variant import ResolvedVariant, Variant, draft_tokens, kv_layout
@@ -139,9 +139,14 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
 def _check_crossing(subject: Subject, variant: ResolvedVariant, trace: Trace) -> None:
     faults = "+".join(map(str, variant.all_faults))
     if trace.largest_batch < 2:
+        untold = (
+            "no other request that a server verified together with one of those asked for"
+            if trace.part
+            else "no two of them that a server verified together"
+        )
         raise UsageError(
-            f"fault {faults} hands states from request to request of a batch, and {trace.path} tells of no two of them "
-            "that a server verified together; record one by replay serve, and ask it for several at a time"
+            f"fault {faults} hands states from request to request of a batch, and {trace.path} tells of {untold}; "
+            "record one by replay serve, and ask it for several at a time"
         )
     if subject.behaviour.follows_walk:
         raise UsageError(
@@ -202,6 +207,9 @@ def build_head(
 
 
 def _prefill_rows(details: Mapping[str, str]) -> int | None:
-    """How many rows of a prompt the server prefilled at once, where it says so; it turns chunks off with -1."""
+    """How many rows of a prompt the server prefilled at once; None where it does not say.
+
+    SGLang 0.5.23 turns chunks off with -1 (server_args.py ``chunked_prefill_size``).
+    """
     said = details.get("chunked_prefill_size", "")
-    return count_of(said) or None
+    return WHOLE_PROMPTS if said == "-1" else count_of(said) or None

@@ -5,37 +5,37 @@ with its kernels. So it never has to be thrown away, and may be at any time. Its
 that differs is replayed again.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import replay
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.errors import OutputError, TraceError
+from replay.errors import OutputError, TraceError, UsageError
 from replay.simulator.agreement import with_agreement
-from replay.simulator.binding import bind, resolve
-from replay.simulator.fit import check_rule
-from replay.simulator.groups import without_drafting
+from replay.simulator.binding import resolve
+from replay.simulator.cache_keys import (
+    checkpoint_sha256,
+    kernels_of,
+    program_sha256,
+    rows_sha256,
+    sha256_of_parts,
+    trace_sha256,
+)
+from replay.simulator.groups import check_variants, without_drafting
+from replay.simulator.results import describe_trace, describe_wirings
 from replay.simulator.simulation import ReplayProgress, simulate
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
 from replay.traces import files
 from replay.traces.place import check_writable
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds, read_rounds, write_rounds
-from replay.traces.tensors import tensor_bytes
-from replay.traces.weights import find_weight
 
 if TYPE_CHECKING:
     import polars as pl
-
-# What a replay is made by; their sources count as replay's version, so that a checkout's cache never lags behind it.
-_PACKAGES = ("replay", "replay.traces", "replay.analysis")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ class Cache:
     def place(self, variant: ResolvedVariant, also: str, suffix: str) -> Path:
         """Where the entry of ``variant`` lies."""
         asked = repr(replace(variant, draft=""))  # the head counts by what it holds, not by its name
-        key = _sha256([self._common.encode(), self._heads[variant.draft].encode(), asked.encode(), also.encode()])
+        key = sha256_of_parts(
+            [self._common.encode(), self._heads[variant.draft].encode(), asked.encode(), also.encode()]
+        )
         return self.folder / key[:2] / f"{key}{suffix}"
 
     @cached_property
@@ -90,23 +92,36 @@ class Cache:
     @cached_property
     def _common(self) -> str:
         """What all entries share, as text."""
-        import torch
-
-        kernels = (torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
-        parts = (program_sha256(), trace_sha256(self.trace), self.device, self.agreement, *kernels)
+        parts = (program_sha256(), trace_sha256(self.trace), self.device, self.agreement, *kernels_of(self.device))
         return json.dumps(parts)
 
 
 def open_cache(
     folder: Path, trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str, *, agreement: bool
 ) -> Cache | None:
-    """The cache in ``folder``; None for a trace whose recording has not ended, which no checksum names."""
+    """The cache in ``folder``; None for a trace whose recording has not ended, which no checksum names.
+
+    Raises UsageError for a trace whose rows need not be those of its checksums.
+    """
+    _check_verified(trace.verifies)
     finished = trace.header.requests_sha256 is not None
     return Cache(folder, trace, checkpoints, device, agreement) if finished else None
 
 
-def check_cache_folder(folder: Path) -> None:
-    """Refuse, before anything is replayed, a folder that no entry can be put into. Raises OutputError."""
+def _check_verified(verifies: bool) -> None:
+    if not verifies:
+        raise UsageError(
+            "a cache finds what was replayed by the checksums of the trace, and with --no-verify nothing is held "
+            "against them; leave --no-verify or --cache out"
+        )
+
+
+def check_cache_folder(folder: Path, *, verify: bool = True) -> None:
+    """Refuse, before anything is replayed, a folder that no entry can be put into, and a trace without ``verify``.
+
+    Raises OutputError or UsageError.
+    """
+    _check_verified(verify)
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise OutputError(f"{folder} {files.describe_path(folder)}, a cache is a folder: choose another --cache")
     check_writable(folder)
@@ -143,12 +158,7 @@ def simulate_kept(
         for variant, rounds in zip(missing, _apart(ask(missing)), strict=True):
             cache.keep(variant, rounds, also)
             found[variant] = rounds
-    return _together(trace, variants, [found[one] for one in variants])
-
-
-def rows_sha256(table: "pl.DataFrame | None") -> str:
-    """Of the rows of a table; empty for none."""
-    return "" if table is None else _sha256(repr(row).encode() for row in table.iter_rows())
+    return _together(trace, checkpoints, variants, [found[one] for one in variants])
 
 
 def simulate_cached(
@@ -176,7 +186,7 @@ def simulate_cached(
     for variant in dict.fromkeys(resolved):
         if variant not in found:
             missing.setdefault(without_drafting(variant, cache.drafts_blocks(variant)), []).append(variant)
-    _check(trace, checkpoints, missing)
+    check_variants([variant for alike in missing.values() for variant in alike], checkpoints, trace)
     for number, alike in enumerate(missing.values()):
         played = _replay(
             trace, checkpoints, alike, device, agreement, _counted(on_event, number, len(missing))
@@ -184,19 +194,7 @@ def simulate_cached(
         for variant, rounds in zip(alike, _apart(played), strict=True):
             cache.keep(variant, rounds)
             found[variant] = rounds
-    return _together(trace, resolved, [found[variant] for variant in resolved])
-
-
-def _check(
-    trace: Trace,
-    checkpoints: Mapping[str, Checkpoint],
-    missing: Mapping[ResolvedVariant, Sequence[ResolvedVariant]],
-) -> None:
-    """Refuse what ``simulate`` would refuse of any lot before the first one is replayed. Raises as it does."""
-    for alike in missing.values():
-        for variant in alike:
-            check_rule(variant.verify, trace)
-        bind(alike[0], checkpoints[alike[0].draft], trace)
+    return _together(trace, checkpoints, resolved, [found[variant] for variant in resolved])
 
 
 def _replay(
@@ -231,7 +229,12 @@ def _apart(rounds: Rounds) -> list[Rounds]:
     ]
 
 
-def _together(trace: Trace, variants: Sequence[ResolvedVariant], parts: Sequence[Rounds]) -> Rounds:
+def _together(
+    trace: Trace,
+    checkpoints: Mapping[str, Checkpoint],
+    variants: Sequence[ResolvedVariant],
+    parts: Sequence[Rounds],
+) -> Rounds:
     """One run's rounds, with names that tell its variants apart; head and trace are called as they are now."""
     import polars as pl
 
@@ -241,7 +244,6 @@ def _together(trace: Trace, variants: Sequence[ResolvedVariant], parts: Sequence
         for name, variant, part in zip(names, variants, parts, strict=True)
     ]
     tables = [part.table.with_columns(variant=pl.lit(name)) for name, part in zip(names, parts, strict=True)]
-    wirings = {wiring: ids for part in parts for wiring, ids in part.trace["wirings"].items()}
     heads: dict[str, list[Mapping[str, object]]] = {}
     for variant, part in zip(variants, parts, strict=True):
         heads.setdefault(variant.draft, []).extend(part.drafts.values())
@@ -249,50 +251,10 @@ def _together(trace: Trace, variants: Sequence[ResolvedVariant], parts: Sequence
         table=pl.concat(tables),
         variants=tuple(infos),
         requests=parts[0].requests,
-        trace={**parts[0].trace, "path": str(trace.path), "wirings": wirings},
+        trace={**describe_trace(trace), "wirings": describe_wirings(variants, checkpoints, trace)},
         drafts={name: {**said[0], "notes": _notes(said)} for name, said in heads.items()},
     )
 
 
 def _notes(said: Iterable[Mapping[str, object]]) -> list[str]:
     return list(dict.fromkeys(note for one in said for note in one["notes"]))  # type: ignore[attr-defined]
-
-
-# ---- what an entry is named after ----
-
-
-def trace_sha256(trace: Trace) -> str:
-    """Of trace.json, which holds the checksums of all else, and of which requests are open.
-
-    Where the target's weights lie elsewhere, of that file's size and time as well. Raises TraceError.
-    """
-    said = [files.read_small(trace.path / files.HEADER, 1 << 24)]
-    said += [record.request_id.encode() for record in trace.records]
-    if trace.header.weights is None and "embed" in trace.taps:
-        layout, _ = find_weight(trace.path, trace.header, "embed", trace.target_folder)
-        told = os.stat(layout.path)
-        said.append(f"{layout.path.name} {told.st_size} {told.st_mtime_ns}".encode())
-    return _sha256(said)
-
-
-def checkpoint_sha256(checkpoint: Checkpoint) -> str:
-    """Of a head's config and tensors."""
-    said: list[bytes | memoryview] = [repr(checkpoint.config).encode(), repr(checkpoint.notes).encode()]
-    for name, tensor in sorted(checkpoint.tensors.items()):
-        said += [f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), tensor_bytes(tensor)]
-    return _sha256(said)
-
-
-def program_sha256() -> str:
-    """Of replay's version and sources."""
-    folders = [Path(str(import_module(name).__file__)).parent for name in _PACKAGES]
-    paths = sorted({path for folder in folders for path in folder.rglob("*.py")})
-    return _sha256([replay.__version__.encode(), *(path.read_bytes() for path in paths)])
-
-
-def _sha256(parts: Iterable[bytes | memoryview]) -> str:
-    """Of all parts, each by itself first, so that where one ends counts."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()

@@ -60,12 +60,12 @@ def follow_server(
     groups = group_variants(resolved, checkpoints, trace, device, served_products=served_products)
     served = served_drafts(rounds)
     _check_shapes(resolved, groups, served)
-    spans = served_spans(trace.served_rounds()) if served_products else {}
     stems = [list(alike) for _, alike in groupby(groups, key=lambda group: group.stem)]
     found: list[list[Followed]] = [[] for _ in resolved]
     done, total = 0, len(served)
     places = {record.request_id: place for place, record in enumerate(trace.records)}
     batches = batches_for(groups, trace)
+    spans = served_spans((trace if batches is None else trace.whole).served_rounds()) if served_products else {}
     beside = None if batches is None else _Beside.of(batches, trace, rounds)
     with torch.inference_mode():
         for pack in read_packs(trace, taps_of(groups), served):
@@ -136,7 +136,7 @@ class _Beside:
         """What ``rounds`` say goes before what the trace says of the same round."""
         import polars as pl
 
-        others = trace.served_rounds().join(rounds, on=["request_id", "anchor"], how="anti")
+        others = trace.whole.served_rounds().join(rounds, on=["request_id", "anchor"], how="anti")
         return cls(trace, batches, served_drafts(pl.concat([rounds.select(others.columns), others])))
 
     def add_to(self, alone: _Along) -> _Along:

@@ -135,7 +135,8 @@ def _check_follow(follow: "pl.DataFrame | None", groups: Sequence[Group]) -> Non
 def _spans(trace: Trace, groups: Sequence[Group]) -> Mapping[str, Sequence[Span]]:
     """By request, which rows a server ran together; nothing where products run as large as they fit."""
     exact = any(group.head.execution.product_rows is not None for group in groups)
-    return served_spans(trace.served_rounds()) if exact else {}
+    crosses = any(group.crosses for group in groups)
+    return served_spans((trace.whole if crosses else trace).served_rounds()) if exact else {}
 
 
 def _asked(led: Mapping[str, FollowedRounds] | None, only: Collection[str] | None) -> Collection[str] | None:

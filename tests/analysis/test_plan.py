@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from support.rounds_maker import make_rounds, make_variant
 
-from replay.analysis.plan.ask import Planned, Question, answer_question
+from replay.analysis.plan.ask import Planned, Question, answer_question, read_costs
 from replay.analysis.plan.benchmarks import read_benchmark
 from replay.analysis.plan.costs import possible_machines, typed_costs
 from replay.analysis.plan.lengths import Length, lengths_of_rounds, with_bounds
@@ -26,7 +26,7 @@ from replay.analysis.plan.settings import PLAIN, Load, Setting, make_setting
 from replay.analysis.plan.timings import Timing, join_timings, typed_timing
 from replay.cli.app import cli
 from replay.errors import UsageError
-from replay.traces.rounds import write_rounds
+from replay.traces.rounds import Rounds, write_rounds
 
 # A machine that is known: milliseconds by term, no context.
 TRUTH = {"pass": 20.0, "row": 0.3, "rest": 4.0, "draft": 1.5, "draft-row": 0.05}
@@ -51,7 +51,11 @@ def timed(steps: int, batch: int, accept: float = 1.0) -> Timing:
 
 
 def plan(*times: str, **options: object) -> Planned:
-    return answer_question(Question(times=times, **options), None, "")  # type: ignore[arg-type]
+    return asked(Question(times=times, **options))  # type: ignore[arg-type]
+
+
+def asked(question: Question, table: Rounds | None = None) -> Planned:
+    return answer_question(question, read_costs(question), table, "rounds")
 
 
 def row(planned: Planned, steps: int, batch: int = 1) -> Row:
@@ -197,11 +201,10 @@ def test_settings_that_requests_do_not_tell_apart_are_named_together() -> None:
     """One step and two accept the same here and cost nearly the same."""
     played = {make_variant(f"k{k}", steps=k): [[1, 0, 1]] * 10 + [[0, 1, 1]] * 10 for k in (1, 2)}
     table = make_rounds(played)
-    asked = Question(costs=["pass=20,draft=0.001"], batch="1")
-    choice = answer_question(asked, table, "rounds").plan.choices[0]
+    choice = asked(Question(costs=["pass=20,draft=0.001"], batch="1"), table).plan.choices[0]
     assert choice.advice == "speculate"
     assert choice.best.setting.steps == 1 and choice.alike == ()  # two steps cost more for the same, in every draw
-    dearer = answer_question(Question(times=["ms=20", "steps=1,ms=20.5"]), table, "rounds").plan.choices[0]
+    dearer = asked(Question(times=["ms=20", "steps=1,ms=20.5"]), table).plan.choices[0]
     assert {setting.steps for setting in (dearer.best.setting, *dearer.alike)} == {1, 2}
 
 
@@ -218,7 +221,7 @@ def test_accept_lengths_that_cannot_be_together_leave_no_bound() -> None:
 
 def test_a_single_request_tells_no_settings_apart() -> None:
     table = make_rounds({make_variant(f"k{k}", steps=k): [[min(c, k) for c in (3, 0, 5, 1)]] for k in (1, 5)})
-    planned = answer_question(Question(costs=["pass=20,draft=1"]), table, "rounds")
+    planned = asked(Question(costs=["pass=20,draft=1"]), table)
     assert {row.setting.steps for row in planned.plan.rows if math.isnan(row.accept_length.low)} == {1, 5}
     choice = planned.plan.choices[0]
     assert choice.advice == "cannot tell" and {0, 1, 5} == {s.steps for s in (choice.best.setting, *choice.alike)}
@@ -235,7 +238,7 @@ def test_depths_of_a_head_that_drafts_blocks_do_not_bound_each_other() -> None:
     table = make_rounds({make_variant("k3", steps=3): [[1, 2], [0, 3]]})
     table = replace(table, drafts={table.variants[0].draft: {"family": "DFlash"}})
     with pytest.raises(UsageError, match="says nothing of others"):
-        answer_question(Question(costs=["pass=20"], steps="2"), table, "rounds")
+        asked(Question(costs=["pass=20"], steps="2"), table)
 
 
 # ---- what is typed ----
@@ -276,7 +279,8 @@ def test_a_cost_that_means_nothing_is_refused(typed: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "no accept length"),
+        ({}, "no timing"),
+        ({"times": ["tok/s=90"]}, "no accept length"),
         ({"lengths": ["steps=3,accept=2"]}, "no timing"),
         ({"lengths": ["steps=3"], "costs": ["pass=1"]}, "accept=L"),
         ({"costs": ["pass=1"], "lengths": ["steps=3,accept=2"], "batch": "1,x"}, "--batch"),
@@ -288,7 +292,7 @@ def test_a_cost_that_means_nothing_is_refused(typed: str) -> None:
 )
 def test_a_question_that_cannot_be_answered_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        answer_question(Question(**options), None, "")  # type: ignore[arg-type]
+        asked(Question(**options))  # type: ignore[arg-type]
 
 
 # ---- files of benchmarks ----

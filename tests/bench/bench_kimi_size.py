@@ -62,10 +62,34 @@ def seconds(runs: int, *works: Callable[[], object]) -> list[float]:
     return [median(one) for one in times]
 
 
-def products(head: Head, rows: int, skip: tuple[str, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Operands of the bare products of the layer: each matrix of the head but ``skip``, over as many rows."""
-    matrices = {name: one for name, one in head._weights.items() if one.ndim == 2 and not name.startswith(skip)}
-    return [(torch.randn(rows, one.shape[1]).to(one.dtype), one) for one in matrices.values()]
+def products(head: Head, rows: int, anchors: int) -> list[tuple[Tensor, Tensor]]:
+    """Operands of the bare products of the layer: every row up to attention, those of anchors alone behind it.
+
+    Attention itself has four: queries into the latents' space and values out of it by head, scores and mixed latents in
+    fp32 over every row, as the head computes them.
+    """
+    heads, latent = head.config.num_heads, head.config.latent
+    assert latent is not None
+    width, half = latent.kv_rank + latent.rope, torch.bfloat16
+    found = [
+        (torch.randn(heads, rows, latent.nope).to(half), torch.randn(heads, latent.nope, latent.kv_rank).to(half)),
+        (torch.randn(heads * anchors, width), torch.randn(rows, width)),
+        (torch.randn(heads * anchors, rows), torch.randn(latent.kv_rank, rows)),
+        (
+            torch.randn(heads, anchors, latent.kv_rank).to(half),
+            torch.randn(heads, latent.kv_rank, latent.value).to(half),
+        ),
+    ]
+    for name, one in head._weights.items():
+        if one.ndim == 2 and name.startswith("layers.") and "kv_b_proj" not in name:
+            behind = "o_proj" in name or ".mlp." in name
+            found.append((torch.randn(anchors if behind else rows, one.shape[1]).to(one.dtype), one))
+    return found
+
+
+def multiply(x: Tensor, matrix: Tensor) -> Tensor:
+    """x times the transposed matrix, or head by head."""
+    return torch.bmm(x, matrix) if x.ndim == 3 else functional.linear(x, matrix)
 
 
 @click.command()
@@ -81,7 +105,7 @@ def main(rows: int, runs: int) -> None:
         features = torch.randn(rows, width).to(torch.bfloat16)
         item = DraftInput(tokens, features, prompt_tokens=rows // 2)
         state = torch.randn(rows, head.config.hidden_size).to(torch.bfloat16)
-        layer = products(head, rows, ("fc", "lm_head", "embed"))
+        layer = products(head, rows, item.anchors)
         fc, lm_head = head._weights["fc.weight"], head._lm_head_WE
         whole, fused = seconds(runs, lambda: first_pass(head, [item]), lambda: head.fuse(features))
         stages = {
@@ -93,7 +117,7 @@ def main(rows: int, runs: int) -> None:
         for name, works in stages.items():
             ours, bare = seconds(runs, *works)
             print(f"{name:<28} {ours:8.3f} s   products alone {bare:8.3f} s   {bare / ours:5.0%} of their rate")
-        (bare,) = seconds(runs, lambda: [functional.linear(*pair) for pair in layer])
+        (bare,) = seconds(runs, lambda: [multiply(*pair) for pair in layer])
         ours = whole - fused
         print(f"{'layer with latent attention':<28} {ours:8.3f} s   products alone {bare:8.3f} s   "
               f"{bare / ours:5.0%} of their rate")  # fmt: skip

@@ -95,6 +95,9 @@ def test_fc_of_another_number_of_taps_is_refused() -> None:
         (SLIDING | {"layer_types": None}, "layer_types is None, a list of 2"),
         (SLIDING | {"sliding_window": None}, "has no sliding_window"),
         ({"draft_vocab_size": 40, "tie_word_embeddings": False}, "draft_vocab_size is 40, nothing"),
+        ({"rope_scaling": {"rope_type": "default", "rope_dim": 6}}, "rope_scaling: rope_dim is 6, 12, the head_dim"),
+        ({"rope_parameters": {"rope_type": "default", "rope_dim": 6}}, "rope_parameters: rope_dim is 6, 12"),
+        ({"is_neox_style": False}, "is_neox_style is False, true"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', replay computes silu only"),
         *(
             ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], key: value}}, f"{key} is .*, nothing")
@@ -108,6 +111,11 @@ def test_fc_of_another_number_of_taps_is_refused() -> None:
 def test_a_config_that_no_server_runs_so_names_the_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         parse_config(dflash_config(**changes))
+
+
+def test_a_rope_that_says_what_is_so_anyway_is_read() -> None:
+    stated = dflash_config(rope_scaling={"rope_type": "default", "rope_dim": 12}, is_neox_style=True)
+    assert parse_config(stated) == parse_config(dflash_config())
 
 
 def test_a_trained_mask_embedding_is_refused_unread(tmp_path: Path) -> None:

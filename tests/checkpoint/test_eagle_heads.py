@@ -16,10 +16,12 @@ from replay.checkpoint.config import parse_config
 from replay.cli.app import cli
 from replay.engines.behaviour import HEALTHY
 from replay.engines.precision import PLAIN
+from replay.engines.profiles import ENGINES
 from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
 from replay.faults.change import Subject
 from replay.faults.table import apply_faults, parse_faults
+from replay.head.model import Head, TargetTables
 
 SHARED = {"architectures": ["LlamaForCausalLM"]}
 ATTENTION = {f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"}
@@ -32,6 +34,33 @@ def test_it_has_the_tensors_of_its_class() -> None:
     assert table["fc.weight"].shape == (32, 64) and table["layers.0.self_attn.q_proj.weight"].shape == (48, 32)
     assert "layers.1.input_layernorm.weight" in eagle_checkpoint(num_hidden_layers=2).tensors
     assert "fc.bias" not in eagle_checkpoint(bias=False).tensors
+
+
+def test_qkv_bias_is_of_q_k_and_v_alone() -> None:
+    """SafeAILab/EAGLE eagle/model/cnets1.py ``LlamaAttention``: its o_proj never has a bias."""
+    biases = {name for name in eagle_checkpoint(qkv_bias=True).tensors if name.endswith("_proj.bias")}
+    assert biases == {f"layers.0.self_attn.{name}_proj.bias" for name in "qkv"}
+    both = eagle_checkpoint(qkv_bias=True, attention_bias=True).tensors
+    assert "layers.0.self_attn.o_proj.bias" in both
+    with pytest.raises(CheckpointError, match=r"o_proj\.bias"):
+        replay.head_from_tensors(eagle_config(qkv_bias=True), both)
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "notes"),
+    [
+        ("sglang", {}, []),
+        ("sglang", {"attention_bias": True}, []),
+        ("sglang", {"qkv_bias": True}, ["sglang builds q, k and v without the bias"]),
+        ("sglang", {"bias": True}, ["sglang builds q, k, v and o_proj with biases that this head lacks"]),
+        ("sglang", {"bias": True, "qkv_bias": True}, ["sglang builds o_proj with biases that this head lacks"]),
+        ("eagle", {"bias": True, "qkv_bias": True}, []),
+    ],
+)
+def test_what_sglang_does_of_biases_is_noted(engine: str, changes: dict[str, Any], notes: list[str]) -> None:
+    head = Head(eagle_checkpoint(**changes), TargetTables(torch.ones(96, 32), torch.ones(96, 32)),
+                profile=ENGINES[engine])  # fmt: skip
+    assert [note.startswith(start) for note, start in zip(head.notes, notes, strict=True)] == [True] * len(notes)
 
 
 def test_tensors_tell_the_families_apart(tmp_path: Path) -> None:

@@ -237,14 +237,18 @@ def test_a_demo_that_is_interrupted_does_not_name_an_option_that_it_lacks(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("replay.capture.demo_target.smollm2", lambda **_: write_target(tmp_path / "target"))
-    files = SimpleNamespace(folder=tmp_path, layers=30, name="", tokenizer=None, limits=None)
+    files = SimpleNamespace(
+        folder=tmp_path, layers=30, name="", tokenizer=None, limits=SimpleNamespace(vocab_size=64),
+        config=SimpleNamespace(hidden_size=16, dtype="bfloat16"),
+    )  # fmt: skip
     monkeypatch.setattr("replay.capture.target_files.open_target", lambda _: files)
     monkeypatch.setattr("replay.capture.target_check.TransformersCalls", lambda _: nullcontext())
-    encoded = SimpleNamespace(requests=(None,), left_out={}, notes=lambda: ())
+    asked = SimpleNamespace(prompt_ids=[1], max_new_tokens=1, forced_ids=None)
+    encoded = SimpleNamespace(requests=(asked,), left_out={}, notes=lambda: ())
     monkeypatch.setattr("replay.capture.local.record.encode_prompts", lambda *_, **__: encoded)
     monkeypatch.setattr("replay.capture.local.record._notes", lambda *_: [])
     monkeypatch.setattr("replay.capture.local.target.load_target", interrupt)
-    said = refused("demo", "-o", tmp_path / "out")
+    said = refused("demo", "-q", "-o", tmp_path / "out")
     assert "interrupted while the target was loaded: type the same command" in said and "--resume" not in said
 
 

@@ -97,7 +97,7 @@ def test_rounds_are_written_before_the_report_is_read(
 def test_a_diagnosis_takes_a_part(folder: Path) -> None:
     typed = ("diagnose", folder / "one", "--draft", folder / "draft", "--observed", 1.5, "--steps", 2, "--no-ladder")
     said = run(*typed, "--category", "b", exit_code=1).stderr
-    assert "10 rounds of 1 request leave the replay's accept length open" in said  # of four it is told
+    assert "10 rounds of 1 request leave the replay's accept length open, too wide" in said  # of four it is told
     assert "there are a (2), b (1), none (1)" in run(*typed, "--category", "z", exit_code=1).stderr
 
 

@@ -161,7 +161,7 @@ def test_a_target_is_no_draft_head(trace: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", None])
-@pytest.mark.parametrize("architecture", ["DFlash2DraftModel", "DeepseekV3ForCausalLMNextN"])
+@pytest.mark.parametrize("architecture", ["DFlash2DraftModel", "MedusaModel"])
 def test_another_kind_of_draft_is_not_called_a_target(tmp_path: Path, architecture: str, weights: str | None) -> None:
     folder = write_model(tmp_path / "draft", architecture, weights, **SIZES)
     said = refused("inspect", folder)

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.dflash_heads import SIZE, SLIDING, dflash_checkpoint
+from support.dflash_heads import MASK, SIZE, SLIDING, dflash_checkpoint
 from support.fault_cases import BLOCKS_ONLY
 from support.heads import target_tables
 from twins.blocks import draft_one_block
@@ -18,6 +18,7 @@ from replay.drafting.rows import DraftInput
 from replay.engines.behaviour import HEALTHY
 from replay.engines.precision import Precision
 from replay.engines.wiring import Wiring
+from replay.errors import CheckpointError
 from replay.faults.change import Subject
 from replay.faults.table import apply_faults, parse_faults
 from replay.head import block as block_head
@@ -73,7 +74,8 @@ CASES = {
 
 @cache
 def subject(name: str) -> Subject:
-    return Subject(Wiring(TAPS), dflash_checkpoint(**HEADS[name]), HEALTHY, 8, Precision("bf16"))
+    """Of another seed than the noise of ``weights.missing``, which would else be a multiple of the head's own fc."""
+    return Subject(Wiring(TAPS), dflash_checkpoint(1, **HEADS[name]), HEALTHY, 8, Precision("bf16"))
 
 
 def bound(changed: Subject) -> Head:
@@ -150,3 +152,8 @@ def test_what_a_server_drafted_is_not_fed() -> None:
         assert (own.margin_AK == 0).all()
         assert torch.equal(own.preferred_AK, other.preferred_AK)
         assert (other.margin_AK > 0).all()
+
+
+def test_the_token_of_the_masks_in_their_own_place_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=f"has token {MASK} where the masks are already"):
+        apply_faults(subject("plain"), parse_faults(f"block.mask-token={MASK}"))

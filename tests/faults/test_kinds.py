@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.fault_cases import TWO_LAYERS, healthy_subject
-from support.heads import INVENTED, invented_checkpoint, target_tables
+from support.heads import INVENTED, SPECULATORS, invented_checkpoint, target_tables
 from support.trace_maker import make_requests, write_trace
 from twins.trees import draft_one_tree
 
@@ -66,6 +66,16 @@ def test_a_dropped_block_is_one_whose_last_matrix_is_zero(dropped: str, empty: l
     zeros = "+".join(f"weights.missing={name}:zero" for name in empty)
     one, other = (drafts(changed(fault, TWO_LAYERS)) for fault in (f"state.dropped={dropped}", zeros))
     assert one[0] == other[0] and torch.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize(("typed", "seen"), [("3", 3), ("5", 5), ("9", 5)])
+def test_a_window_never_widens_that_of_the_head(typed: str, seen: int) -> None:
+    """Of two windows on one row the narrower one tells what it sees."""
+    layer = {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+    head = SPECULATORS | {"transformer_layer_config": SPECULATORS["transformer_layer_config"] | layer}
+    assert healthy_subject(head).config.window == 5
+    assert changed(f"attn.window={typed}", head).behaviour.window == seen
+    assert changed(f"attn.window={typed}", {}).behaviour.window == int(typed)
 
 
 @pytest.mark.parametrize("factor", ["2", "0.5", "0.3"])

@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 from support.fault_cases import ANY_NUMBER, FROM_ZERO, healthy_subject
 
 from replay.cli.app import cli
+from replay.engines.wiring import Wiring
 from replay.errors import ReplayError, UsageError
 from replay.faults.table import FAULTS, Fault, apply_faults, parse_faults, parse_policy
 from replay.simulator.variant import Variant
@@ -74,11 +76,27 @@ def test_numbers_that_mean_nothing_are_refused(kind: str, number: int) -> None:
         ("position.rope-geometry=partial:0.3", "even number"),
         ("position.rope-geometry=halves", "halves already; type position.rope-geometry=interleaved"),
         ("wiring.norm=skip:kv_a_layernorm", "no kv_a_layernorm"),
+        ("wiring.aux-layer-id=0", "is the same with wiring.aux-layer-id=0"),
     ],
 )
 def test_a_fault_that_does_not_fit_the_head_is_refused(case: str, said: str) -> None:
     with pytest.raises(ReplayError, match=said):
         apply_faults(healthy_subject({}), parse_faults(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("wiring.aux-layer-id=1", "wiring final is the same with wiring.aux-layer-id=1"),
+        ("wiring.aux-layer-id=0:-1", "wiring final is the same with"),
+        ("wiring.concat-order=fc", "wiring final is the same in reverse"),
+    ],
+)
+def test_a_fault_of_taps_changes_nothing_of_the_final_state_alone(case: str, said: str) -> None:
+    """As EAGLE-1 heads are fed."""
+    subject = replace(healthy_subject({}), wiring=Wiring(("final",)))
+    with pytest.raises(ReplayError, match=said):
+        apply_faults(subject, parse_faults(case))
 
 
 @pytest.mark.parametrize(

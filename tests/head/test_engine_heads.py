@@ -39,6 +39,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         eagle_config={"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 2]})),
     "EAGLE-1": ("EAGLE", eagle_config()),
     "EAGLE-1, two layers, llama3 rope": ("EAGLE", eagle_config(num_hidden_layers=2, rope_parameters=LLAMA3)),
+    "biases of attention": ("EAGLE3", tiny_config(attention_bias=True, model_type="llama")),
+    "EAGLE-1, biases of attention": ("EAGLE", eagle_config(attention_bias=True)),
+    "EAGLE-1, biases that SGLang does not build": ("EAGLE", eagle_config(qkv_bias=True)),
     # Without YaRN the class does not start on a CPU (layers/rotary_embedding/factory.py ``get_rope_cpu``), and with
     # rope_interleave false its rotation gives queries a dimension too many there (rope_variant.py ``forward_native``).
     "latent": ("EAGLE3", tiny_config(**MLA)),

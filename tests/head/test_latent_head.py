@@ -16,11 +16,12 @@ from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.first_pass import first_pass
 from replay.drafting.round_by_round import walk
 from replay.drafting.rows import DraftInput
-from replay.engines.behaviour import HEALTHY, Behaviour
+from replay.engines.behaviour import HEALTHY, RECORDED, Behaviour, Chunk
 from replay.engines.precision import PLAIN, Precision, parse_precision
 from replay.engines.profiles import ENGINES, NUMERICS
 from replay.head.model import Head, TargetTables
-from replay.head.products import FP32_ON_CPU, Execution
+from replay.head.products import FP32_ON_CPU, WHOLE_PROMPTS, Execution
+from replay.simulator.binding import _prefill_rows
 
 STEPS, LENGTH = 4, 22
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -170,7 +171,7 @@ def first_states(head: Head, pieces: tuple[tuple[int, int], ...] = (), prompt: i
     return first_pass(head, [item, item]).output.normed_RE
 
 
-@pytest.mark.parametrize("prefill_rows", [None, 4, PROMPT])
+@pytest.mark.parametrize("prefill_rows", [None, 4, PROMPT, WHOLE_PROMPTS])
 @pytest.mark.parametrize("product_rows", [None, 4])
 def test_a_prompt_prefilled_whole_is_unabsorbed_and_nothing_else_is(
     product_rows: int | None, prefill_rows: int | None
@@ -186,7 +187,23 @@ def test_a_prompt_prefilled_whole_is_unabsorbed_and_nothing_else_is(
     assert torch.equal(by_row[first], unabsorbed[first]) and not torch.equal(by_row[first], absorbed[first])
     assert torch.equal(by_row[~first], absorbed[~first]) and not torch.equal(by_row[~first], unabsorbed[~first])
     # what the trace does not tell is taken from the rows that a server prefills at once
-    assert torch.equal(first_states(head)[first], (by_row if prefill_rows == PROMPT else absorbed)[first])
+    assert torch.equal(first_states(head)[first], (by_row if (prefill_rows or 0) >= PROMPT else absorbed)[first])
+
+
+@pytest.mark.parametrize(("chunk", "whole"), [(4, False), (PROMPT - 1, False), (PROMPT, True), (RECORDED, True)])
+def test_a_prompt_that_comes_in_chunks_is_not_prefilled_whole(chunk: Chunk, whole: bool) -> None:
+    """The last chunk finds rows before it, whatever the trace says of the server's own pieces."""
+    checkpoint = latent_checkpoint(rope_parameters=DEEPSEEK_YARN)
+    head = build(checkpoint, "sglang", Execution(torch.bfloat16, prefill_rows=WHOLE_PROMPTS))
+    chunked = head.variation(replace(head.behaviour, chunk=chunk), head.config)
+    for pieces in (WHOLE, ()):
+        expected = first_states(head, WHOLE if whole else IN_TWO)[0]
+        assert torch.equal(first_states(chunked, pieces)[0], expected)
+
+
+def test_a_server_says_whether_it_cuts_prompts() -> None:
+    told = {said: _prefill_rows({"chunked_prefill_size": said}) for said in ("-1", "64", "None")}
+    assert told == {"-1": WHOLE_PROMPTS, "64": 64, "None": None} and _prefill_rows({}) is None
 
 
 def test_a_prompt_prefilled_whole_sees_keys_and_values_as_they_were_made() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from replay.checkpoint.config import parse_config
 from replay.engines.behaviour import HEALTHY, Behaviour
+from replay.engines.profiles import ENGINES
 from replay.errors import CheckpointError
 from replay.head.model import Head, TargetTables
 
@@ -83,3 +84,21 @@ def test_what_is_not_computed_is_refused_by_name(switch: dict[str, Any], message
 def test_heads_of_others_keep_the_later_norms_of_sglang() -> None:
     config = parse_config(tiny_config(num_hidden_layers=2))
     assert config.later_norm == "hidden_norm" and config.last_norm
+
+
+@pytest.mark.parametrize(
+    ("eagle", "layers", "notes"),
+    [
+        (SWITCHES, 1, []),
+        (SWITCHES, 3, ["sglang norms the stream of layers after the first by a hidden_norm that this head lacks"]),
+        (SWITCHES | {"use_last_layernorm": False}, 1, ["sglang has a norm in front of lm_head that this head lacks"]),
+    ],
+    ids=["as SGLang", "three layers", "no norm behind the last"],
+)
+def test_what_sglang_does_otherwise_is_noted(eagle: dict[str, Any], layers: int, notes: list[str]) -> None:
+    """SGLang 0.5.23 models/llama_eagle3.py: ``hidden_norm`` enters every layer, and ``LlamaModel.norm`` follows."""
+    checkpoint = tiny_checkpoint(eagle_config=eagle, num_hidden_layers=layers)
+    tables = TargetTables(*target_tables(checkpoint))
+    said = Head(checkpoint, tables).notes
+    assert [note.startswith(start) for note, start in zip(said, notes, strict=True)] == [True] * len(notes)
+    assert Head(checkpoint, tables, profile=ENGINES["eagle"]).notes == []

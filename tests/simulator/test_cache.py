@@ -1,5 +1,7 @@
 """A sweep with a cache: its rounds are those of one without, and what was replayed is not replayed again."""
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,18 +10,22 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from support.heads import tiny_config, write_head
+from safetensors.torch import save_file
+from support.dflash_heads import dflash_checkpoint
+from support.heads import tiny_checkpoint, tiny_config, write_head
 from support.served_maker import make_checkpoint, make_served
-from support.trace_maker import H, V, make_four, make_requests, write_trace
+from support.trace_maker import H, V, make_four, make_header, make_requests, make_weights, write_trace
 
 import replay
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.cli.app import cli
-from replay.errors import OutputError, WiringError
+from replay.errors import OutputError, UsageError, WiringError
 from replay.simulator import cache as module
 from replay.simulator.agreement import with_agreement
 from replay.simulator.cache import check_cache_folder, open_cache, simulate_cached
+from replay.simulator.cache_keys import kernels_of, trace_sha256
 from replay.simulator.variant import Variant
+from replay.traces.parts import Part
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
 
@@ -194,10 +200,82 @@ def test_a_lot_that_is_refused_is_so_before_any_is_replayed(
     assert lots == []
 
 
+def test_each_variant_of_a_lot_is_checked_first(
+    tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int]
+) -> None:
+    """Of one lot the chains fit and the tree does not: its head drafts 40 tokens."""
+    one, other = (replay.parse_wiring(text, layers=4) for text in ("embed,2", "2,embed"))
+    asked = [Variant("h", one), Variant("h", other), Variant("h", other, 2, 41, 50)]
+    with pytest.raises(UsageError, match="topk 41 was asked for"):
+        cached(tmp_path / "c", trace, head, asked)
+    assert lots == []
+
+
+def test_what_is_found_is_told_of_the_part_that_is_asked_for(
+    tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int]
+) -> None:
+    """The first four of four are all of them, and found as such."""
+    asked, part = variants()[:1], trace.take(Part(limit=4))
+    for one in (part, trace):
+        expected = plain(replay.simulate(one, {"h": head}, asked))
+        assert plain(cached(tmp_path / "c", one, head, asked)) == expected
+    assert lots == [1]
+
+
+def test_a_wiring_that_two_kinds_of_heads_share_keeps_the_ids_of_both(tmp_path: Path, trace: Trace) -> None:
+    sizes = {"hidden_size": H, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": V}
+    ids = {"mask_token_id": 60, "target_layer_ids": [1]}
+    heads = {
+        "block": dflash_checkpoint(**sizes, dflash_config=ids),
+        "chain": tiny_checkpoint(**CONFIG | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}),
+    }
+    asked = [Variant(name, replay.parse_wiring("2", layers=4), steps=2) for name in heads]
+    expected = replay.simulate(trace, heads, asked)
+    for order in (asked, asked[::-1]):
+        kept = open_cache(tmp_path / "c", trace, heads, "cpu", agreement=False)
+        found = simulate_cached(kept, trace, heads, order, agreement=False)
+        assert found.trace["wirings"] == expected.trace["wirings"]
+    assert "DFlash" in str(expected.trace["wirings"]) and "vLLM" in str(expected.trace["wirings"])
+
+
+def test_weights_outside_of_the_trace_and_the_gpu_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    files = {"model.embed_tokens.weight": target / "a.safetensors", "lm_head.weight": target / "b.safetensors"}
+    for name, path in files.items():
+        save_file({name: make_weights()}, path)
+    index = {"weight_map": {name: path.name for name, path in files.items()}}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    header = make_header(tied=False, target_path=str(target))
+    trace = Trace.open(write_trace(tmp_path / "t", [make_four()], header=header, weights=False))
+    keys = {trace_sha256(trace)}
+    for path in files.values():
+        os.utime(path, ns=(0, len(keys)))
+        keys.add(trace_sha256(trace))
+    assert len(keys) == 3
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    assert len({kernels_of(device) for device in ("cpu", "cuda:0", "cuda:1")}) == 3
+
+
 def test_a_trace_that_is_recorded_still_is_not_kept(tmp_path: Path, head: Checkpoint) -> None:
     folder = write_trace(tmp_path / "t", [make_four()], finish=False)
     trace = Trace.open(folder, allow_incomplete=True)
     assert open_cache(tmp_path / "c", trace, {"h": head}, "cpu", agreement=False) is None
+
+
+@pytest.mark.parametrize("command", ["simulate", "diagnose"])
+def test_rows_that_are_not_held_against_checksums_are_not_kept(
+    tmp_path: Path, trace: Trace, head: Checkpoint, command: str
+) -> None:
+    """An entry is named after the checksums, and damaged rows would lie under the name of the sound ones."""
+    unverified = Trace.open(trace.path, verify=False)
+    for one in (unverified, unverified.take(Part(limit=1)), trace.unverified()):
+        with pytest.raises(UsageError, match="leave --no-verify or --cache out"):
+            open_cache(tmp_path / "c", one, {"h": head}, "cpu", agreement=False)
+    typed = [command, str(trace.path), "--draft", str(tmp_path / "head"), "--no-verify"]
+    run = CliRunner().invoke(cli, [*typed, "--cache", str(tmp_path / "c")])
+    assert run.exit_code == 1 and "leave --no-verify or --cache out" in run.stderr
+    assert not (tmp_path / "c").exists()
 
 
 def test_the_command_keeps_and_finds(tmp_path: Path, trace: Trace) -> None:

@@ -18,6 +18,7 @@ from replay.faults.table import parse_faults
 from replay.simulator.batches import Batches
 from replay.simulator.following import follow_server
 from replay.simulator.variant import Variant
+from replay.traces.parts import Part
 from replay.traces.reader import Trace
 from replay.traces.server_rounds import served_schema
 
@@ -132,6 +133,20 @@ def test_a_walk_of_its_own_meets_the_servers_rounds(
         assert mine.equals(told.filter(request_id="r2"))
 
 
+@every_fault
+@pytest.mark.parametrize("part", [Part(limit=2), Part(requests=("r3",))], ids=str)
+def test_a_part_has_the_batches_of_the_whole(traces: dict[str, Trace], fault: str, part: Part) -> None:
+    """Neighbours that are in the folder and not asked for are drafted for all the same."""
+    trace, columns = traces[fault], ["request_id", "round", "anchor", "drafted", "accepted"]
+    taken = trace.take(part)
+    assert taken.largest_batch == trace.largest_batch == 3 and len(taken) < len(taken.whole) == len(trace)
+    played = replay.simulate(taken, {"h": HEAD}, [variant(fault)]).table.select(columns)
+    told = taken.served_rounds().select(columns)
+    assert played.sort("request_id", "round").equals(told.sort("request_id", "round"))
+    found = along(taken, fault)
+    assert found.rounds == len(told) and found.alike_R.all() and not found.margin_N.any()
+
+
 def test_trees_walk_in_the_servers_batches(trees: Trace) -> None:
     columns = ["request_id", "anchor", "drafted", "accepted"]
     played = replay.simulate(trees, {"h": HEAD}, [variant(FAULTS[0], **TREE)]).table
@@ -206,6 +221,15 @@ def test_without_two_requests_together_there_is_nothing_to_cross(tmp_path: Path)
         assert trace.largest_batch == 0
         with pytest.raises(UsageError, match=r"state.crossed=next hands .* tells of no two .* verified together"):
             replay.simulate(trace, {"h": HEAD}, [variant("state.crossed=next")])
+
+
+def test_a_request_that_always_ran_alone_has_nothing_to_cross(tmp_path: Path) -> None:
+    """The last of three, which begins when the two that the server verified together have ended."""
+    trace = make_served(tmp_path / "t", HEAD, requests=3, together=2)
+    taken = trace.take(Part(requests=("r2",)))
+    assert set(taken.served_rounds()["batch"]) == {1} and (taken.largest_batch, trace.largest_batch) == (0, 2)
+    with pytest.raises(UsageError, match="tells of no other request that a server verified together with one of those"):
+        replay.simulate(taken, {"h": HEAD}, [variant("state.crossed=next")])
 
 
 def test_what_follows_the_walk_is_not_played_beside_it(traces: dict[str, Trace]) -> None:

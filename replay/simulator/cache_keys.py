@@ -1,0 +1,84 @@
+"""What an entry of the cache (cache.py) is named after, as checksums: all that a replay is made of."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import replay
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.errors import TraceError
+from replay.traces import files
+from replay.traces.reader import Trace
+from replay.traces.tensors import tensor_bytes
+from replay.traces.weights import find_weight
+
+if TYPE_CHECKING:
+    import polars as pl
+
+# What a replay is made by; their sources count as replay's version, so that a checkout's cache never lags behind it.
+_PACKAGES = ("replay", "replay.traces", "replay.analysis")
+
+
+def kernels_of(device: str) -> tuple[str | int, ...]:
+    """What rounds differently elsewhere: torch, the CPU's instructions, its threads, and a GPU where it runs on one."""
+    import torch
+
+    gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
+    return torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), gpu
+
+
+def rows_sha256(table: "pl.DataFrame | None") -> str:
+    """Of the rows of a table; empty for none."""
+    return "" if table is None else sha256_of_parts(repr(row).encode() for row in table.iter_rows())
+
+
+def trace_sha256(trace: Trace) -> str:
+    """Of trace.json, which holds the checksums of all else, and of which requests are open.
+
+    Where the target's weights lie elsewhere, of those files' sizes and times as well. Raises TraceError.
+    """
+    said = [files.read_small(trace.path / files.HEADER, 1 << 24)]
+    said += [record.request_id.encode() for record in trace.records]
+    said += [_outside(trace, which).encode() for which in ("embed", "lm_head")]
+    return sha256_of_parts(said)
+
+
+def _outside(trace: Trace, which: str) -> str:
+    """Name, size and time of the file beside the trace that holds a weight; empty where there is none.
+
+    Who needs one that is not there is refused when it is read.
+    """
+    if trace.header.weights is not None:
+        return ""
+    try:
+        layout, _ = find_weight(trace.path, trace.header, which, trace.target_folder)
+    except TraceError:
+        return ""
+    told = os.stat(layout.path)
+    return f"{layout.path.name} {told.st_size} {told.st_mtime_ns}"
+
+
+def checkpoint_sha256(checkpoint: Checkpoint) -> str:
+    """Of a head's config and tensors."""
+    said: list[bytes | memoryview] = [repr(checkpoint.config).encode(), repr(checkpoint.notes).encode()]
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        said += [f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), tensor_bytes(tensor)]
+    return sha256_of_parts(said)
+
+
+def program_sha256() -> str:
+    """Of replay's version and sources."""
+    folders = [Path(str(import_module(name).__file__)).parent for name in _PACKAGES]
+    paths = sorted({path for folder in folders for path in folder.rglob("*.py")})
+    return sha256_of_parts([replay.__version__.encode(), *(path.read_bytes() for path in paths)])
+
+
+def sha256_of_parts(parts: Iterable[bytes | memoryview]) -> str:
+    """Of all parts, each by itself first, so that where one ends counts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()
