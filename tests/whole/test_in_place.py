@@ -39,8 +39,8 @@ def pinned_by_the_installed() -> dict[str, str]:
 def test_what_sglang_pins_may_stay(release: str, extra: str) -> None:
     pins = pinned_by_the_installed() if release == "installed" else PINNED[release]
     assert "torch" in pins
-    moved = [str(one) for one in required(extra)
-             if (pin := pins.get(canonicalize_name(one.name))) is not None and not one.specifier.contains(pin)]  # fmt: skip
+    known = ((one, pins.get(canonicalize_name(one.name))) for one in required(extra))
+    moved = [str(one) for one, pin in known if pin is not None and not one.specifier.contains(pin)]
     assert moved == []
 
 
