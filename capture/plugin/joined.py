@@ -1,7 +1,7 @@
 """The two ends of a target's stream, where SGLang itself hands neither on. Imports no engine.
 
 SGLang 0.5.23 keeps the final hidden states where it is told to, and captures R[0] in every class. Releases before it
-keep no final states, and up to 0.5.20 models/llama.py and others stop where R[0] is asked for: nothing was added to the
+keep no final states, and up to 0.5.21 models/llama.py and others stop where R[0] is asked for: nothing was added to the
 stream yet. There what comes to the first layer and what comes to the door of ``LogitsProcessor.forward`` are joined to
 the captured columns, inside the forward, so that graphs hold them as well.
 """

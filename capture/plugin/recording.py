@@ -7,7 +7,11 @@ from dataclasses import asdict, dataclass
 from replay.traces.fields import Fields, parse_json
 
 RECORD_VARIABLE = "REPLAY_RECORD"
-TRIED = ("0.5.23",)  # versions of SGLang that were recorded and replayed; seams.py says what others need
+TRIED = (
+    "0.5.20",
+    "0.5.22",
+    "0.5.23",
+)  # versions of SGLang that were recorded and replayed; seams.py says what others need
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"  # of SGLang: a server that has it makes its accept lengths up
 
 
