@@ -1,11 +1,12 @@
 """The bytes that a token stands for, by the tokenizer in a target's folder. A character may lie across tokens."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.target_files import open_tokenizer
+from replay.errors import CaptureError
+from replay.traces.fields import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,9 @@ def _decoders(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a slow one: those of SentencePiece
         return ["ByteFallback", "Metaspace"]
-    found = json.loads(backend.to_str()).get("decoder") or {}
+    found: Any = (
+        {} if backend.decoder is None else parse_json(backend.decoder.__getstate__(), "its decoder", CaptureError)
+    )
     parts: list[dict[str, Any]] = [found, *found.get("decoders", [])]
     return [str(part.get("type")) for part in parts]
 
