@@ -37,16 +37,28 @@ def activate() -> None:
 
 
 def _install(scheduler: Any) -> None:
-    """Hook this scheduler process; runs before its model is loaded."""
+    """Hook this scheduler process; runs before its model is loaded.
+
+    Whatever goes wrong here leaves the server unrecorded, unless a wiring was asked for: then it ends (WiringError).
+    """
     import sglang
 
+    from replay.capture.plugin.live import UNFORESEEN, in_words
     from replay.capture.plugin.plugin import Plugin
     from replay.capture.plugin.reporter import Reporter
-    from replay.capture.plugin.server_state import layout_problem, simulation_problem
 
     recording = Recording.from_json(os.environ[RECORD_VARIABLE])
     found = seams.find_seams(sglang.__version__)
     plugin = Plugin(recording, Reporter(recording, sglang.__version__), found)
+    try:
+        _set_up(plugin, found)
+    except UNFORESEEN as error:
+        plugin.refuse(f"the plugin could not be set up: {in_words(error)}")
+
+
+def _set_up(plugin: Any, found: seams.Found) -> None:
+    from replay.capture.plugin.server_state import layout_problem, simulation_problem
+
     problem = found.problem or layout_problem() or simulation_problem()
     if problem is not None:
         plugin.refuse(problem)

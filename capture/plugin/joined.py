@@ -32,15 +32,24 @@ class Joined:
     """
 
     def __init__(self, core: Any, processor: Any) -> None:
-        """Take the first layer of ``core``, the door of ``processor``. Raises CaptureError and then takes nothing."""
+        """Look at the first layer of ``core`` and the door of ``processor``; nothing is changed before ``begin``.
+
+        Raises CaptureError where they are not what this needs, and what an engine's own classes raise.
+        """
         self.problem = ""
         self._first: Tensor | None = None
         first = core.layers[0]
-        names, door_names = _parameters(first, "hidden_states"), _parameters(processor, "hidden_states")
-        _wrap(first, names, self._enter)
-        _wrap(processor, door_names, self._leave)
+        self._entry = first, _parameters(first, "hidden_states")
+        self._door = processor, _parameters(processor, "hidden_states")
+
+    def begin(self) -> None:
+        """Join the ends from the next forward on."""
+        _wrap(*self._entry, self._enter)
+        _wrap(*self._door, self._leave)
 
     def _enter(self, given: dict[str, Any]) -> None:
+        if self._first is not None:
+            self.problem = "the target's layers run more than once in a forward, so R[0] is not told from later inputs"
         self._first = given["hidden_states"].clone()  # the layer adds to it in place
 
     def _leave(self, given: dict[str, Any]) -> None:

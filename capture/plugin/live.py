@@ -16,12 +16,17 @@ from replay.capture.plugin.copy_rows import (
 )
 from replay.capture.plugin.recorder import RowRecorder
 from replay.capture.spool import RID_PREFIX
+from replay.errors import ReplayError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What our own code may raise on shapes or fields that it does not foresee: this ends recording, never the server.
-UNFORESEEN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, OSError)
+# What our own code, or an engine's that it calls, may raise on shapes or fields that it does not foresee: this ends
+# recording, never the server.
+UNFORESEEN = (
+    RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError, AssertionError, ImportError,
+    ArithmeticError,
+)  # fmt: skip
 
 
 def in_words(error: Exception) -> str:
@@ -91,5 +96,5 @@ class LiveRecording:
         """Rows that cannot be copied (no memory, an unforeseen shape) end the recording, not the server."""
         try:
             yield
-        except UNFORESEEN as error:
+        except (ReplayError, *UNFORESEEN) as error:
             self.recorder.fail(f"a forward's rows could not be copied: {in_words(error)}")

@@ -115,7 +115,7 @@ class Plugin:
         """Copy the rows of a target forward; give the draft the columns it had without us."""
         if runner.is_draft_worker or self.columns is None:
             return
-        given = out.logits_output
+        given = getattr(out, "logits_output", None)
         hidden, final = getattr(given, "hidden_states", None), getattr(given, "last_hidden_states", None)
         if hidden is None or not self.columns.are_all_in(hidden):
             return
@@ -139,13 +139,17 @@ class Plugin:
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """Tell ``/server_info`` where the rows lie."""
         manifest = self.reporter.manifest
-        result.internal_state["replay"] = {
+        told = {
             "folder": self.recording.folder,
             "launch": self.recording.launch,
             "host": manifest.host,
             "state": manifest.state,
             "reason": manifest.reason,
         }
+        try:
+            result.internal_state["replay"] = told
+        except UNFORESEEN as error:  # clients then find the folder by --recording alone
+            logger.error("replay: /server_info cannot say where the rows lie: %s", in_words(error))
 
     # ---- setting the taps ----
 
@@ -168,11 +172,13 @@ class Plugin:
             raise CaptureError(
                 f"SGLang {self.reporter.manifest.sglang} records embed beside other taps only: name one more"
             )
+        joined = None if kept else Joined(core, processor)  # looks first: what it raises leaves the model as it was
         capture_boundaries(runner.model, core, captured, self.release)
-        if kept:
+        if joined is None:
             processor.keep_last_hidden_states = True
         else:
-            self.joined = Joined(core, processor)
+            joined.begin()
+        self.joined = joined
         self.columns = columns  # from here on columns must be cut back, whatever else fails
         self._begin(runner, columns, given)
 

@@ -33,13 +33,14 @@ class Place:
         return owner, last
 
     def problem(self) -> str | None:
-        """What is not there, in half a sentence."""
+        """What is not there, in half a sentence. A module that cannot be imported here, for whatever reason, is not."""
         try:
             owner, last = self.owner()
             found = getattr(owner, last)
-        except (ImportError, AttributeError):
-            return f"{self.name} in {self.module}"
-        has = inspect.signature(found).parameters if self.wanted else {}
+            has = inspect.signature(found).parameters if self.wanted else {}
+        except Exception as error:  # an engine's module runs code of its own: a driver, a compiler, an assertion
+            why = "" if isinstance(error, ImportError | AttributeError) else f" ({type(error).__name__})"
+            return f"{self.name} in {self.module}{why}"
         lacking = [one for one in self.wanted if one not in has]
         return f"{self.name}({', '.join(lacking)}) in {self.module}" if lacking else None
 
@@ -66,6 +67,7 @@ SEAMS: Mapping[str, Seam] = {
             ),
         )
     ),
+    "result": Seam((Place(f"{_SRT}model_executor.model_runner", "ModelRunnerOutput", ("logits_output",)),)),
     "batch": Seam(
         (
             Place(

@@ -168,7 +168,10 @@ class Layer(torch.nn.Module):
 def joined() -> tuple[Joined, Any, Door]:
     core, processor = SimpleNamespace(layers=[Layer(), Layer()]), Door()
     assert keeps_final(processor) is False
-    return Joined(core, processor), core, processor
+    made = Joined(core, processor)
+    assert "forward" not in vars(processor)  # it only looks
+    made.begin()
+    return made, core, processor
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -199,6 +202,81 @@ def test_a_stream_that_passed_no_first_layer_is_told() -> None:
     made, _, processor = joined()
     processor(None, torch.ones(3, 2), None, None, [torch.ones(3, 2)])
     assert made.problem.startswith("a forward gave R[0] of other rows")
+
+
+def test_layers_that_run_twice_are_told() -> None:
+    made, core, processor = joined()
+    for _ in range(2):
+        core.layers[0](None, torch.zeros(3, 2))
+    processor(None, torch.ones(3, 2), None, None, [torch.ones(3, 2)])
+    assert "run more than once in a forward" in made.problem
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, AssertionError, ValueError, SystemError])
+def test_a_module_that_cannot_be_imported_for_any_reason_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def broken(name: str) -> Any:
+        raise error("no driver")
+
+    monkeypatch.setattr("replay.capture.plugin.seams.importlib.import_module", broken)
+    said = seams.Place("sglang.srt.speculative.eagle_info", "EagleDraftExtendInput").problem()
+    assert said == f"EagleDraftExtendInput in sglang.srt.speculative.eagle_info ({error.__name__})"
+
+
+def test_what_goes_wrong_while_hooks_are_put_leaves_the_server_unrecorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise AssertionError("moved")
+
+    monkeypatch.setattr(hooks, "_hook", broken)
+    monkeypatch.setattr("replay.capture.plugin.server_state.layout_problem", lambda: None)
+    monkeypatch.setattr("replay.capture.plugin.server_state.simulation_problem", lambda: None)
+    for wiring in (None, "embed,3,16"):
+        recording = Recording(str(tmp_path / str(wiring)), "0" * 16, None, wiring, 4)
+        monkeypatch.setenv(RECORD_VARIABLE, recording.to_json())
+        if wiring is None:
+            hooks._install(None)
+        else:
+            with pytest.raises(WiringError, match="the plugin could not be set up: AssertionError: moved"):
+                hooks._install(None)
+        (manifest,) = read_manifests(launch_folder(tmp_path / str(wiring), "0" * 16))
+        assert manifest.state == "refused" and "could not be set up" in manifest.reason
+
+
+def test_a_model_without_a_first_layer_to_join_keeps_what_it_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.5.23: nothing may be captured beside what the draft is fed where no one cuts it back."""
+    core = SimpleNamespace(layers=[SimpleNamespace() for _ in range(30)], layers_to_capture=[2, 15, 27])
+    model = type("LlamaForCausalLM", (SimpleNamespace,), {})(
+        model=core, logits_processor=Door(),
+        set_dflash_layers_to_capture=lambda ids: setattr(core, "layers_to_capture", [one + 1 for one in ids]),
+    )  # fmt: skip
+    config = SimpleNamespace(num_hidden_layers=30, hidden_size=2)
+    runner = SimpleNamespace(
+        is_draft_worker=False, model=model, spec_aux_config=SimpleNamespace(eagle_use_aux_hidden_state=True),
+        spec_algorithm=SimpleNamespace(is_none=lambda: False, is_eagle3=lambda: True),
+        model_config=SimpleNamespace(hf_text_config=config, vocab_size=16),
+    )  # fmt: skip
+    monkeypatch.setattr("replay.capture.plugin.server_state.resolved_arguments", dict)
+    plugin = Plugin(
+        Recording(str(tmp_path), "0" * 16, None, None, 4),
+        Reporter(Recording(str(tmp_path), "0" * 16, None, None, 4), "0.5.22"),
+    )
+    plugin.after_attention(None, runner)
+    (manifest,) = read_manifests(launch_folder(tmp_path, "0" * 16))
+    assert manifest.state == "refused" and "SimpleNamespace.forward takes no hidden_states" in manifest.reason
+    assert plugin.columns is None and core.layers_to_capture == [2, 15, 27]
+
+
+def test_a_result_that_takes_no_more_fields_is_left_as_it_is(tmp_path: Path) -> None:
+    recording = Recording(str(tmp_path), "0" * 16, None, None, 4)
+    plugin = Plugin(recording, Reporter(recording, "0.5.23"))
+    plugin.after_internal_state(SimpleNamespace(internal_state=()))
+    plugin.after_internal_state(object())
+    plugin.after_forward(object(), SimpleNamespace(is_draft_worker=False), None)
 
 
 def test_what_is_not_captured_is_left_alone() -> None:
