@@ -8,7 +8,7 @@
     return made;
   };
   const word = (place) => (place < 0 ? "?" : data.words[place]);
-  const quoted = (place) => (place < 0 ? "what is not known" : word(place).startsWith("#") ? word(place) : `"${word(place)}"`);
+  const quoted = (place) => (place < 0 ? "what is not known" : /^#\d+$/.test(word(place)) ? word(place) : `"${word(place)}"`);
   const percent = (parts) => (parts === null ? "" : parts < 5 ? "< 0.1 %" : `${(parts / 100).toFixed(1)} %`);
   const share = (parts) => (parts === null ? "" : ` (${percent(parts)})`);
   const marks = { accepted: "+", rejected: "x", unreached: "-", target: "*" };
@@ -81,18 +81,21 @@
   const only = labelled("only rounds whose first token was rejected", make("input"));
   only.type = "checkbox";
   const request = labelled("request", make("select"));
-  const all = "all categories";
-  for (const name of [all, ...new Set(data.requests.map((one) => one.category))]) category.append(make("option", name));
+  // Values are numbers: the text of an option loses spaces, and a category may be called as the first one is.
+  const option = (text, value) => Object.assign(make("option", text), { value: String(value) });
+  const categories = [...new Set(data.requests.map((one) => one.category))];
+  category.append(option("all categories", -1), ...categories.map(option));
 
   const wanted = () => data.requests.filter((one) =>
-    (category.value === all || one.category === category.value) && (!only.checked || one.rounds.some((row) => row[2] === 0)));
+    (category.value === "-1" || one.category === categories[Number(category.value)]) && (!only.checked || one.rounds.some((row) => row[2] === 0)));
   function refill() {
     const before = request.value;
-    request.replaceChildren(...wanted().map((one) => make("option", one.id)));
-    if (wanted().some((one) => one.id === before)) request.value = before;
+    const left = wanted().map((one) => data.requests.indexOf(one));
+    request.replaceChildren(...left.map((place) => option(data.requests[place].id, place)));
+    if (left.includes(Number(before)) && before !== "") request.value = before;
     choose();
   }
-  const choose = () => show(wanted().find((one) => one.id === request.value), only.checked);
+  const choose = () => show(request.value === "" ? undefined : data.requests[Number(request.value)], only.checked);
   category.addEventListener("change", refill);
   only.addEventListener("change", refill);
   request.addEventListener("change", choose);

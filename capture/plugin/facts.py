@@ -34,9 +34,10 @@ def target_info(
 ) -> dict[str, Any]:
     """The fields of traces.header.TargetInfo, from the target's (text) config."""
     context = getattr(config, "max_position_embeddings", None)
+    folder = _folder(config, model_path)
     return {
         "name": Path(model_path).name if Path(model_path).is_dir() else model_path,
-        "path": str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path,
+        "path": model_path if folder is None else str(folder),
         "architecture": architecture,
         "model_type": str(getattr(config, "model_type", "")),
         "layers": int(config.num_hidden_layers),
@@ -45,14 +46,27 @@ def target_info(
         "dtype": dtype,
         "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
         "max_position_embeddings": None if context is None else int(context),
-        "fingerprint": _fingerprint(config, model_path),
+        "fingerprint": _fingerprint(config, model_path, folder),
     }
 
 
-def _fingerprint(config: Any, model_path: str) -> str:
+def _folder(config: Any, model_path: str) -> Path | None:
+    """Where the checkpoint lies: the folder that was typed, or the hub id's snapshot that the server loaded."""
+    if Path(model_path).is_dir():
+        return Path(model_path).resolve()
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(model_path, revision=getattr(config, "_commit_hash", None), local_files_only=True)
+        )
+    except Exception:  # no hub id, or in no cache of this process: the hub's library raises many kinds
+        return None
+
+
+def _fingerprint(config: Any, model_path: str, folder: Path | None) -> str:
     """Of the checkpoint where it lies in a folder; else of the name and config alone."""
-    folder = Path(model_path)
-    if folder.is_dir():
+    if folder is not None:
         try:
             return fingerprint_target(folder)
         except (CaptureError, OSError):

@@ -252,7 +252,9 @@ def _together(
         variants=tuple(infos),
         requests=parts[0].requests,
         trace={**describe_trace(trace), "wirings": describe_wirings(variants, checkpoints, trace)},
-        drafts={name: {**said[0], "notes": _notes(said)} for name, said in heads.items()},
+        drafts={
+            name: {**said[0], "path": checkpoints[name].path, "notes": _notes(said)} for name, said in heads.items()
+        },
     )
 
 

@@ -196,6 +196,8 @@ def _read_words(trace: Trace, sources: Sources, found: _Found) -> None:
     folder = sources.target or Path(told.path)
     try:
         if not folder.is_dir():
+            if sources.target is not None:
+                raise UsageError(f"--target {folder} is no folder; give that of the target's checkpoint")
             raise UsageError(f"the target's folder {told.path} is not here; name it with --target")
         if told.fingerprint and sources.target and fingerprint_target(folder) != told.fingerprint:
             raise UsageError(f"--target {folder} is not the checkpoint of {told.name} that was recorded; give that one")
@@ -291,7 +293,7 @@ def _read(
         wanted_AK = known_T[torch.tensor(anchors)[:, None] + 1 + torch.arange(drafted_AK.shape[1])]
         ranked = rank_along(group.head, item, drafted_AK, wanted_AK, top)
     behind_A = ranked.behind_AK.amax(1)
-    if float(behind_A.max()) > _SAME:
+    if not float(behind_A.max()) <= _SAME:  # NaN, of logits that are not finite, too
         raise TraceError(
             f"draft head {group.head.name} does not draft what the rounds hold (round {int(behind_A.argmax())} of "
             f"request {rows.request_id!r}): the head or the trace has changed; simulate again"

@@ -97,3 +97,19 @@ def test_other_failures_of_the_hub_are_told_apart(cache: Path, monkeypatch: pyte
         with pytest.raises(CheckpointError) as raised:
             head_folder(Path("org/other"))
         assert said in str(raised.value)
+
+
+def test_a_server_that_was_started_by_a_hub_id_names_the_snapshot_that_it_loaded(cache: Path, tmp_path: Path) -> None:
+    """So that --target and a trace of the same checkpoint's folder agree with it."""
+    from types import SimpleNamespace
+
+    from replay.capture.plugin.facts import target_info
+    from replay.capture.target_files import fingerprint_target
+
+    snapshot = cache / "models--org--head" / "snapshots" / COMMIT
+    config = SimpleNamespace(num_hidden_layers=4, _commit_hash=COMMIT, to_json_string=lambda: "{}")
+    told = target_info(config, "LlamaForCausalLM", "org/head", 16, 64, "bfloat16")
+    assert (told["name"], told["path"]) == ("org/head", str(snapshot))
+    assert told["fingerprint"] == fingerprint_target(snapshot)
+    other = target_info(config, "LlamaForCausalLM", "org/nothing", 16, 64, "bfloat16")
+    assert other["path"] == "org/nothing" and other["fingerprint"] != told["fingerprint"]

@@ -88,6 +88,15 @@ def test_the_rounds_are_those_of_a_run_without(tmp_path: Path, trace: Trace, hea
     assert len(lots) == replayed
 
 
+def test_a_head_that_was_moved_is_named_where_it_is(tmp_path: Path, trace: Trace) -> None:
+    found = []
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        head = replay.load_head(write_head(tmp_path / place / "h", CONFIG))
+        found.append(cached(tmp_path / "cache", trace, head, variants()).drafts["h"]["path"])
+    assert found == [str(tmp_path / "one" / "h"), str(tmp_path / "two" / "h")]
+
+
 def test_a_part_of_a_sweep_is_found_in_another(tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int]) -> None:
     """Steps are replayed in one run at the most of them: those that were kept of a longer one are the same."""
     asked = variants()

@@ -105,7 +105,7 @@ def test_what_was_typed_is_refused_where_it_is_another(served: tuple[Trace, Path
         "does not draft what the rounds hold": lambda: show_tokens(rounds, ONE, None, Sources(draft=other_head)),
         "has another text than was simulated": lambda: show_tokens(rounds, ONE, None, Sources(trace=spoken)),
         "is another than was simulated": lambda: show_tokens(rounds, ONE, None, Sources(trace=longer)),
-        "is not here": lambda: show_tokens(rounds, ONE, None, Sources(target=tmp_path / "none")),
+        "none is no folder; give that": lambda: show_tokens(rounds, ONE, None, Sources(target=tmp_path / "none")),
     }
     for why, ask in refused.items():
         with pytest.raises((TraceError, UsageError), match=why):
