@@ -115,7 +115,7 @@ class Plugin:
         """Copy the rows of a target forward; give the draft the columns it had without us."""
         if runner.is_draft_worker or self.columns is None:
             return
-        given = getattr(out, "logits_output", None)
+        given: Any = getattr(out, "logits_output", None)
         hidden, final = getattr(given, "hidden_states", None), getattr(given, "last_hidden_states", None)
         if hidden is None or not self.columns.are_all_in(hidden):
             return
