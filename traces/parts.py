@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 from replay.errors import UsageError
@@ -119,7 +120,11 @@ def _check_known(part: Part, requests: Sequence[Named]) -> None:
     counts = Counter(map(_category, requests))
     for category in part.categories:
         if category not in counts:
-            there = some([f"{name} ({count})" for name, count in sorted(counts.items())])
+            if not counts:
+                raise UsageError(f"no request is of category {show(category)}: none is whole yet; wait for one")
+            near = get_close_matches(category.lower(), counts, 1)
+            names = [*near, *sorted(name for name in counts if name not in near)]
+            there = some([f"{name} ({counts[name]})" for name in names])
             raise UsageError(f"no request is of category {show(category)}, there are {there}; type one of these")
     ids = {request.request_id for request in requests} if part.requests else set()
     for name in part.requests:

@@ -88,6 +88,8 @@ def read_costs(asked: Question) -> Costs:
     timings = join_timings([*map(typed_timing, asked.times), *read])
     if not timings and not typed:
         raise UsageError(NO_TIMING)
+    if typed.get("kv") and asked.context is None and not any(timing.load.context for timing in timings):
+        raise UsageError("--cost kv counts tokens of context, and none are told; type --context N")
     if asked.context is not None:
         timings = [_at(timing, asked.context) for timing in timings]
     listed(asked.steps, "--steps", MOST_STEPS)
@@ -138,8 +140,8 @@ def _known_lengths(
     found = lengths_of_timings([*timings, *map(typed_length, asked.lengths)])
     if len(found) < 2:
         raise UsageError(
-            "no accept length is known; type a rounds file of replay simulate --steps 1,2,3 -o ROUNDS, or a trace and "
-            "--draft, or --length steps=3,accept=2.1, or accept=L in --time"
+            "no accept length is known; type a rounds file of replay simulate --steps 1 --steps 3 -o ROUNDS, or a "
+            "trace and --draft, or --length steps=3,accept=2.1, or accept=L in --time"
         )
     return found
 

@@ -55,7 +55,8 @@ def read_benchmark(typed: str) -> list[Timing]:
     try:
         text = _text(read_small(path, _MOST, follow=True))
     except TraceCorruptError as error:
-        raise UsageError(str(error)) from error
+        said = f"{path} is UTF-16; save it as UTF-8" if str(error) == "UTF-16" else f"{error}; give {_FORMS}"
+        raise UsageError(said) from error
     documents = _documents(text)
     if documents is None:
         timings = list(_from_log(text, path, said))
@@ -75,7 +76,7 @@ def _split(typed: str) -> tuple[str, Mapping[str, float]]:
 
 def _text(data: bytes) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise TraceCorruptError("it is UTF-16; save it as UTF-8")
+        raise TraceCorruptError("UTF-16")
     return data.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
 
 

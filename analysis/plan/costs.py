@@ -87,6 +87,8 @@ def possible_machines(
     if not timings:
         if not typed:
             raise UsageError(NO_TIMING)
+        if not typed.get("pass"):
+            raise UsageError("--cost says no time of the target's pass; type pass=MS, as in pass=37.7,rest=35,draft=26")
         return Machines(np.array([[typed.get(term, 0.0) for term in TERMS]]), 0.0, tuple(typed))
     rows = np.stack([columns(timing.setting, timing.load) for timing in timings])
     wanted = np.array([timing.seconds for timing in timings])

@@ -120,8 +120,9 @@ def make_plan(
     rows, choices = [], []
     for load in loads:
         times = {setting: _seconds(machines, timings, setting, load) for setting in settings}
-        speeds = {setting: _speeds(load, times[setting], lengths.get(setting)) for setting in settings}
-        here = [_row(load, setting, times, lengths.get(setting), timings) for setting in settings]
+        timed = [setting for setting in settings if times[setting].min() > 0]  # nothing may be told of a plain step
+        speeds = {setting: _speeds(load, times[setting], lengths.get(setting)) for setting in timed}
+        here = [_row(load, setting, times, lengths.get(setting), timings) for setting in timed]
         rows += here
         choices.append(_choose(load, here, speeds))
     rules = judge_rules(played, loads, machines)
@@ -157,10 +158,11 @@ def _row(
     seconds_M = times[setting]
     accept = Range(nan, nan, nan) if length is None else Range(length.value, *length.ci95)
     took = _range(seconds_M)
-    plain = _range(times[PLAIN])
-    paid_M = seconds_M / times[PLAIN]  # machine by machine, so that what both have in common cancels
-    even = Range(took.value / plain.value, float(paid_M.min()), float(paid_M.max()))
-    gain = Range(1 / even.value, 1 / even.high, 1 / even.low)
+    even = gain = None
+    if (plain := _range(times[PLAIN])).known:
+        paid_M = seconds_M / times[PLAIN]  # machine by machine, so that what both have in common cancels
+        even = Range(took.value / plain.value, float(paid_M.min()), float(paid_M.max()))
+        gain = Range(1 / even.value, 1 / even.high, 1 / even.low)
     return Row(
         load=load,
         setting=setting,
@@ -169,8 +171,8 @@ def _row(
         round_ms=_scaled(took, 1000),
         tokens_per_second=_quotient(_scaled(accept, load.batch), took),
         token_ms=_scaled(_quotient(took, accept), 1000),
-        break_even=even if plain.known else None,
-        speedup=_product(accept, gain) if plain.known else None,
+        break_even=even,
+        speedup=None if gain is None else _product(accept, gain),
         timed=any((timing.setting, timing.load) == (setting, load) for timing in timings),
     )
 
@@ -199,6 +201,8 @@ def _choose(load: Load, rows: Sequence[Row], speeds: Mapping[Setting, Floats]) -
     alike.sort(key=lambda row: -row.tokens_per_second.value)
     drafting = [row.setting.speculates for row in (best, *alike)]
     advice = "cannot tell" if len(set(drafting)) > 1 else "speculate" if drafting[0] else "do not speculate"
+    if all(row.setting.speculates for row in rows):
+        return Choice(load, "cannot tell", best, tuple(row.setting for row in alike), PLAIN)
     loose = [row for row in (best, *alike) if not row.round_ms.known]
     measure = max(loose, key=lambda row: _spread(row.round_ms)).setting if alike and loose else None
     return Choice(load, advice, best, tuple(row.setting for row in alike), measure)

@@ -11,7 +11,7 @@ from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.plan.plan import MISFIT, Choice, Plan, Range, Row, untimed_plain
 from replay.analysis.plan.policies import Rule
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
-from replay.analysis.plan.settings import PLAIN, Setting
+from replay.analysis.plan.settings import PLAIN
 from replay.analysis.tables import Fitted, bullet, column, heading, pairs
 
 _TERMS = {
@@ -45,7 +45,13 @@ def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]], requests: int
 def answer(plan: Plan, choice: Choice) -> str:
     """What to do at one load, in one sentence or two."""
     place = choice.load.spelled[0].upper() + choice.load.spelled[1:]
-    best, plain = choice.best, _row(plan, choice, PLAIN)
+    best = choice.best
+    plain = next((row for row in plan.rows if (row.load, row.setting) == (choice.load, PLAIN)), None)
+    if plain is None:
+        return (
+            f"{place}: cannot tell whether it pays, since no timing says what a step without speculation takes. Of the "
+            f"depths {best.setting.spelled} has the most, {_speed(best)}."
+        )
     if choice.advice == "cannot tell":
         others = wording.listed([setting.spelled for setting in (best.setting, *choice.alike)][:4])
         more = "" if choice.measure is None else f" Time {choice.measure.spelled} there: it would tell most."
@@ -103,7 +109,7 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
             "gives them exactly."
         )
     if any(row.length_source == "timing" for row in plan.rows):
-        yield "Accept lengths that came with a timing have no interval."
+        yield "Accept lengths that were typed or came with a timing have no interval."
     if plan.timings and (loads := untimed_plain(plan)):
         yield f"Nobody timed {loads[0].spelled} without speculation; add it, since every answer is held against it."
 
@@ -172,10 +178,6 @@ def rule_sentence(rule: Rule) -> str:
         f"{place}: {told} the best fixed depth ({rule.against.spelled}), {value:.3f} times its tok/s "
         f"({low:.3f} to {high:.3f})."
     )
-
-
-def _row(plan: Plan, choice: Choice, setting: Setting) -> Row:
-    return next(row for row in plan.rows if (row.load, row.setting) == (choice.load, setting))
 
 
 def _best_drafting(plan: Plan, choice: Choice) -> Row | None:

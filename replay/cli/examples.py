@@ -53,7 +53,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "trace": (
         "replay trace stats trace",
         "replay trace merge monday tuesday -o both",
-        "replay trace subset both --category coding -o coding",
+        "replay trace subset both --category code -o code",
     ),
     "demo": ("replay demo", "replay demo -o demo --max-new-tokens 64"),
 }

@@ -18,7 +18,7 @@ def refuse_repeats(command: click.Command, arguments: Sequence[str]) -> None:
         if place is not None:
             refuse_repeats(command.commands[arguments[place]], arguments[place + 1 :])
         return
-    context = click.Context(command, info_name=command.name, resilient_parsing=True)
+    context = click.Context(command, info_name=command.name, resilient_parsing=True, help_option_names=["-h", "--help"])
     _, _, order = command.make_parser(context).parse_args(list(arguments))
     options = [one for one in order if isinstance(one, click.Option) and not (one.multiple or one.is_flag or one.count)]
     for option in options:

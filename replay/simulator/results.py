@@ -122,7 +122,7 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
     """What a report and ``simulate --json`` say of the trace."""
     header = trace.header
     return {
-        "path": str(trace.path),
+        "path": str(trace.path.absolute()),  # rounds are looked at from other folders too
         "target": header.target.name,
         "model_type": header.target.model_type,
         **{fact: getattr(header.target, fact) for fact in ONE_TARGET},

@@ -285,6 +285,8 @@ def _read(
 ) -> Ranked:
     """Raises TraceError where this head would not have drafted what stands in the rounds."""
     anchors = [row["anchor"] for row in played]
+    if not all(rows.prompt_tokens <= anchor < len(rows.tokens) for anchor in anchors):
+        raise TraceError(f"rounds of request {rows.request_id!r} lie outside of its tokens; simulate again")
     lead = FollowedRounds(tuple(anchors), tuple(row["accepted"] for row in played))
     spans = served_spans(trace.served_rounds()) if group.head.execution.product_rows is not None else {}
     with torch.inference_mode():

@@ -95,6 +95,17 @@ def test_what_the_timings_leave_open_is_a_wide_range_that_holds_the_truth() -> N
     assert not found.round_ms.known
 
 
+@pytest.mark.parametrize("times", [["steps=5,accept=1.8,tok/s=54.8"], ["batch=2,steps=3,accept=2,ms=20"]])
+def test_without_a_plain_timing_it_cannot_be_told_whether_it_pays(times: list[str]) -> None:
+    """As of the log of a server that drafts."""
+    planned = plan(*times, steps="1,2")
+    (choice,) = planned.plan.choices
+    assert choice.advice == "cannot tell" and choice.measure == PLAIN
+    assert all(row.speedup is None and row.setting.speculates for row in planned.plan.rows)
+    assert "no timing says what a step without speculation takes" in answer(planned.plan, choice)
+    assert json.loads(json.dumps(planned.to_json()["choices"]))
+
+
 def test_timings_of_different_machines_are_in_doubt() -> None:
     planned = plan("ms=10", "batch=2,ms=10.1", "batch=4,ms=15", "steps=2,accept=2,ms=15", "batch=8,ms=9")
     assert planned.plan.misfit > 0.1
@@ -287,6 +298,9 @@ def test_a_cost_that_means_nothing_is_refused(typed: str) -> None:
         ({"costs": ["pass=1"], "lengths": ["steps=3,accept=2"], "steps": "0"}, "--steps"),
         ({"times": ["ms=9,context=10", "ms=8", "steps=3,accept=2,ms=9"], "batch": "1"}, "several contexts"),
         ({"costs": ["pass=1"], "lengths": ["steps=3,accept=2"], "variant": "v"}, "--variant"),
+        ({"costs": ["draft=26"], "lengths": ["steps=3,accept=2"]}, "type pass=MS"),
+        ({"costs": ["pass=0,draft=0"], "lengths": ["steps=3,accept=2"]}, "type pass=MS"),
+        ({"costs": ["pass=1,kv=0.1"], "lengths": ["steps=3,accept=2"]}, "--context"),
         ({"costs": ["pass=100"], "times": ["ms=1"], "lengths": ["steps=3,accept=2"]}, "no server has all"),
     ],
 )
