@@ -146,10 +146,12 @@ def _ids(traces: Sequence[Trace], named_by_trace: bool) -> list[dict[str, str]]:
     ]
     counts = Counter(name for ids in named for name in ids.values())
     if twice := [name for name, count in counts.items() if count > 1]:
-        raise UsageError(
-            f"{len(twice)} ids of requests stand in more than one trace ({some(twice)}); type --name-by-trace to put "
-            "the name of its folder before each, or give folders of different names"
+        mend = (
+            "give folders of different names, each once"
+            if named_by_trace
+            else "type --name-by-trace to put the name of its folder before each"
         )
+        raise UsageError(f"{len(twice)} ids of requests stand in more than one trace ({some(twice)}); {mend}")
     return named
 
 

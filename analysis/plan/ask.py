@@ -1,6 +1,6 @@
 """What was typed → the plan: timings read, loads and depths listed, accept lengths found."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from replay.analysis import wording
@@ -137,13 +137,22 @@ def _known_lengths(
         return lengths_of_rounds(rounds, asked.variant)
     if played:
         return depth_lengths(played)
-    found = lengths_of_timings([*timings, *map(typed_length, asked.lengths)])
+    found = lengths_of_timings([*timings, *_once(map(typed_length, asked.lengths))])
     if len(found) < 2:
         raise UsageError(
             "no accept length is known; type a rounds file of replay simulate --steps 1 --steps 3 -o ROUNDS, or a "
             "trace and --draft, or --length steps=3,accept=2.1, or accept=L in --time"
         )
     return found
+
+
+def _once(lengths: Iterable[Timing]) -> list[Timing]:
+    """Raises UsageError for two accept lengths of one setting."""
+    told: dict[Setting, Timing] = {}
+    for length in lengths:
+        if told.setdefault(length.setting, length) is not length:
+            raise UsageError(f"--length says the accept length of {length.setting.spelled} twice; type it once")
+    return list(told.values())
 
 
 def _at(timing: Timing, context: int) -> Timing:

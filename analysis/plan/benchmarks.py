@@ -32,7 +32,7 @@ from replay.analysis.plan.settings import (
 )
 from replay.analysis.plan.timings import Timing, check_accept, round_seconds
 from replay.errors import TraceCorruptError, UsageError
-from replay.traces.fields import is_integer, is_number, parse_json
+from replay.traces.fields import is_integer, is_number, parse_json, show
 from replay.traces.files import as_path, read_small
 
 _MOST = 1 << 26  # bytes of a file that is read
@@ -55,8 +55,8 @@ def read_benchmark(typed: str) -> list[Timing]:
     try:
         text = _text(read_small(path, _MOST, follow=True))
     except TraceCorruptError as error:
-        said = f"{path} is UTF-16; save it as UTF-8" if str(error) == "UTF-16" else f"{error}; give {_FORMS}"
-        raise UsageError(said) from error
+        why = f"{path} is UTF-16; save it as UTF-8" if str(error) == "UTF-16" else f"{error}; give {_FORMS}"
+        raise UsageError(why) from error
     documents = _documents(text)
     if documents is None:
         timings = list(_from_log(text, path, said))
@@ -105,11 +105,14 @@ def _from_document(document: Mapping[str, Any], path: Path, said: Mapping[str, f
     return None
 
 
-def _from_bench_speculative(document: Mapping[str, Any], path: Path) -> Timing | None:
+def _from_bench_speculative(document: Mapping[str, Any], path: Path) -> Timing:
     batch, steps = _count(document, "batch_size", MOST_BATCH), _count(document, "steps", MOST_STEPS)
     seconds = _number(document, "step_time", 1e-9, 1e6)
     if not batch or steps is None or seconds is None:
-        return None
+        raise UsageError(
+            f"{path} has a line of batch_size {show(document.get('batch_size'))}, steps {show(document.get('steps'))} "
+            f"and step_time {show(document['step_time'])}, no timing of a server; take it out"
+        )
     topk, size = _count(document, "topk", MOST_NODES) or 1, _count(document, "num_draft_tokens", MOST_NODES)
     setting = make_setting(steps, topk, size)
     accept = _number(document, "acc_length", 1, setting.most) if setting.speculates else 1.0

@@ -90,7 +90,13 @@ def plan(
 
     asked = Question(times, benches, costs, lengths, batch, context, steps, variant)
     told = read_costs(asked)  # before anything is replayed
+    if draft is not None and (lengths or variant is not None):
+        raise UsageError("--length and --variant go without a trace; leave them out, or --draft and the trace")
     is_trace = source is not None and source.is_dir()
+    if is_trace and draft is None:
+        raise UsageError(
+            f"{source} is a folder, and a trace is planned with a head; add --draft DIR, or name a rounds file"
+        )
     if is_trace != (draft is not None) or (wiring is not None and not is_trace):
         raise UsageError("--draft and --wiring go with a trace; type a trace's folder and --draft DIR, or neither")
     played = (
