@@ -60,7 +60,7 @@ def _folder(config: Any, model_path: str) -> Path | None:
         return Path(
             snapshot_download(model_path, revision=getattr(config, "_commit_hash", None), local_files_only=True)
         )
-    except Exception:  # no hub id, or in no cache of this process: the hub's library raises many kinds
+    except (ImportError, OSError, ValueError):  # no hub id, or in no cache of this process
         return None
 
 

@@ -235,6 +235,7 @@ def _as_block(config: Settings, found: HeadConfig) -> HeadConfig:
         use_aux_hidden_state=True,
         layer_ids=ids,
         family="dflash",
+        qk_norm=True,
         block=read_block(config),
     )
 

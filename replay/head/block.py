@@ -7,50 +7,21 @@ Suffixes as in model.py; A anchors, B rows of a block, R rows of the context, G 
 Sources: dflash 0.1.0 ``dflash/model.py``; SGLang 0.5.23 models/dflash.py and speculative/dflash_worker_v2.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from replay.checkpoint.config import HeadConfig
 from replay.engines.profiles import Numerics
 from replay.head.attention import KeyValues
-from replay.head.emulation import RoundedProducts
-from replay.head.grouped import CachedWidths, Norm, Projected, Rotation
-from replay.head.products import ProductSizes
-from replay.head.rope import rotate, rotate_interleaved
+from replay.head.grouped import GroupedAttention, Norm, Rotation
 
 # Scores of one piece, in elements: bounds memory on long requests (64 MiB in fp32).
 _PIECE_SCORES = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class BlockAttention:
-    """As grouped attention, with a norm of each head's query and key; and keys and values of context rows alone."""
-
-    config: HeadConfig
-    other_pairs: bool
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor | None, ...]
-    product: RoundedProducts
-    stored: Callable[[Tensor], Tensor]
-
-    @property
-    def cached(self) -> CachedWidths:
-        """Key-value heads, and the width of one twice."""
-        return CachedWidths(self.config.num_kv_heads, self.config.head_dim, self.config.head_dim)
-
-    def project(
-        self, layer: int, inputs_RI: Tensor, rotation: Rotation, sizes: ProductSizes | None, norm: Norm
-    ) -> Projected:
-        """Rotated queries [R, N, H], and keys and values [R, M, H] as the draft KV holds them."""
-        config, prefix = self.config, f"layers.{layer}.self_attn"
-        widths = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
-        product = self.product(f"{prefix}.qkv_proj", inputs_RI, self.weights[layer], self.biases[layer], sizes)
-        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in product.split(widths, dim=-1))
-        q = self._turn(norm(q, f"{prefix}.q_norm"), rotation)
-        return q, self.stored(self._turn(norm(k, f"{prefix}.k_norm"), rotation)), self.stored(v)
+class BlockAttention(GroupedAttention):
+    """As grouped attention with norms of queries and keys; and keys and values of context rows alone."""
 
     def context(self, layer: int, fused_RE: Tensor, rotation: Rotation, norm: Norm) -> KeyValues:
         """Keys and values [R, M, H] of context rows, from their fused features."""
@@ -59,14 +30,7 @@ class BlockAttention:
         bias_O = None if bias_O is None else bias_O[queries:]
         product = self.product(f"{prefix}.qkv_proj", fused_RE, self.weights[layer][queries:], bias_O, None)
         k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in product.chunk(2, dim=-1))
-        return KeyValues(self.stored(self._turn(norm(k, f"{prefix}.k_norm"), rotation)), self.stored(v))
-
-    def leave(self, mixed_RI: Tensor, sizes: ProductSizes | None) -> Tensor:
-        """What o_proj takes in [R, N*H]: the mixed values as they are."""
-        return mixed_RI
-
-    def _turn(self, x_RNH: Tensor, rotation: Rotation) -> Tensor:
-        return (rotate_interleaved if self.other_pairs else rotate)(x_RNH, *rotation)
+        return KeyValues(self.stored(self.turned(norm(k, f"{prefix}.k_norm"), rotation)), self.stored(v))
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,11 @@ class GroupedAttention:
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in product.split(widths, dim=-1))
         if config.qk_norm:
             q, k = norm(q, f"layers.{layer}.self_attn.q_norm"), norm(k, f"layers.{layer}.self_attn.k_norm")
-        turn = rotate_interleaved if self.other_pairs else rotate
-        return turn(q, *rotation), self.stored(turn(k, *rotation)), self.stored(v)
+        return self.turned(q, rotation), self.stored(self.turned(k, rotation)), self.stored(v)
+
+    def turned(self, x_RNH: Tensor, rotation: Rotation) -> Tensor:
+        """Queries or keys at their positions."""
+        return (rotate_interleaved if self.other_pairs else rotate)(x_RNH, *rotation)
 
     def leave(self, mixed_RI: Tensor, sizes: ProductSizes | None) -> Tensor:
         """What o_proj takes in [R, N*H]: the mixed values as they are."""
