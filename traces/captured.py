@@ -79,6 +79,8 @@ class CapturedRequest:
             server_cached_tokens=None if server is None else server.cached_tokens,
             server_prefill_rows=None if self.pieces is None else tuple(rows for rows, _ in self.pieces),
             server_prefill_forward_rows=None if self.pieces is None else tuple(whole for _, whole in self.pieces),
+            prefix_requests=None,
+            prefix_rows=None,
             shard_bytes=0,
             shard_sha256="",
         )

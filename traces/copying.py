@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from replay.errors import TraceError, UsageError
 from replay.traces.captured import CapturedRequest, ServerCounters
 from replay.traces.fields import some
-from replay.traces.header import ONE_TARGET, TraceHeader
+from replay.traces.header import OLDEST, ONE_TARGET, TraceHeader
 from replay.traces.reader import Trace
 from replay.traces.whole import check_output, whole_folder
 from replay.traces.writer import TraceWriter
@@ -173,15 +173,16 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
                     f"the traces differ in {name}, {_say(one)} in {traces[0].path} and {_say(other)} in {trace.path}; "
                     "give traces that were recorded alike, or replay each by itself"
                 )
+    first = replace(first, weights=None, version=OLDEST)  # the writer finds anew what is shared
     if not others:
-        return replace(first, weights=None)
+        return first
     digest = hashlib.sha256("".join(header.capture.prompts_sha256 for header in (first, *others)).encode()).hexdigest()
     most = max(header.capture.max_new_tokens for header in (first, *others))
     missing = dict.fromkeys(what for header in (first, *others) for what in header.missing)
     seeds = {header.capture.seed for header in (first, *others)}
     told = ("the one prompt file: it was merged of several",) + ("the one seed: there are several",) * (len(seeds) > 1)
     capture = replace(first.capture, prompts_sha256=digest, max_new_tokens=most)
-    return replace(first, weights=None, capture=capture, missing=(*missing, *told))
+    return replace(first, capture=capture, missing=(*missing, *told))
 
 
 def _say(value: object) -> str:

@@ -18,7 +18,7 @@ from replay.traces.taps import EMBED, FINAL, parse_tap, sort_taps
 
 FORMAT = "replay-trace"
 MAX_HEADER_FILE = 1 << 24
-VERSION = 1
+VERSION, OLDEST = 2, 1  # the versions that are read; the oldest one is written wherever it can say all
 
 TAP_DTYPES = ("bfloat16", "float16", "float32")
 STATES = ("recording", "complete")
@@ -120,7 +120,7 @@ class TraceHeader:
     rounds_sha256: str | None = None
     shard_headers_sha256: str | None = None
     state: str = "recording"
-    version: int = VERSION
+    version: int = OLDEST
     header_sha256: str | None = field(default=None, compare=False)  # as it was read; None where a file has none
 
     @property
@@ -166,7 +166,7 @@ class TraceHeader:
             rounds_sha256=root.optional_sha256("rounds_sha256"),
             shard_headers_sha256=_later_sum(root, "shard_headers_sha256"),
             state=root.choice("state", STATES),
-            version=VERSION,
+            version=root.integer("version", OLDEST, VERSION),
             header_sha256=_later_sum(root, "header_sha256"),
         )
         _check_agreement(header, source)
@@ -197,13 +197,10 @@ def _check_version(root: Fields, source: str) -> None:
             f"{source} is not the header of a replay trace: its format is {show(kind)}, not {FORMAT}"
         )
     version = root.integer("version", 0, MAX_COUNT)
-    if version > VERSION:
+    if not OLDEST <= version <= VERSION:
+        mend = "update replay" if version > VERSION else "capture it again"
         raise TraceVersionError(
-            f"{source} is of trace format version {version}, this replay reads version {VERSION}: update replay"
-        )
-    if version < VERSION:
-        raise TraceVersionError(
-            f"{source} is of trace format version {version}, this replay reads version {VERSION}: capture it again"
+            f"{source} is of trace format version {version}, this replay reads versions {OLDEST} to {VERSION}: {mend}"
         )
 
 

@@ -19,6 +19,7 @@ from replay.traces.header import TraceHeader, read_header
 from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
 from replay.traces.records import Piece, RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
+from replay.traces.stretches import TOKENS, runs, stretches
 from replay.traces.taps import EMBED, sort_taps
 from replay.traces.tensors import Layout, map_rows
 from replay.traces.verify import Verifier
@@ -168,8 +169,9 @@ class Trace:
 
         Raises TraceCorruptError; nothing of a trace that was opened without ``verify``.
         """
-        for shard in dict.fromkeys(record.shard for record in self.records):
-            self._layout(shard)
+        for record in self.records:
+            for one in stretches(self._every, record, 0, record.rows):
+                self._layout(one.record.shard)
         if self._verifier is not None and self.header.weights is not None:
             self._verifier.check(self.path / files.WEIGHTS, 0, self.header.weights.sha256)
 
@@ -207,13 +209,14 @@ class Trace:
     def read(self, index: int, taps: Sequence[str]) -> RequestRows:
         """Request ``index`` with ``taps`` (canonical names). Only its own rows are touched.
 
-        The tensors are private mappings of the shard: they live on after the trace, and writing to them changes no
-        file. Raises WiringError for a tap that the trace lacks, TraceCorruptError for NaN, Inf or impossible ids.
+        The tensors are private: mappings of the shard, or copies where the first rows lie with earlier requests. They
+        live on after the trace, and writing to them changes no file. Raises WiringError for a tap that the trace lacks,
+        TraceCorruptError for NaN, Inf or impossible ids.
         """
         import torch
 
         record = self.records[index]
-        tokens = self._rows(record, "tokens", record.token_start, record.tokens).to(torch.int64)
+        tokens = self._stored(record, TOKENS, record.tokens).to(torch.int64)
         self._check_ids(record, "tokens", tokens)
         return RequestRows(
             request_id=record.request_id,
@@ -234,9 +237,8 @@ class Trace:
         They are given as they are, NaN and Inf included. Raises WiringError for a tap that the trace lacks,
         TraceCorruptError for impossible ids.
         """
-        record = self.records[index]
         if tap in self.header.taps:
-            return self._rows(record, f"tap.{tap}", record.row_start, record.rows)[list(rows)]
+            return self.rows_of_many(tap, {index: rows})
         if self._is_looked_up(tap):
             return self._embed[self.read(index, ()).tokens[list(rows)]]
         raise self._lacks(tap)
@@ -245,12 +247,10 @@ class Trace:
         """``rows`` of one stored tap of many requests, by index in rising order [R, width]: a copy, as ``tap_rows``."""
         import torch
 
-        wanted: dict[str, list[int]] = {}
-        for index, chosen in rows.items():
-            record = self.records[index]
-            wanted.setdefault(record.shard, []).extend(record.row_start + row for row in chosen)
-        parts = [map_rows(self._layout(shard), f"tap.{tap}")[places] for shard, places in wanted.items()]
-        return torch.cat(parts)
+        name = f"tap.{tap}"
+        wanted = runs(self._every, ((self.records[index], chosen) for index, chosen in rows.items()), name)
+        whole = {shard: map_rows(self._layout(shard), name) for shard in dict.fromkeys(shard for shard, _ in wanted)}
+        return torch.cat([whole[shard][places] for shard, places in wanted])
 
     def logits(self, index: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
         """The target's choices for the n output tokens of request ``index``.
@@ -340,7 +340,8 @@ class Trace:
 
     def _tap(self, record: RequestRecord, tap: str, tokens: "torch.Tensor") -> "torch.Tensor":
         if tap in self.header.taps:
-            return self._finite(record, f"tap.{tap}", record.row_start, record.rows)
+            name = f"tap.{tap}"
+            return self._checked(record, name, self._stored(record, name, record.rows))
         if self._is_looked_up(tap):
             return self._embed[tokens[:-1]]
         raise self._lacks(tap)
@@ -350,6 +351,14 @@ class Trace:
 
     def _lacks(self, tap: str) -> WiringError:
         return WiringError(f"{self.path} holds no tap {tap}; it holds {', '.join(self.taps)}: choose among these")
+
+    def _stored(self, record: RequestRecord, name: str, count: int) -> "torch.Tensor":
+        """The first ``count`` positions of ``tokens`` or of a tap; a view where they lie in one place."""
+        import torch
+
+        places = stretches(self._every, record, 0, count)
+        parts = [map_rows(self._layout(one.record.shard), name, *one.rows(name)) for one in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _rows(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
         return map_rows(self._layout(record.shard), name, start, start + count)
@@ -367,11 +376,16 @@ class Trace:
         return load_weight(self.path, self.header, which, self.target_folder)
 
     def _finite(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
-        tensor = self._rows(record, name, start, count)
+        return self._checked(record, name, self._rows(record, name, start, count))
+
+    def _checked(self, record: RequestRecord, name: str, tensor: "torch.Tensor") -> "torch.Tensor":
         bad = unfinite_row(tensor)
         if bad is not None:
+            shard = (
+                stretches(self._every, record, bad, bad + 1)[0].record.shard if bad < record.shared else record.shard
+            )
             raise TraceCorruptError(
-                f"{self.path / record.shard}: {name} holds NaN or Inf in row {bad} of request {record.request_id!r}"
+                f"{self.path / shard}: {name} holds NaN or Inf in row {bad} of request {record.request_id!r}"
             )
         return tensor
 

@@ -56,6 +56,7 @@ class TraceFacts(_Table):
     max_new_tokens: int
     observed_requests: int
     fed_rows: int
+    shared_rows: int
     missing: tuple[str, ...]
     bytes: int
 
@@ -191,6 +192,7 @@ def trace_facts(trace: "Trace") -> TraceFacts:
         max_new_tokens=header.capture.max_new_tokens,
         observed_requests=int(requests["server_verify_rounds"].count()),
         fed_rows=trace.fed_rows,
+        shared_rows=sum(record.shared for record in trace.records),
         missing=(*header.missing, *filter(None, [header.uncovered])),
         bytes=sum(file.stat().st_size for file in os.scandir(trace.path) if file.is_file()),
     )
