@@ -150,13 +150,13 @@ def test_the_model_of_speculators_beside_what_it_borrows(trace: Trace) -> None:
     config = {**SPECULATORS, "transformer_layer_config": layer, "draft_vocab_size": 48, "norm_before_residual": False,
               "eagle_aux_hidden_state_layer_ids": [0, 2]}  # fmt: skip
     head = check_checkpoint("h", parse_config(config), random_tensors(parse_config(config)))
-    with importable():
-        from speculators.models.eagle3 import Eagle3SpeculatorConfig
-        from speculators.models.eagle3.core import Eagle3DraftModel
     layers = llama_config(head, {"rope_type": "default", "rope_theta": 1e4})
     layers._attn_implementation = "eager"
-    with warnings.catch_warnings():
+    with importable(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from speculators.models.eagle3 import Eagle3SpeculatorConfig
+        from speculators.models.eagle3.core import Eagle3DraftModel
+
         model = Eagle3DraftModel(
             Eagle3SpeculatorConfig(
                 transformer_layer_config=layers, draft_vocab_size=48, norm_before_residual=False,
