@@ -35,6 +35,9 @@ _HOMES = {
     "take_part": "replay.traces.rounds_sets",
     "pool_rounds": "replay.traces.rounds_sets",
     "summarise_by": "replay.analysis.report.by_group",
+    "charts": "replay.analysis.page.notebook",
+    "score": "replay.training.score",
+    "score_training": "replay.training.trainer",
 }
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "Variant",
     "Wiring",
     "capture_local",
+    "charts",
     "check_head",
     "compare",
     "diagnose",
@@ -57,6 +61,8 @@ __all__ = [
     "pool_rounds",
     "read_rounds",
     "render",
+    "score",
+    "score_training",
     "simulate",
     "summarise",
     "summarise_by",
@@ -67,6 +73,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from replay.analysis.compare.compare import compare
+    from replay.analysis.page.notebook import charts
     from replay.analysis.report.by_group import summarise_by
     from replay.analysis.report.report import render
     from replay.analysis.summary import summarise
@@ -85,6 +92,8 @@ if TYPE_CHECKING:
     from replay.traces.reader import Trace
     from replay.traces.rounds import Rounds, read_rounds, write_rounds
     from replay.traces.rounds_sets import pool_rounds, take_part
+    from replay.training.score import score
+    from replay.training.trainer import score_training
 
 
 def __getattr__(name: str) -> object:
