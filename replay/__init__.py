@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ReplayError": "replay.errors",
     "CaptureOptions": "replay.capture.options",
+    "capture_engine": "replay.capture.client.engine",
     "capture_local": "replay.capture.local.record",
     "Trace": "replay.traces.reader",
     "load_head": "replay.checkpoint.checkpoint",
@@ -48,6 +49,7 @@ __all__ = [
     "Trace",
     "Variant",
     "Wiring",
+    "capture_engine",
     "capture_local",
     "charts",
     "check_head",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from replay.analysis.report.by_group import summarise_by
     from replay.analysis.report.report import render
     from replay.analysis.summary import summarise
+    from replay.capture.client.engine import capture_engine
     from replay.capture.local.record import capture_local
     from replay.capture.options import CaptureOptions
     from replay.check.inspection import inspect
