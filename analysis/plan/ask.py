@@ -56,6 +56,7 @@ class Planned:
             "misfit": plan.misfit,
             "schedules": None if steps is None else {"sglang": sglang_schedule(steps), "vllm": vllm_schedule(steps)},
             "rules": [_rule_json(rule) for rule in plan.rules],
+            "verify_rules": [_rule_json(rule) for rule in plan.verify_rules],
             "doubts": list(doubts(plan, self.requests)),
             "provenance": [{"what": what, "said": said} for what, said in self.provenance],
         }
