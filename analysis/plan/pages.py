@@ -22,6 +22,7 @@ from math import isfinite
 from replay.analysis.plan.settings import MOST_BATCH, MOST_NODES, MOST_STEPS, PLAIN, Load, Setting, make_setting, whole
 from replay.analysis.plan.timings import TRUST, Timing
 from replay.errors import UsageError
+from replay.printable import counted
 
 _SAMPLE = re.compile(
     r'(?P<name>(?:sglang|vllm):[a-zA-Z0-9_:]{1,200})(?:\{(?P<labels>(?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+'
@@ -120,7 +121,8 @@ def _interval(before: Page, after: Page, called: str, said: Mapping[str, float])
     ended = sum(grown.get(f"{engine}:{name}", 0) for name in ("num_requests", "request_success"))
     prefilled = _prefilled(engine, grown)
     if prefilled or ended:
-        return _Left(f"{prefilled:g} tokens were prefilled in it and {ended:g} requests ended, so its times are mixed")
+        done = f"{counted(int(prefilled), 'token')} prefilled in it and {counted(int(ended), 'request')} ended"
+        return _Left(f"it has {done}, so its times are mixed")
     batch = Load(int(running[1]))
     return (
         _sglang(before, after, grown, batch, called, said) if engine == "sglang" else _vllm(grown, batch, called, said)

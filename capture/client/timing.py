@@ -26,7 +26,7 @@ from replay.errors import CaptureError, UsageError
 from replay.traces.fields import is_integer, show
 from replay.traces.timings import Measured
 
-_MOST_BATCH, _MOST_CONTEXT = 1 << 12, 1 << 20
+MOST_BATCH, MOST_CONTEXT = 1 << 12, 1 << 20
 _BATCHES = tuple(1 << power for power in range(7))  # that are timed where none are typed
 _CONTEXT = 512
 _RANDOM_IDS = (32, 256)  # token ids that every vocabulary has, and that stand for no image
@@ -104,13 +104,13 @@ def time_server(
 
 def _check(options: TimingOptions) -> None:
     least = 2 * LEAST_ROUNDS
-    if not least <= options.tokens <= _MOST_CONTEXT:
-        raise UsageError(f"--tokens is {options.tokens}; possible are {least} to {_MOST_CONTEXT}")
+    if not least <= options.tokens <= MOST_CONTEXT:
+        raise UsageError(f"--tokens is {options.tokens}; possible are {least} to {MOST_CONTEXT}")
     if not 1 <= options.repeats <= 1000:
         raise UsageError(f"--repeats is {options.repeats}; possible are 1 to 1000")
     for name, numbers, most in (
-        ("--batch", options.batches, _MOST_BATCH),
-        ("--context", options.contexts, _MOST_CONTEXT),
+        ("--batch", options.batches, MOST_BATCH),
+        ("--context", options.contexts, MOST_CONTEXT),
     ):
         if numbers is not None and not (numbers and all(1 <= number <= most for number in numbers)):
             raise UsageError(f"{name} is {show(list(numbers))}; type numbers from 1 to {most}, such as 1,8,32")
@@ -152,7 +152,7 @@ def _loads(options: TimingOptions, facts: ServerFacts, on_note: Callable[[str], 
     tokens = _number(memory, "token_capacity") if isinstance(memory, dict) else None
     room = facts.context or _number(facts.arguments, "context_length")
     half = options.tokens - options.tokens // 2
-    contexts = options.contexts or (min(_CONTEXT, (room or _MOST_CONTEXT) - half),)
+    contexts = options.contexts or (min(_CONTEXT, (room or MOST_CONTEXT) - half),)
     loads: list[Load] = []
     left_out: list[str] = []
     for context in dict.fromkeys(contexts):
