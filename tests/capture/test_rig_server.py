@@ -17,7 +17,8 @@ from rig.server import Generated, ServerError, start_server
 from torch import Tensor
 
 from replay.capture.client.rounds_timed import LEAST_ROUNDS
-from replay.capture.client.timing import TimingOptions, time_server
+from replay.capture.client.timed_prompts import TimingOptions
+from replay.capture.client.timing import time_server
 from replay.traces.timings import Measured
 
 QUESTIONS = (
