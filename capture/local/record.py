@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import replay
 from replay.capture.encode import EncodedRequest, encode_prompts
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Loading, Noted, Planned, Sized
+from replay.capture.local.prefixes import Prefixes
 from replay.capture.local.sampling import Sampling
 from replay.capture.options import CaptureOptions, check_options, check_output_folder, check_resumed, settings_of
 from replay.capture.prompts import PromptFile, read_prompts
@@ -198,6 +199,8 @@ class _Recorder:
         self.requests, self.requests_done = len(requests), len(requests) - len(todo)
         self.most_output_tokens = sum(one.max_new_tokens for one in todo)
         prompt_tokens = sum(len(one.prompt_ids) for one in todo)
+        # Of all requests, as are the batches below, so that a resumed capture computes what it would have computed.
+        prefixes = Prefixes(self.target, {one.request_id: one.prompt_ids for one in requests})
         self.on_event(Planned(self.requests, self.requests_done, prompt_tokens, self.most_output_tokens))
         try:
             if self.options.weights:
@@ -209,7 +212,7 @@ class _Recorder:
             for batch in plan_batches(requests, most_requests=self.options.concurrency, most_tokens=most_tokens):
                 missing = [one for one in batch if one.request_id not in done]
                 if missing:
-                    self._record(missing)
+                    self._record(missing, prefixes)
             self.writer.finish()
         except KeyboardInterrupt:
             raise CaptureError(
@@ -223,7 +226,7 @@ class _Recorder:
         self.on_event(Finished(result))
         return result
 
-    def _record(self, batch: Sequence[EncodedRequest]) -> None:
+    def _record(self, batch: Sequence[EncodedRequest], prefixes: Prefixes) -> None:
         import torch
 
         from replay.capture.local.generate import run_batch
@@ -237,8 +240,9 @@ class _Recorder:
 
         try:
             rows = run_batch(
-                self.target, batch, self.taps, sampling=self.sampling, topk=self.options.topk, on_step=on_step
-            )
+                self.target, batch, self.taps, sampling=self.sampling, topk=self.options.topk, on_step=on_step,
+                prefixes=prefixes,
+            )  # fmt: skip
         except torch.cuda.OutOfMemoryError as error:
             raise CaptureError(
                 f"the device has no memory for a batch of {counted(len(batch), 'request')}, {self.requests_done} of "
