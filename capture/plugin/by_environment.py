@@ -15,15 +15,16 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from replay.capture.options import parse_distinct_taps
+from replay.capture.plugin.arguments import has_option
 from replay.capture.plugin.facts import without_secrets
 from replay.capture.plugin.launch import lacking_start, room_notes, simulated_lengths
-from replay.capture.plugin.recording import LAUNCHER, RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
 from replay.capture.plugin.seams import Place
 from replay.capture.spool import SPOOL, drop_launches, launch_folder, lock_launch
 from replay.errors import CaptureError, OutputError, ReplayError, UsageError
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 TAPS, WIRING, TOPK = "REPLAY_TAPS", "REPLAY_WIRING", "REPLAY_TOPK"
 SCHEDULERS = Place("sglang.srt.entrypoints.engine", "Engine._launch_scheduler_processes", ("server_args",))
 _OPTIONS = {"--trace": RECORD_VARIABLE, "--taps": TAPS, "--wiring": WIRING, "--topk": TOPK}  # as messages call them
+_OTHER_WAYS = ("--use-ray", "--smg-grpc-mode", "--grpc-mode")  # of SGLang 0.5.23 launch_server.py
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)  # of a disk that may be well at the next start
 _TRIES = 3  # to make a launch folder that another server's start took for a dead one's
 
@@ -82,6 +84,7 @@ def begin(register: Callable[[str, Callable[..., Any]], None]) -> None:
     """
     try:
         asked = read_asked(os.environ)
+        check_way(_typed())
         lacking = SCHEDULERS.problem()
         if lacking is None and (start := lacking_start()) is not None:
             lacking = start
@@ -89,7 +92,6 @@ def begin(register: Callable[[str, Callable[..., Any]], None]) -> None:
             raise CaptureError(f"this SGLang has no {lacking}, where recording begins: unset {RECORD_VARIABLE}")
     except ReplayError as error:
         raise refusal(error) from error
-    os.environ[LAUNCHER] = str(os.getpid())
     register(f"{SCHEDULERS.module}.{SCHEDULERS.name}", Launcher(asked).launch)
 
 
@@ -141,6 +143,15 @@ class Launcher:
         for note in (told, *notes):
             logger.warning("replay: %s", note)
         return Recording(str(asked.folder), launch, asked.taps, asked.wiring, asked.topk, _typed())
+
+
+def check_way(typed: Sequence[str]) -> None:
+    """Refuse launchers that start schedulers in a way of their own, as far as that is ``typed``. Raises UsageError."""
+    way = next((flag for flag in _OTHER_WAYS if has_option(typed, flag)), None)
+    if way is not None:
+        raise UsageError(
+            f"{way} was given, and a server that starts so is not recorded: leave it out, or unset {RECORD_VARIABLE}"
+        )
 
 
 def check_server(asked: Asked, arguments: Mapping[str, Any]) -> None:

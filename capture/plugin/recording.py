@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from replay.traces.fields import Fields, parse_json
 
 RECORD_VARIABLE = "REPLAY_RECORD"
-LAUNCHER = "REPLAY_LAUNCHER"  # the process that lets each launch of its own be recorded; set by itself
 TRIED = (
     "0.5.20",
     "0.5.22",

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from replay.capture.plugin import by_environment, hooks
 from replay.capture.plugin.by_environment import Asked, Launcher, check_server, open_launch, read_asked
-from replay.capture.plugin.recording import LAUNCHER, RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
 from replay.capture.spool import SPOOL, launch_folder
 from replay.errors import CaptureError, OutputError, UsageError
 
@@ -93,6 +94,21 @@ def test_servers_that_cannot_be_recorded(wiring: str | None, arguments: dict[str
 @pytest.mark.parametrize("arguments", [{"enable_return_hidden_states": True}, {"return_hidden_states_mode": "full"}])
 def test_a_server_without_draft_that_keeps_hidden_states(arguments: dict[str, Any]) -> None:
     check_server(Asked(Path("/rec"), None, None, 8), arguments)
+
+
+@pytest.mark.parametrize("flag", ["--use-ray", "--smg-grpc-mode", "--grpc-mode"])
+def test_launchers_that_start_schedulers_otherwise_are_refused(flag: str) -> None:
+    with pytest.raises(UsageError, match=f"{flag} was given, and a server that starts so is not recorded"):
+        by_environment.check_way(["--model-path", "m", flag])
+
+
+def test_recording_needs_no_package_that_sglang_may_lack() -> None:
+    """A wheel copied to the server's machine and installed with --no-deps is enough: all that the plugin imports."""
+    names = [path.stem for path in Path(hooks.__file__).parent.glob("*.py") if path.stem not in ("server", "tether")]
+    lacking = "import sys; sys.modules.update(dict.fromkeys(('polars', 'click', 'rich', 'yaml', 'scipy')))"
+    imports = "; ".join(f"import replay.capture.plugin.{name}" for name in sorted(names))
+    done = subprocess.run([sys.executable, "-P", "-c", f"{lacking}; {imports}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- launches ----
@@ -178,7 +194,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     monkeypatch.setattr(by_environment, "SCHEDULERS", SimpleNamespace(module="engine", name="start", problem=str))
     monkeypatch.setattr(by_environment.SCHEDULERS, "problem", lambda: None)
     monkeypatch.setattr(by_environment, "lacking_start", lambda: None)
-    monkeypatch.delenv(LAUNCHER, raising=False)
     return found
 
 
@@ -191,22 +206,23 @@ def test_it_is_idle_unless_asked(registered: Hooks, monkeypatch: pytest.MonkeyPa
     assert registered == {}
 
 
-def test_the_launcher_hooks_the_start_of_schedulers(
-    registered: Hooks, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(LAUNCHER, "1")  # of another process that is not its parent
+def test_the_launcher_hooks_the_start_of_schedulers(registered: Hooks, asked: Asked) -> None:
     hooks.activate()
     assert set(registered) == {"engine.start", hooks._START}
-    assert os.environ[LAUNCHER] == str(os.getpid())
     assert registered[hooks._START] is by_environment.not_begun
 
 
-def test_other_children_of_the_launcher_do_nothing(
+def test_a_child_does_so_where_it_may_start_a_server(
     registered: Hooks, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LAUNCHER, str(os.getppid()))
+    """A detokenizer has not imported what starts schedulers; a server in a process of a script has."""
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: "launcher")
+    monkeypatch.delitem(sys.modules, hooks._ENGINE, raising=False)
     hooks.activate()
     assert registered == {}
+    monkeypatch.setitem(sys.modules, hooks._ENGINE, ModuleType(hooks._ENGINE))
+    hooks.activate()
+    assert "engine.start" in registered
 
 
 def test_a_scheduler_records(registered: Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
