@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 from replay.capture.options import parse_distinct_taps
 from replay.capture.plugin.arguments import has_option
 from replay.capture.plugin.facts import without_secrets
-from replay.capture.plugin.launch import lacking_start, room_notes, simulated_lengths
+from replay.capture.plugin.launch import lacking_start, room_notes, simulated_lengths, target_shape
 from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
 from replay.capture.plugin.seams import Place
 from replay.capture.spool import SPOOL, drop_launches, launch_folder, lock_launch
@@ -39,7 +40,7 @@ SCHEDULERS = Place("sglang.srt.entrypoints.engine", "Engine._launch_scheduler_pr
 _OPTIONS = {"--trace": RECORD_VARIABLE, "--taps": TAPS, "--wiring": WIRING, "--topk": TOPK}  # as messages call them
 _OTHER_WAYS = ("--use-ray", "--smg-grpc-mode", "--grpc-mode")  # of SGLang 0.5.23 launch_server.py
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)  # of a disk that may be well at the next start
-_TRIES = 3  # to make a launch folder that another server's start took for a dead one's
+_TRIES, _PAUSE = 5, 0.1  # to make a launch folder that another server's start takes for a dead one's, and seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ def read_asked(environment: Mapping[str, str]) -> Asked:
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise no_folder(folder)
     taps, wiring, topk = (environment.get(name) or None for name in (TAPS, WIRING, TOPK))
-    for variable, value in ((TAPS, taps), (WIRING, wiring)):
-        _check_names(variable, value)
+    _check_names(TAPS, taps)
+    _check_names(WIRING, wiring)
     if topk is not None and not (re.fullmatch(r"\d{1,4}", topk, re.ASCII) and 1 <= int(topk) <= 4096):
         raise UsageError(f"{TOPK}={topk} cannot be: type a number from 1 to 4096")
     if (problem := simulated_lengths(environment)) is not None:
@@ -67,9 +68,10 @@ def read_asked(environment: Mapping[str, str]) -> Asked:
     return Asked(folder.absolute(), taps, wiring, 32 if topk is None else int(topk))
 
 
-def _check_names(variable: str, value: str | None) -> None:
+def _check_names(variable: str, value: str | None, layers: int | None = None) -> None:
+    parse = parse_distinct_taps if variable == TAPS else parse_taps
     try:
-        names = () if value is None else (parse_distinct_taps if variable == TAPS else parse_taps)(value)
+        names = () if value is None else parse(value, layers=layers)
     except UsageError as error:
         raise UsageError(f"{variable}={value} cannot be: {error}") from error
     if variable == WIRING and FINAL in names:
@@ -85,9 +87,7 @@ def begin(register: Callable[[str, Callable[..., Any]], None]) -> None:
     try:
         asked = read_asked(os.environ)
         check_way(_typed())
-        lacking = SCHEDULERS.problem()
-        if lacking is None and (start := lacking_start()) is not None:
-            lacking = start
+        lacking = SCHEDULERS.problem() or lacking_start()
         if lacking is not None:
             raise CaptureError(f"this SGLang has no {lacking}, where recording begins: unset {RECORD_VARIABLE}")
     except ReplayError as error:
@@ -163,6 +163,9 @@ def check_server(asked: Asked, arguments: Mapping[str, Any]) -> None:
         )
     if asked.wiring is not None and not arguments.get("speculative_draft_model_path"):
         raise UsageError(f"{WIRING}={asked.wiring} needs a draft: add --speculative-draft-model-path")
+    if (shape := target_shape(arguments.get("model_path"))) is not None:
+        _check_names(TAPS, asked.taps, shape[0])
+        _check_names(WIRING, asked.wiring, shape[0])
     kept = arguments.get("enable_return_hidden_states") or arguments.get("return_hidden_states_mode") == "full"
     if not arguments.get("speculative_algorithm") and not kept:
         raise UsageError(
@@ -196,14 +199,15 @@ def open_launch(folder: Path, launch: str) -> int:
 
 def _lock(folder: Path, launch: str) -> int:
     place = launch_folder(folder, launch)
-    for _ in range(_TRIES - 1):
+    for tries_left in reversed(range(_TRIES)):
         place.mkdir(exist_ok=True)
         try:
             return lock_launch(place)
-        except FileNotFoundError:  # taken for a dead one's between the two
-            continue
-    place.mkdir(exist_ok=True)
-    return lock_launch(place)
+        except (FileNotFoundError, BlockingIOError):  # taken for a dead one's between the two, and being deleted
+            if not tries_left:
+                raise
+            time.sleep(_PAUSE)
+    raise AssertionError("there is a try at least")
 
 
 def not_begun(*_: Any) -> None:

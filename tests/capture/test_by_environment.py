@@ -16,6 +16,7 @@ from replay.capture.plugin.by_environment import Asked, Launcher, check_server, 
 from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
 from replay.capture.spool import SPOOL, launch_folder
 from replay.errors import CaptureError, OutputError, UsageError
+from replay.traces import files
 
 DRAFTS = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d", "nnodes": 1}
 
@@ -91,6 +92,17 @@ def test_servers_that_cannot_be_recorded(wiring: str | None, arguments: dict[str
         check_server(Asked(Path("/rec"), None, wiring, 8), arguments)
 
 
+@pytest.mark.parametrize("variable", ["REPLAY_TAPS", "REPLAY_WIRING"])
+def test_a_tap_that_the_target_has_not_is_refused_before_it_is_loaded(tmp_path: Path, variable: str) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 30, "hidden_size": 8}')
+    asked = read_asked({RECORD_VARIABLE: "/rec", variable: "embed,31"})
+    with pytest.raises(
+        UsageError, match=rf"{variable}=embed,31 cannot be: tap 31 is R\[31\], the target has 30 layers"
+    ):
+        check_server(asked, {**DRAFTS, "model_path": str(tmp_path)})
+    check_server(asked, {**DRAFTS, "model_path": "some/hub-id"})  # its config is not here: the plugin looks
+
+
 @pytest.mark.parametrize("arguments", [{"enable_return_hidden_states": True}, {"return_hidden_states_mode": "full"}])
 def test_a_server_without_draft_that_keeps_hidden_states(arguments: dict[str, Any]) -> None:
     check_server(Asked(Path("/rec"), None, None, 8), arguments)
@@ -138,19 +150,34 @@ def test_a_server_that_is_started_again_deletes_what_the_dead_one_left(asked: As
     close(again)
 
 
-def test_a_launch_taken_for_a_dead_one_is_made_again(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["before it is locked", "while it is deleted", "after its lock was opened"])
+def test_a_launch_taken_for_a_dead_one_is_made_again(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     """Another start may delete the empty folder between its making and its locking."""
-    lock, tries = by_environment.lock_launch, []
+    take, tries, held = files.take_lock, [], []
 
-    def late(folder: Path) -> int:
-        tries.append(folder)
-        if len(tries) == 1:
-            folder.rmdir()
-        return lock(folder)
+    def late(path: Path) -> int:
+        if path.parent.name == SPOOL:
+            return take(path)
+        tries.append(path)
+        if len(tries) == 1 and moment == "before it is locked":
+            path.parent.rmdir()
+        if len(tries) == 1 and moment == "while it is deleted":
+            held.append(take(path))
+        if len(tries) == 2 and held:
+            os.close(held.pop())
+        lock = take(path)
+        if len(tries) == 1 and moment == "after its lock was opened":
+            path.unlink()
+        return lock
 
-    monkeypatch.setattr(by_environment, "lock_launch", late)
-    os.close(open_launch(asked.folder, "0" * 16))
-    assert len(tries) == 2 and launch_folder(asked.folder, "0" * 16).is_dir()
+    monkeypatch.setattr(files, "take_lock", late)
+    monkeypatch.setattr(by_environment, "_PAUSE", 0)
+    lock = open_launch(asked.folder, "0" * 16)
+    assert len(tries) == 2
+    assert os.path.samestat(os.fstat(lock), os.stat(launch_folder(asked.folder, "0" * 16) / files.LOCK))
+    os.close(lock)
 
 
 def test_a_full_disk_stops_no_server(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
