@@ -2,7 +2,7 @@
 
 SGLang loads the plugin in the process that starts a server (its launchers, or a script with ``sgl.Engine``) before it
 starts schedulers. There what is asked is checked, and each launch gets a folder and a lock of its own. The schedulers
-then find the same variable with the form that ``replay serve`` gives it (recording.py).
+then find in REPLAY_LAUNCH what ``replay serve`` would tell them (recording.py).
 
 What is typed wrong ends the process before it loads a model. SystemExit, because SGLang 0.5.23 plugins/__init__.py logs
 every other error of a plugin and serves on. What can change by itself between two starts, as a full disk, does not: a
@@ -25,12 +25,11 @@ from replay.capture.options import parse_distinct_taps
 from replay.capture.plugin.arguments import has_option
 from replay.capture.plugin.facts import without_secrets
 from replay.capture.plugin.launch import lacking_start, room_notes, simulated_lengths, target_shape
-from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import LAUNCH_VARIABLE, RECORD_VARIABLE, Recording
 from replay.capture.plugin.seams import Place
 from replay.capture.spool import SPOOL, drop_launches, launch_folder, lock_launch
 from replay.errors import CaptureError, OutputError, ReplayError, UsageError
 from replay.traces.files import LOCK, take_lock
-from replay.traces.place import no_folder
 from replay.traces.taps import FINAL, parse_taps
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ def read_asked(environment: Mapping[str, str]) -> Asked:
     """What is asked for; ``REPLAY_RECORD`` is set. Raises UsageError, OutputError."""
     folder = Path(environment[RECORD_VARIABLE])
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise no_folder(folder)
+        raise OutputError(f"{RECORD_VARIABLE}={folder} is no folder: name one to record into, or a new one")
     taps, wiring, topk = (environment.get(name) or None for name in (TAPS, WIRING, TOPK))
     _check_names(TAPS, taps)
     _check_names(WIRING, wiring)
@@ -118,12 +117,11 @@ class Launcher:
             recording = self._open(arguments)
         except ReplayError as error:
             raise refusal(error) from error
-        before = os.environ[RECORD_VARIABLE]
-        os.environ[RECORD_VARIABLE] = recording.to_json()
+        os.environ[LAUNCH_VARIABLE] = recording.to_json()
         try:
             return original(engine, server_args, *args, **kwargs)
         finally:
-            os.environ[RECORD_VARIABLE] = before  # for another server that this process starts
+            del os.environ[LAUNCH_VARIABLE]  # not for another server that this process starts
 
     def _open(self, arguments: Mapping[str, Any]) -> Recording:
         """A launch of its own, with its folder where the disk has room for one. Raises OutputError."""

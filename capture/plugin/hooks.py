@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay.capture.plugin import seams
-from replay.capture.plugin.recording import RECORD_VARIABLE, Recording, is_folder
+from replay.capture.plugin.recording import Recording, asked_here, is_folder
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _START = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"  # of a sch
 
 def activate() -> None:
     """The entry point, called in every process of a server, first in the one that starts it."""
-    asked = os.environ.get(RECORD_VARIABLE, "")
+    asked = asked_here(os.environ)
     if not asked:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -62,7 +62,7 @@ def _install(scheduler: Any) -> None:
     from replay.capture.plugin.plugin import Plugin
     from replay.capture.plugin.reporter import Reporter
 
-    recording = Recording.from_json(os.environ[RECORD_VARIABLE])
+    recording = Recording.from_json(asked_here(os.environ))
     found = seams.find_seams(sglang.__version__)
     plugin = Plugin(recording, Reporter(recording, sglang.__version__), found)
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from replay.capture.plugin import by_environment, hooks
 from replay.capture.plugin.by_environment import Asked, Launcher, check_server, open_launch, read_asked
-from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import LAUNCH_VARIABLE, RECORD_VARIABLE, Recording
 from replay.capture.spool import SPOOL, launch_folder
 from replay.errors import CaptureError, OutputError, UsageError
 from replay.traces import files
@@ -31,7 +31,7 @@ def start(launcher: Launcher, arguments: Mapping[str, Any] = DRAFTS) -> Recordin
     """What the schedulers of one launch find in their environment."""
     found: list[str] = []
     args = SimpleNamespace(resolved_dict=lambda: dict(arguments))
-    given = launcher.launch(lambda *_, **__: found.append(os.environ[RECORD_VARIABLE]) or "procs", "engine", args, 1)
+    given = launcher.launch(lambda *_, **__: found.append(os.environ[LAUNCH_VARIABLE]) or "procs", "engine", args, 1)
     assert given == "procs"
     return Recording.from_json(found[0])
 
@@ -75,7 +75,7 @@ def test_what_cannot_be_is_named_by_its_variable(variables: dict[str, str], mess
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "rec").touch()
-    with pytest.raises(OutputError, match="rec is a file"):
+    with pytest.raises(OutputError, match=r"REPLAY_RECORD=.*/rec is no folder"):
         read_asked({RECORD_VARIABLE: str(tmp_path / "rec")})
 
 
@@ -133,7 +133,7 @@ def test_each_launch_records_by_itself(asked: Asked) -> None:
     assert len({first.launch, second.launch, third.launch}) == 3
     assert (first.folder, first.taps, first.wiring, first.topk) == (str(asked.folder), "embed,3", None, 8)
     assert all(launch_folder(asked.folder, one.launch).is_dir() for one in (first, second, third))
-    assert os.environ[RECORD_VARIABLE] == str(asked.folder)
+    assert LAUNCH_VARIABLE not in os.environ and os.environ[RECORD_VARIABLE] == str(asked.folder)
     close(launcher)
     close(other)
 
@@ -252,8 +252,11 @@ def test_a_child_does_so_where_it_may_start_a_server(
     assert "engine.start" in registered
 
 
-def test_a_scheduler_records(registered: Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RECORD_VARIABLE, Recording("/rec", "0" * 16, None, None, 4).to_json())
+@pytest.mark.parametrize("variable", [RECORD_VARIABLE, LAUNCH_VARIABLE])
+def test_a_scheduler_records(registered: Hooks, asked: Asked, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """As `replay serve` asks it, and where a script that sets REPLAY_RECORD has run again in it."""
+    monkeypatch.setenv(variable, Recording("/rec", "0" * 16, None, None, 4).to_json())
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: "launcher")
     hooks.activate()
     assert registered == {hooks._START: hooks._install}
 
