@@ -69,7 +69,7 @@ def _intervals(rows: Counts, sums: Floats) -> Iterator[Interval]:
 
 def _ends(samples: Floats) -> list[Interval]:
     """``percentile_interval`` of each column [resamples, columns]; all whole columns at once, which is much faster."""
-    whole = np.isfinite(samples).all(axis=0)
+    whole: Mask = np.asarray(np.isfinite(samples).all(axis=0), dtype=np.bool_)
     ends = np.quantile(samples[:, whole], [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], axis=0).T.tolist()
     found = iter(ends)
     return [
