@@ -101,6 +101,12 @@ def varying(summaries: Sequence[VariantSummary]) -> tuple[str, ...]:
     return tuple(facts) if len(told) == len(summaries) else ("name", *facts)
 
 
+def joined(summaries: Sequence[VariantSummary]) -> tuple[str, ...]:
+    """``varying`` of rounds from several files: the name, which says the file, and what no name says already."""
+    facts = [name for name in varying(summaries) if name != "name"]
+    return ("name", *(name for name in facts if not all(fact(row, name) in row.name for row in summaries)))
+
+
 def label(summary: VariantSummary, facts: Sequence[str]) -> str:
     """A variant said by the ``facts`` in which it differs from the others."""
     said = [name for name in facts if name != "name"]

@@ -24,6 +24,7 @@ from replay.analysis.summary import VariantSummary
 from replay.analysis.tables import bullet, heading, pairs
 from replay.analysis.view import LONG, WHOLE, View
 from replay.traces.rounds import Rounds
+from replay.traces.rounds_join import FILES
 
 _LOST = (
     "lost: accept length below the best's, over the same requests; ≈ where the two are not told apart, by the rule of "
@@ -57,7 +58,7 @@ def assess(
         gaps=against,
         observed_gaps=seen,
         layouts=layout_sentences(rounds, summaries, seed=seed, resamples=resamples),
-        facts=wording.varying(summaries),
+        facts=wording.joined(summaries) if rounds.trace.get(FILES) else wording.varying(summaries),
         doubts=doubts(Results(rounds, summaries, best, nearest, seen)),
         provenance=tuple(provenance(rounds, summaries, seed=seed, resamples=resamples)),
     )
@@ -142,7 +143,8 @@ def _shared(report: Report) -> str:
         return ""
     elsewhere = ("numerics", "engine")  # said under provenance
     first = report.summaries[0]
-    facts = [name for name in wording.FACTS if name not in report.facts and name not in elsewhere]
+    differ = {*report.facts, *wording.varying(report.summaries)}  # a name may say what differs
+    facts = [name for name in wording.FACTS if name not in differ and name not in elsewhere]
     if "steps" in report.facts and first.num_draft_tokens == first.steps + 1:
         facts.remove("num_draft_tokens")
     said = " · ".join(wording.phrase(first, name) for name in facts)
