@@ -18,8 +18,9 @@ from replay.errors import TraceCorruptError, TraceVersionError
 from replay.traces.feed import check_layout
 from replay.traces.fields import Fields, parse_json
 from replay.traces.files import shard_name, shard_number
-from replay.traces.header import MAX_COUNT, MAX_VOCAB, VERSION, TraceHeader
+from replay.traces.header import FP8, MAX_COUNT, MAX_VOCAB, PLAIN, TraceHeader, canonical_taps
 from replay.traces.parquet import check_parquet, first_line
+from replay.traces.taps import FINAL
 from replay.traces.tensors import NAMES, Layout, parse_layout
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ _FREE_TEXT, _TEXT_A_BYTE = 1 << 26, 100  # bytes of text that a table may hold, 
 
 # Columns that version 1 did not have at first: null where a file lacks them, and left out of a shard where null, so
 # that what knows nothing of them is written as it always was.
-LATER = ("server_prefill_rows", "server_prefill_forward_rows")
+LATER = ("server_prefill_rows", "server_prefill_forward_rows", "taps", "first_row")
+_OF_CHOICE = ("taps", "first_row")  # of these those that version 1 does not have
 
 Piece = tuple[int, int]  # rows of one piece of a prompt, and of the forward in which a server prefilled it
 
@@ -49,7 +51,8 @@ class RequestRecord:
 
     ``token_start``, ``row_start`` and ``output_start`` are the request's first element in the shard's ``tokens``, its
     ``tap.*`` and its logits tensors; it owns T = prompt_tokens + output_tokens, T - 1 and output_tokens of them.
-    ``shard_sha256`` is that of the shard's bytes after its safetensors header.
+    ``shard_sha256`` is that of the shard's bytes after its safetensors header. ``taps`` are those that the request has,
+    None where it has all of the trace; ``first_row`` the first row that is stored of them, None where all are.
     """
 
     request_id: str
@@ -74,6 +77,8 @@ class RequestRecord:
     server_prefill_forward_rows: tuple[int, ...] | None
     shard_bytes: int
     shard_sha256: str
+    taps: tuple[str, ...] | None = None
+    first_row: int | None = None
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -87,18 +92,28 @@ class RequestRecord:
 
     @property
     def rows(self) -> int:
-        """Recorded target rows: every position but the last."""
+        """The target's rows: one of every position but the last."""
         return self.tokens - 1
 
+    @property
+    def rows_left_out(self) -> int:
+        """How many of them, from the first on, are not stored."""
+        return self.first_row or 0
 
-def shard_metadata(records: Sequence[RequestRecord], data_sha256: str) -> dict[str, str]:
-    """The free-text metadata of the shard that holds ``records``."""
+    @property
+    def stored_rows(self) -> int:
+        """How many of them lie in the shard."""
+        return self.rows - self.rows_left_out
+
+
+def shard_metadata(records: Sequence[RequestRecord], data_sha256: str, version: int = PLAIN) -> dict[str, str]:
+    """The free-text metadata of the shard that holds ``records``, in a trace of ``version``."""
     rows = [
         {name: value for name, value in asdict(record).items() if name not in PLACE and not _is_left_out(name, value)}
         for record in records
     ]
     text = json.dumps(rows, separators=(",", ":"), allow_nan=False)
-    return {"format": SHARD_FORMAT, "version": str(VERSION), "data_sha256": data_sha256, "requests": text}
+    return {"format": SHARD_FORMAT, "version": str(version), "data_sha256": data_sha256, "requests": text}
 
 
 def _is_left_out(name: str, value: object) -> bool:
@@ -114,8 +129,8 @@ def shard_records(layout: Layout, header: TraceHeader) -> list[RequestRecord]:
     metadata = Fields(where, dict(layout.metadata))
     if metadata.values.get("format") != SHARD_FORMAT:
         raise TraceCorruptError(f"{where} is not a shard of a replay trace: it names no format {SHARD_FORMAT}")
-    if metadata.text("version") != str(VERSION):
-        raise TraceVersionError(f"{where} is of version {metadata.text('version')}, this replay reads {VERSION}")
+    if metadata.text("version") != str(header.version):
+        raise TraceVersionError(f"{where} is of version {metadata.text('version')}, trace.json of {header.version}")
     rows = parse_json(metadata.text("requests"), f"{where}: requests")
     if not isinstance(rows, list) or not rows:
         raise TraceCorruptError(f"{where}: requests must be a list of at least one record")
@@ -128,8 +143,10 @@ def shard_records(layout: Layout, header: TraceHeader) -> list[RequestRecord]:
         bare.append(_record(Fields(own.where, {**own.values, **place}), header))
     records = placed(bare, layout.path.name, layout.size, sha256)
     last = records[-1]
-    ends = (last.token_start + last.tokens, last.row_start + last.rows, last.output_start + last.output_tokens)
-    _check_tensors(layout, header, *ends)
+    ends = (last.token_start + last.tokens, last.row_start + last.stored_rows, last.output_start + last.output_tokens)
+    if odd := next((record for record in records if record.taps != last.taps), None):
+        raise TraceCorruptError(f"{where}: {odd.request_id!r} and {last.request_id!r} have other taps, in one shard")
+    _check_tensors(layout, header, *ends, last.taps)
     check_layout(layout, header)
     return records
 
@@ -140,14 +157,15 @@ def placed(records: Sequence[RequestRecord], shard: str, size: int, data_sha256:
     for bare in records:
         here = replace(bare, shard=shard, shard_bytes=size, shard_sha256=data_sha256)
         result.append(replace(here, token_start=token, row_start=row, output_start=output))
-        token, row, output = token + bare.tokens, row + bare.rows, output + bare.output_tokens
+        token, row, output = token + bare.tokens, row + bare.stored_rows, output + bare.output_tokens
     return result
 
 
 def expected_tensors(
-    header: TraceHeader, tokens: int, rows: int, outputs: int
+    header: TraceHeader, tokens: int, rows: int, outputs: int, taps: Sequence[str] | None = None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (torch dtype name, shape) of every tensor of a shard with so many tokens, rows and output tokens.
+    """Name -> (torch dtype name, shape) of every tensor of a shard with so many tokens, rows and output tokens, and
+    these ``taps`` (None: all of the trace).
 
     Wider items come first, so that every tensor is aligned.
     """
@@ -157,13 +175,17 @@ def expected_tensors(
         "topk_logprobs": ("float32", (outputs, header.topk)),
         "logsumexp": ("float32", (outputs,)),
     }
-    for name, tap in sorted(header.taps.items(), key=lambda item: item[1].dtype != "float32"):
+    held = {name: tap for name, tap in header.taps.items() if taps is None or name in taps}
+    for name, tap in sorted(held.items(), key=lambda item: (item[1].dtype != "float32", item[1].dtype == FP8)):
         tensors[f"tap.{name}"] = (tap.dtype, (rows, tap.width))
-    return tensors
+    scales = {f"scale.{name}": ("float32", (rows,)) for name, tap in held.items() if tap.dtype == FP8}
+    return scales | tensors
 
 
-def _check_tensors(layout: Layout, header: TraceHeader, tokens: int, rows: int, outputs: int) -> None:
-    for name, (dtype, shape) in expected_tensors(header, tokens, rows, outputs).items():
+def _check_tensors(
+    layout: Layout, header: TraceHeader, tokens: int, rows: int, outputs: int, taps: Sequence[str] | None
+) -> None:
+    for name, (dtype, shape) in expected_tensors(header, tokens, rows, outputs, taps).items():
         place = layout.tensors.get(name)
         if place is None:
             raise TraceCorruptError(f"{layout.path} lacks the tensor {name} that trace.json announces")
@@ -175,7 +197,8 @@ def _check_tensors(layout: Layout, header: TraceHeader, tokens: int, rows: int, 
 
 
 def _record(given: Fields, header: TraceHeader) -> RequestRecord:
-    values = Fields(given.where, {**dict.fromkeys(LATER), **given.values})
+    unknown = dict.fromkeys(_OF_CHOICE if header.version == PLAIN else ())  # to version 1, which ignores them
+    values = Fields(given.where, {**dict.fromkeys(LATER), **given.values, **unknown})
     if shard_number(values.text("shard")) is None:
         raise values.refuse("shard", "a file name like shard-00000.safetensors")
     if not 0 < len(values.text("request_id")) <= MAX_ID:
@@ -203,11 +226,22 @@ def _record(given: Fields, header: TraceHeader) -> RequestRecord:
         server_prefill_forward_rows=values.optional_integers("server_prefill_forward_rows", 1, MAX_COUNT),
         shard_bytes=values.integer("shard_bytes", 8, MAX_COUNT),
         shard_sha256=values.sha256("shard_sha256"),
+        taps=_taps(values, header),
+        first_row=values.optional_integer("first_row", 1, values.integer("prompt_tokens", 1, MAX_TOKENS) - 1),
     )
     problem = pieces_problem(record.server_prefill_rows, record.server_prefill_forward_rows, record.prompt_tokens)
     if problem is not None:
         raise TraceCorruptError(f"{values.where}: {problem}")
     return record
+
+
+def _taps(values: Fields, header: TraceHeader) -> tuple[str, ...] | None:
+    if values.values["taps"] is None:
+        return None
+    taps = canonical_taps(values, "taps", header.target.layers)
+    if FINAL not in taps or not set(taps) <= set(header.taps):
+        raise values.refuse("taps", f"{FINAL} and others of {', '.join(header.taps)}")
+    return taps
 
 
 def pieces_problem(rows: Sequence[int] | None, forward: Sequence[int] | None, prompt_tokens: int) -> str | None:
@@ -242,8 +276,9 @@ def table_schema() -> "pl.Schema":
 
     kinds: dict[Any, pl.DataType] = {str: pl.String(), int: pl.Int64(), float: pl.Float64()}
     kinds |= {str | None: pl.String(), int | None: pl.Int64()}
-    lists = ("server_histogram", *LATER)
+    lists = ("server_histogram", "server_prefill_rows", "server_prefill_forward_rows")
     special: dict[str, pl.DataType] = {"tail_ids": pl.List(pl.Int32), **dict.fromkeys(lists, pl.List(pl.Int64))}
+    special["taps"] = pl.List(pl.String)
     return pl.Schema({item.name: special.get(item.name) or kinds[item.type] for item in fields(RequestRecord)})
 
 
@@ -294,7 +329,7 @@ def _check_places(records: Sequence[RequestRecord], where: str) -> None:
                     f"{where}: request {record.request_id!r} is said to begin at token, row and output {places} of "
                     f"{shard}, the requests before it end at {expected}"
                 )
-            ends = zip(places, (record.tokens, record.rows, record.output_tokens), strict=True)
+            ends = zip(places, (record.tokens, record.stored_rows, record.output_tokens), strict=True)
             expected = tuple(start + length for start, length in ends)  # type: ignore[assignment]
 
 

@@ -130,8 +130,10 @@ class TraceWriter:
     def add(self, requests: Sequence[CapturedRequest]) -> None:
         """Write ``requests`` as one shard: all of them are there when this returns, none where it raises.
 
-        A shard a batch: prefer some tens of requests to one, and about a GB at most. Raises CaptureError where a
-        request is not what the header announces or holds NaN or Inf, OutputError where the disk refuses.
+        Requests of other taps go into a shard of their own; where the disk refuses in their middle, those of the shards
+        before are there. A shard a batch: prefer some tens of requests to one, and about a GB at most. Raises
+        CaptureError where a request is not what the header announces or holds NaN or Inf, OutputError where the disk
+        refuses.
         """
         self._check_open()
         if not requests:
@@ -143,24 +145,28 @@ class TraceWriter:
             for request in requests:
                 check_request(request, self.header, done)
                 done.add(request.request_id)
-            if self._shards >= files.MAX_SHARDS:
+            alike: dict[tuple[str, ...] | None, list[CapturedRequest]] = {}
+            for request in requests:
+                alike.setdefault(request.taps_of(self.header), []).append(request)
+            if self._shards + len(alike) > files.MAX_SHARDS:
                 raise OutputError(
                     f"{self.path} holds {self._shards} shards, the most possible: add more requests at once"
                 )
             self._reopen()
-            self._write_shard(requests)
+            for taps, same in alike.items():
+                self._write_shard(same, taps)
 
-    def _write_shard(self, requests: Sequence[CapturedRequest]) -> None:
-        tensors = [request_tensors(request) for request in requests]
-        parts = {name: [one[name] for one in tensors] for name in expected_tensors(self.header, 0, 0, 0)}
+    def _write_shard(self, requests: Sequence[CapturedRequest], taps: tuple[str, ...] | None) -> None:
+        tensors = [request_tensors(request, self.header) for request in requests]
+        parts = {name: [one[name] for one in tensors] for name in expected_tensors(self.header, 0, 0, 0, taps)}
         parts |= feed_tensors([request.feed for request in requests])
         shapes = joined_shapes(parts)
         blocks = [tensor_bytes(part) for name in shapes for part in parts[name]]
         digest = hashlib.sha256()
         for block in blocks:
             digest.update(block)
-        bare = [request.record() for request in requests]
-        head = pack_header(shapes, shard_metadata(bare, digest.hexdigest()))
+        bare = [request.record(self.header) for request in requests]
+        head = pack_header(shapes, shard_metadata(bare, digest.hexdigest(), self.header.version))
         path = self.path / files.shard_name(self._shards)
         files.write_whole(path, [head, *blocks])
         size = len(head) + sum(len(block) for block in blocks)

@@ -70,6 +70,8 @@ def test_requests(trace: Trace) -> None:
         "server_prefill_rows": [None, None, None],  # it was written before there were pieces
         "server_prefill_forward_rows": [None, None, None],
         "shard_bytes": [1420, 1420, 956],
+        "taps": [None, None, None],  # it is of version 1
+        "first_row": [None, None, None],
     }
     assert table.drop("shard_sha256").to_dict(as_series=False) == expected
 
