@@ -8,6 +8,7 @@ counts as a round like every other. ``nan`` stands where a ratio has no denomina
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.counts import (
@@ -27,6 +28,9 @@ from replay.analysis.json_document import JsonObject, object_json
 from replay.printable import html_table
 from replay.traces.agreement import Agreement
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,29 @@ class VariantSummary(VariantSettings):
 class Summaries(list[VariantSummary]):
     """Summaries that a notebook shows as a table."""
 
+    @property
+    def table(self) -> "pl.DataFrame":
+        """A row for each variant: name, ratios, counts, settings; null for what is not known.
+
+        ``wiring`` and ``faults`` are as the command line spells them, ``histogram`` and the rates by position lists.
+        """
+        import polars as pl
+
+        text, count, number = pl.String(), pl.Int64(), pl.Float64()
+        kinds = {
+            "variant": text, "accept_length": number, "ci95_low": number, "ci95_high": number, "accept_rate": number,
+            "accepted": count, "drafted": count, "rounds": count, "requests": count, "histogram": pl.List(count),
+            "position_joint": pl.List(number), "position_conditional": pl.List(number),
+            "all_anchors_accept_length": number, "observed_accept_length": number, "expected_accept_length": number,
+            "draft": text, "wiring": text, "steps": count, "topk": count, "num_draft_tokens": count,
+            "precision": text, "numerics": text, "kv": text, "verify": text, "temperature": number, "engine": text,
+            "faults": text, "seconds": number,
+        }  # fmt: skip
+        rows = [[_cell(row, name) for name in kinds] for row in self]
+        table = pl.DataFrame(rows, kinds, orient="row")
+        lists = pl.col("position_joint", "position_conditional").list.eval(pl.element().fill_nan(None))
+        return table.with_columns(pl.col(pl.Float64).fill_nan(None), lists)
+
     def _repr_html_(self) -> str:
         rows = [
             [row.name, f"{row.accept_length:.3f}", _within(row), f"{row.accept_rate:.1%}", str(row.accepted),
@@ -106,6 +133,18 @@ class Summaries(list[VariantSummary]):
             "requests",
         )
         return html_table(f"{len(self)} variants", names, rows)
+
+
+def _cell(row: VariantSummary, column: str) -> object:
+    """The value of one column of ``Summaries.table``."""
+    special: dict[str, object] = {
+        "variant": row.name, "wiring": ",".join(row.wiring), "faults": ",".join(row.faults),
+        "ci95_low": row.accept_length_ci95[0], "ci95_high": row.accept_length_ci95[1],
+        "observed_accept_length": row.observed.accept_length if row.observed else None,
+        "expected_accept_length": row.expected.accept_length if row.expected else None,
+    }  # fmt: skip
+    value = special[column] if column in special else getattr(row, column)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _within(row: VariantSummary) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from replay.capture.encode import EncodedRequest
 from replay.capture.options import CaptureOptions, ServerOptions
+from replay.printable import counted
 from replay.traces.captured import CapturedRequest
-from replay.traces.header import CHOSEN, FP8, PLAIN, TapInfo, TraceHeader
+from replay.traces.header import FP8, OLDEST, VERSION, TapInfo, TraceHeader
 from replay.traces.taps import EMBED, FINAL, sort_taps
 
 
@@ -48,17 +49,18 @@ class Kept:
 
     def announce(self, header: TraceHeader) -> TraceHeader:
         """``header`` with the version that this takes, and what the trace then lacks."""
-        version = CHOSEN if header.capture.choices else PLAIN
+        version = VERSION if header.capture.choices else OLDEST
         return replace(header, version=version, missing=(*header.missing, *self._lacking()))
 
     def _lacking(self) -> Iterator[str]:
         fewer = [tap for tap in self.taps if tap not in self.then_taps]
         if self.first is not None and fewer:
-            yield f"the taps {', '.join(fewer)} of all but the first {len(self.first)} requests"
+            first = counted(len(self.first), "request")
+            yield f"the taps {', '.join(fewer)} of some requests: they were recorded of the first {first} alone"
         if rounded := [tap for tap in self.taps if self._is_rounded(tap)]:
             yield f"the exact rows of {', '.join(rounded)}: they are stored in fp8"
         if self.prompt_rows is not None:
-            yield f"the rows of each prompt before its last {self.prompt_rows}"
+            yield f"the rows of longer prompts before their last {self.prompt_rows}"
 
     def _is_rounded(self, tap: str) -> bool:
         return self.rows == "fp8" and tap != FINAL

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from replay.errors import CaptureError
 from replay.traces.feed import Feed, check_feed
 from replay.traces.fp8 import quantise
-from replay.traces.header import FP8, PLAIN, TAP_DTYPES, TraceHeader
+from replay.traces.header import FP8, OLDEST, TAP_DTYPES, TraceHeader
 from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, Piece, RequestRecord, pieces_problem
 from replay.traces.taps import FINAL, sort_taps
 
@@ -89,6 +89,8 @@ class CapturedRequest:
             server_cached_tokens=None if server is None else server.cached_tokens,
             server_prefill_rows=None if self.pieces is None else tuple(rows for rows, _ in self.pieces),
             server_prefill_forward_rows=None if self.pieces is None else tuple(whole for _, whole in self.pieces),
+            prefix_requests=None,
+            prefix_rows=None,
             shard_bytes=0,
             shard_sha256="",
             taps=self.taps_of(header),
@@ -158,12 +160,12 @@ def _check_words(request: CapturedRequest, name: str) -> None:
 
 
 def _check_taps(request: CapturedRequest, header: TraceHeader, name: str) -> None:
-    some = header.version != PLAIN and FINAL in request.taps
+    some = header.version != OLDEST and FINAL in request.taps
     if not (set(request.taps) == set(header.taps) or (some and set(request.taps) < set(header.taps))):
         raise CaptureError(
             f"{name} holds the taps {', '.join(request.taps)}, the trace stores {', '.join(header.taps)}"
         )
-    if not 0 <= request.first_row < len(request.prompt_ids) or (request.first_row and header.version == PLAIN):
+    if not 0 <= request.first_row < len(request.prompt_ids) or (request.first_row and header.version == OLDEST):
         raise CaptureError(f"{name} has its rows from {request.first_row} on, the last one of its prompt must be there")
     rows = len(request.prompt_ids) + len(request.output_ids) - 1 - request.first_row
     for tap, tensor in request.taps.items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from replay.errors import TraceError, UsageError
 from replay.traces.captured import CapturedRequest, ServerCounters
 from replay.traces.fields import some
-from replay.traces.header import ONE_TARGET, TraceHeader
+from replay.traces.header import OLDEST, ONE_TARGET, VERSION, TraceHeader
 from replay.traces.reader import Trace
 from replay.traces.whole import check_output, whole_folder
 from replay.traces.writer import TraceWriter
@@ -181,8 +181,9 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
                     f"the traces differ in {name}, {_say(one)} in {traces[0].path} and {_say(other)} in {trace.path}; "
                     "give traces that were recorded alike, or replay each by itself"
                 )
+    first = replace(first, weights=None, version=_least_version(traces))
     if not others:
-        return replace(first, weights=None)
+        return first
     digest = hashlib.sha256("".join(header.capture.prompts_sha256 for header in (first, *others)).encode()).hexdigest()
     most = max(header.capture.max_new_tokens for header in (first, *others))
     missing = dict.fromkeys(what for header in (first, *others) for what in header.missing)
@@ -195,8 +196,14 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
         first.capture, prompts_sha256=digest, max_new_tokens=most, taps_for=taps_for, then_taps=then_taps,
         prompt_rows=prompt_rows,
     )  # fmt: skip
-    version = max(header.version for header in (first, *others))
-    return replace(first, weights=None, capture=capture, missing=(*missing, *told), version=version)
+    return replace(first, capture=capture, missing=(*missing, *told))
+
+
+def _least_version(traces: Sequence[Trace]) -> int:
+    """The oldest one that says what the requests lack; what they share the writer finds anew."""
+    lacking = any(record.taps or record.first_row for trace in traces for record in trace.records)
+    chosen = any(trace.header.capture.choices or trace.rounded_taps for trace in traces)
+    return VERSION if lacking or chosen else OLDEST
 
 
 def _say(value: object) -> str:

@@ -18,8 +18,7 @@ from replay.traces.taps import EMBED, FINAL, parse_tap, sort_taps
 
 FORMAT = "replay-trace"
 MAX_HEADER_FILE = 1 << 24
-VERSION = 2  # the newest that is read and written
-PLAIN, CHOSEN = 1, 2  # of a trace that holds every row of every tap as it was computed, and of one that holds less
+VERSION, OLDEST = 2, 1  # the versions that are read; the oldest one is written wherever it can say all
 
 TAP_DTYPES = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"  # of rows that are stored with a scale each; they are read in the target's dtype
@@ -139,7 +138,7 @@ class TraceHeader:
     rounds_sha256: str | None = None
     shard_headers_sha256: str | None = None
     state: str = "recording"
-    version: int = PLAIN
+    version: int = OLDEST
     header_sha256: str | None = field(default=None, compare=False)  # as it was read; None where a file has none
 
     @property
@@ -171,7 +170,7 @@ class TraceHeader:
         """
         root = Fields(source, parse_json(text, source))
         _check_version(root, source)
-        version = root.integer("version", PLAIN, VERSION)
+        version = root.integer("version", OLDEST, VERSION)
         target = _target(root.object("target"))
         header = cls(
             created=root.text("created"),
@@ -221,15 +220,10 @@ def _check_version(root: Fields, source: str) -> None:
             f"{source} is not the header of a replay trace: its format is {show(kind)}, not {FORMAT}"
         )
     version = root.integer("version", 0, MAX_COUNT)
-    if version > VERSION:
+    if not OLDEST <= version <= VERSION:
+        mend = "update replay" if version > VERSION else "capture it again"
         raise TraceVersionError(
-            f"{source} is of trace format version {version}, this replay reads versions {PLAIN} to {VERSION}: update "
-            "replay"
-        )
-    if version < PLAIN:
-        raise TraceVersionError(
-            f"{source} is of trace format version {version}, this replay reads versions {PLAIN} to {VERSION}: capture "
-            "it again"
+            f"{source} is of trace format version {version}, this replay reads versions {OLDEST} to {VERSION}: {mend}"
         )
 
 
@@ -271,7 +265,7 @@ def _taps(root: Fields, target: TargetInfo, version: int) -> dict[str, TapInfo]:
 
 
 def _tap(fields: Fields, version: int) -> TapInfo:
-    dtypes = TAP_DTYPES if version == PLAIN else (*TAP_DTYPES, FP8)
+    dtypes = TAP_DTYPES if version == OLDEST else (*TAP_DTYPES, FP8)
     return TapInfo(dtype=fields.choice("dtype", dtypes), width=fields.integer("width", 1, MAX_WIDTH))
 
 
@@ -285,7 +279,7 @@ def _capture(fields: Fields, version: int, target: TargetInfo) -> CaptureSetting
         raw=fields.flag("raw"),
         prompts_sha256=fields.text("prompts_sha256"),
     )
-    return plain if version == PLAIN else _chosen(plain, fields, target)
+    return plain if version == OLDEST else _chosen(plain, fields, target)
 
 
 def _chosen(plain: CaptureSettings, fields: Fields, target: TargetInfo) -> CaptureSettings:

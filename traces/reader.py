@@ -20,6 +20,7 @@ from replay.traces.header import FP8, TraceHeader, read_header
 from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
 from replay.traces.records import Piece, RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
+from replay.traces.stretches import TOKENS, runs, stretches
 from replay.traces.taps import EMBED, sort_taps
 from replay.traces.tensors import Layout, map_rows
 from replay.traces.verify import Verifier
@@ -227,8 +228,9 @@ class Trace:
 
         Raises TraceCorruptError; nothing of a trace that was opened without ``verify``.
         """
-        for shard in dict.fromkeys(record.shard for record in self.records):
-            self._layout(shard)
+        for record in self.records:
+            for one in stretches(self._every, record, 0, record.rows):
+                self._layout(one.record.shard)
         if self._verifier is not None and self.header.weights is not None:
             self._verifier.check(self.path / files.WEIGHTS, 0, self.header.weights.sha256)
 
@@ -246,6 +248,15 @@ class Trace:
         stored or to be looked up."""
         held = {tap for record in self.records for tap in record.taps or self.header.taps} or self.header.taps
         return sort_taps([*held, *([EMBED] if self._can_look_up() else [])])
+
+    @cached_property
+    def tap_requests(self) -> dict[str, int]:
+        """How many of its requests have each of the taps."""
+        looked_up = EMBED if self._is_looked_up(EMBED) else None
+        return {
+            tap: sum(tap == looked_up or tap in (record.taps or self.header.taps) for record in self.records)
+            for tap in self.taps
+        }
 
     @cached_property
     def rounded_taps(self) -> tuple[str, ...]:
@@ -286,13 +297,14 @@ class Trace:
     def read(self, index: int, taps: Sequence[str]) -> RequestRows:
         """Request ``index`` with ``taps`` (canonical names). Only its own rows are touched.
 
-        The tensors are private mappings of the shard: they live on after the trace, and writing to them changes no
-        file. Raises WiringError for a tap that the trace lacks, TraceCorruptError for NaN, Inf or impossible ids.
+        The tensors are private: mappings of the shard, or copies where the first rows lie with earlier requests. They
+        live on after the trace, and writing to them changes no file. Raises WiringError for a tap that the trace lacks,
+        TraceCorruptError for NaN, Inf or impossible ids.
         """
         import torch
 
         record = self.records[index]
-        tokens = self._rows(record, "tokens", record.token_start, record.tokens).to(torch.int64)
+        tokens = self._stored(record, TOKENS, record.tokens).to(torch.int64)
         self._check_ids(record, "tokens", tokens)
         return RequestRows(
             request_id=record.request_id,
@@ -316,34 +328,34 @@ class Trace:
         """
         record = self.records[index]
         self._check_held(record, tap)
-        if tap in self.header.taps:
-            if early := [row for row in rows if row < record.rows_left_out]:
-                raise TraceError(
-                    f"{self.path} holds no row {early[0]} of request {record.request_id!r}, whose rows it has from "
-                    f"{record.rows_left_out} on; ask for later ones"
-                )
-            return self._tap_rows(record.shard, tap, [record.row_start - record.rows_left_out + row for row in rows])
-        return self._embed[self.read(index, ()).tokens[list(rows)]]
+        if tap not in self.header.taps:
+            return self._embed[self.read(index, ()).tokens[list(rows)]]
+        if early := [row for row in rows if row < record.rows_left_out]:
+            raise TraceError(
+                f"{self.path} holds no row {early[0]} of request {record.request_id!r}, whose rows it has from "
+                f"{record.rows_left_out} on; ask for later ones"
+            )
+        return self.rows_of_many(tap, {index: rows})
 
     def rows_of_many(self, tap: str, rows: Mapping[int, Sequence[int]]) -> "torch.Tensor":
         """``rows`` of one stored tap of many requests, by index in rising order [R, width]: a copy, as ``tap_rows``."""
         import torch
 
-        wanted: dict[str, list[int]] = {}
-        for index, chosen in rows.items():
-            record = self.records[index]
-            first = record.row_start - record.rows_left_out
-            wanted.setdefault(record.shard, []).extend(first + row for row in chosen)
-        return torch.cat([self._tap_rows(shard, tap, places) for shard, places in wanted.items()])
+        name = f"tap.{tap}"
+        wanted = runs(self._every, ((self.records[index], chosen) for index, chosen in rows.items()), name)
+        return torch.cat([self._tap_rows(shard, tap, places) for shard, places in wanted])
 
     def stored_rows(self, index: int, tap: str) -> "tuple[torch.Tensor, torch.Tensor | None]":
-        """One stored tap of request ``index`` as it lies in the shard [rows that are stored, width], and the scales of
-        its rows where it is in fp8."""
-        record = self.records[index]
-        self._check_held(record, tap)
-        where = (record.row_start, record.stored_rows)
-        values = self._rows(record, f"tap.{tap}", *where)
-        return values, self._rows(record, f"scale.{tap}", *where) if self.header.taps[tap].dtype == FP8 else None
+        """One stored tap of request ``index`` as it lies in the shards [T-1, width], less the rows that are left out,
+        and the scales of its rows where it is in fp8."""
+        self._check_held(self.records[index], tap)
+        return self._stored_tap(self.records[index], tap)
+
+    def _stored_tap(self, record: RequestRecord, tap: str) -> "tuple[torch.Tensor, torch.Tensor | None]":
+        rows = self._stored(record, f"tap.{tap}", record.rows, record.rows_left_out)
+        if self.header.taps[tap].dtype != FP8:
+            return rows, None
+        return rows, self._stored(record, f"scale.{tap}", record.rows, record.rows_left_out)
 
     def logits(self, index: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
         """The target's choices for the n output tokens of request ``index``.
@@ -437,14 +449,10 @@ class Trace:
         self._check_held(record, tap)
         if tap not in self.header.taps:
             return self._embed[tokens[:-1]]
-        where = (record.row_start, record.stored_rows)
-        if self.header.taps[tap].dtype == FP8:
-            stored = self._dequantised(
-                self._rows(record, f"tap.{tap}", *where), self._finite(record, f"scale.{tap}", *where)
-            )
-            self._check_finite(record, f"tap.{tap}", stored)
-        else:
-            stored = self._finite(record, f"tap.{tap}", *where)
+        stored, scale = self._stored_tap(record, tap)
+        if scale is not None:
+            stored = self._dequantised(stored, self._checked(record, f"scale.{tap}", scale, record.rows_left_out))
+        self._checked(record, f"tap.{tap}", stored, record.rows_left_out)
         if not record.rows_left_out:
             return stored
         return torch.cat([stored.new_zeros(record.rows_left_out, stored.shape[1]), stored])
@@ -482,6 +490,15 @@ class Trace:
     def _lacks(self, tap: str) -> WiringError:
         return WiringError(f"{self.path} holds no tap {tap}; it holds {', '.join(self.taps)}: choose among these")
 
+    def _stored(self, record: RequestRecord, name: str, stop: int, start: int = 0) -> "torch.Tensor":
+        """The positions ``start`` to ``stop`` of ``tokens``, of a tap or of its scales; a view where they lie in one
+        place."""
+        import torch
+
+        places = stretches(self._every, record, start, stop)
+        parts = [map_rows(self._layout(one.record.shard), name, *one.rows(name)) for one in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def _rows(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
         return map_rows(self._layout(record.shard), name, start, start + count)
 
@@ -498,16 +515,19 @@ class Trace:
         return load_weight(self.path, self.header, which, self.target_folder)
 
     def _finite(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
-        tensor = self._rows(record, name, start, count)
-        self._check_finite(record, name, tensor)
-        return tensor
+        return self._checked(record, name, self._rows(record, name, start, count))
 
-    def _check_finite(self, record: RequestRecord, name: str, tensor: "torch.Tensor") -> None:
+    def _checked(self, record: RequestRecord, name: str, tensor: "torch.Tensor", first: int = 0) -> "torch.Tensor":
+        """Rows from ``first`` on. Raises TraceCorruptError where one is not finite."""
         bad = unfinite_row(tensor)
         if bad is not None:
-            raise TraceCorruptError(
-                f"{self.path / record.shard}: {name} holds NaN or Inf in row {bad} of request {record.request_id!r}"
+            shard = (
+                stretches(self._every, record, bad, bad + 1)[0].record.shard if bad < record.shared else record.shard
             )
+            raise TraceCorruptError(
+                f"{self.path / shard}: {name} holds NaN or Inf in row {first + bad} of request {record.request_id!r}"
+            )
+        return tensor
 
     def _check_ids(self, record: RequestRecord, name: str, ids: "torch.Tensor") -> None:
         low, high = int(ids.min()), int(ids.max())

@@ -18,7 +18,7 @@ from replay.errors import TraceCorruptError, TraceVersionError
 from replay.traces.feed import check_layout
 from replay.traces.fields import Fields, parse_json
 from replay.traces.files import shard_name, shard_number
-from replay.traces.header import FP8, MAX_COUNT, MAX_VOCAB, PLAIN, TraceHeader, canonical_taps
+from replay.traces.header import FP8, MAX_COUNT, MAX_VOCAB, OLDEST, VERSION, TraceHeader, canonical_taps
 from replay.traces.parquet import check_parquet, first_line
 from replay.traces.taps import FINAL
 from replay.traces.tensors import NAMES, Layout, parse_layout
@@ -34,10 +34,10 @@ MAX_STEPS = 1 << 12  # of a draft: a histogram has a column for each
 MAX_ID = 1024
 _FREE_TEXT, _TEXT_A_BYTE = 1 << 26, 100  # bytes of text that a table may hold, and that for each byte of its file
 
-# Columns that version 1 did not have at first: null where a file lacks them, and left out of a shard where null, so
+# Columns that there were not at first: null where a file lacks them, and left out of a shard where null, so
 # that what knows nothing of them is written as it always was.
-LATER = ("server_prefill_rows", "server_prefill_forward_rows", "taps", "first_row")
-_OF_CHOICE = ("taps", "first_row")  # of these those that version 1 does not have
+LATER = ("server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows", "taps", "first_row")
+MAX_PREFIXES = 1 << 12  # requests of whose rows a prefix is made
 
 Piece = tuple[int, int]  # rows of one piece of a prompt, and of the forward in which a server prefilled it
 
@@ -50,9 +50,11 @@ class RequestRecord:
     """One row of ``requests.parquet``, in the order of its columns.
 
     ``token_start``, ``row_start`` and ``output_start`` are the request's first element in the shard's ``tokens``, its
-    ``tap.*`` and its logits tensors; it owns T = prompt_tokens + output_tokens, T - 1 and output_tokens of them.
+    ``tap.*`` and its logits tensors. Of T = prompt_tokens + output_tokens tokens and T - 1 rows the first ones,
+    ``shared``, may be those of earlier requests: ``prefix_rows[i]`` of the one whose number is ``prefix_requests[i]``,
+    counting from 0 in the order of the trace. It owns the others, and output_tokens rows of logits.
     ``shard_sha256`` is that of the shard's bytes after its safetensors header. ``taps`` are those that the request has,
-    None where it has all of the trace; ``first_row`` the first row that is stored of them, None where all are.
+    None where it has all of the trace; ``first_row`` the first row that is there of them, None where all are.
     """
 
     request_id: str
@@ -75,6 +77,8 @@ class RequestRecord:
     server_cached_tokens: int | None
     server_prefill_rows: tuple[int, ...] | None
     server_prefill_forward_rows: tuple[int, ...] | None
+    prefix_requests: tuple[int, ...] | None
+    prefix_rows: tuple[int, ...] | None
     shard_bytes: int
     shard_sha256: str
     taps: tuple[str, ...] | None = None
@@ -92,27 +96,38 @@ class RequestRecord:
 
     @property
     def rows(self) -> int:
-        """The target's rows: one of every position but the last."""
+        """The target's rows: one of every position but the last, those that are left out too."""
         return self.tokens - 1
 
     @property
+    def shared(self) -> int:
+        """How many of its first tokens and rows lie with earlier requests."""
+        return sum(self.prefix_rows or ())
+
+    @property
     def rows_left_out(self) -> int:
-        """How many of them, from the first on, are not stored."""
+        """How many rows, from the first on, are not in the trace."""
         return self.first_row or 0
 
     @property
     def stored_rows(self) -> int:
-        """How many of them lie in the shard."""
+        """How many rows are in the trace, those that lie with earlier requests among them."""
         return self.rows - self.rows_left_out
 
+    @property
+    def row_origin(self) -> int:
+        """Where row 0 would lie in its shard, if the rows before its own did; below 0 where these are more."""
+        return self.row_start - self.shared - self.rows_left_out
 
-def shard_metadata(records: Sequence[RequestRecord], data_sha256: str, version: int = PLAIN) -> dict[str, str]:
-    """The free-text metadata of the shard that holds ``records``, in a trace of ``version``."""
+
+def shard_metadata(records: Sequence[RequestRecord], data_sha256: str) -> dict[str, str]:
+    """The free-text metadata of the shard that holds ``records``."""
     rows = [
         {name: value for name, value in asdict(record).items() if name not in PLACE and not _is_left_out(name, value)}
         for record in records
     ]
     text = json.dumps(rows, separators=(",", ":"), allow_nan=False)
+    version = VERSION if any(one.prefix_rows or one.taps or one.first_row for one in records) else OLDEST
     return {"format": SHARD_FORMAT, "version": str(version), "data_sha256": data_sha256, "requests": text}
 
 
@@ -129,36 +144,43 @@ def shard_records(layout: Layout, header: TraceHeader) -> list[RequestRecord]:
     metadata = Fields(where, dict(layout.metadata))
     if metadata.values.get("format") != SHARD_FORMAT:
         raise TraceCorruptError(f"{where} is not a shard of a replay trace: it names no format {SHARD_FORMAT}")
-    if metadata.text("version") != str(header.version):
-        raise TraceVersionError(f"{where} is of version {metadata.text('version')}, trace.json of {header.version}")
+    possible = [str(version) for version in range(OLDEST, header.version + 1)]
+    if (version := metadata.text("version")) not in possible:
+        raise TraceVersionError(f"{where} is of version {version}, possible beside its header: {', '.join(possible)}")
     rows = parse_json(metadata.text("requests"), f"{where}: requests")
     if not isinstance(rows, list) or not rows:
         raise TraceCorruptError(f"{where}: requests must be a list of at least one record")
     sha256 = metadata.sha256("data_sha256")
     place: dict[str, object] = {"token_start": 0, "row_start": 0, "output_start": 0}
     place |= {"shard": layout.path.name, "shard_bytes": layout.size, "shard_sha256": sha256}
-    bare = []
+    bare: list[RequestRecord] = []
     for index, value in enumerate(rows):
         own = Fields(f"{where}: request {index}", value)
         bare.append(_record(Fields(own.where, {**own.values, **place}), header))
     records = placed(bare, layout.path.name, layout.size, sha256)
     last = records[-1]
-    ends = (last.token_start + last.tokens, last.row_start + last.stored_rows, last.output_start + last.output_tokens)
     if odd := next((record for record in records if record.taps != last.taps), None):
         raise TraceCorruptError(f"{where}: {odd.request_id!r} and {last.request_id!r} have other taps, in one shard")
-    _check_tensors(layout, header, *ends, last.taps)
+    _check_tensors(layout, header, *_ends(last), last.taps)
     check_layout(layout, header)
     return records
 
 
 def placed(records: Sequence[RequestRecord], shard: str, size: int, data_sha256: str) -> list[RequestRecord]:
     """``records`` with the columns that say where each lies, the rows of one after those of the one before."""
-    result, token, row, output = [], 0, 0, 0
+    result: list[RequestRecord] = []
+    token, row, output = 0, 0, 0
     for bare in records:
         here = replace(bare, shard=shard, shard_bytes=size, shard_sha256=data_sha256)
         result.append(replace(here, token_start=token, row_start=row, output_start=output))
-        token, row, output = token + bare.tokens, row + bare.stored_rows, output + bare.output_tokens
+        token, row, output = _ends(result[-1])
     return result
+
+
+def _ends(record: RequestRecord) -> tuple[int, int, int]:
+    """Where its tokens, rows and outputs end in its shard."""
+    token, row = record.token_start - record.shared, record.row_origin
+    return token + record.tokens, row + record.rows, record.output_start + record.output_tokens
 
 
 def expected_tensors(
@@ -197,8 +219,7 @@ def _check_tensors(
 
 
 def _record(given: Fields, header: TraceHeader) -> RequestRecord:
-    unknown = dict.fromkeys(_OF_CHOICE if header.version == PLAIN else ())  # to version 1, which ignores them
-    values = Fields(given.where, {**dict.fromkeys(LATER), **given.values, **unknown})
+    values = Fields(given.where, {**dict.fromkeys(LATER), **given.values})
     if shard_number(values.text("shard")) is None:
         raise values.refuse("shard", "a file name like shard-00000.safetensors")
     if not 0 < len(values.text("request_id")) <= MAX_ID:
@@ -224,12 +245,15 @@ def _record(given: Fields, header: TraceHeader) -> RequestRecord:
         server_cached_tokens=values.optional_integer("server_cached_tokens", 0, MAX_COUNT),
         server_prefill_rows=values.optional_integers("server_prefill_rows", 1, MAX_TOKENS),
         server_prefill_forward_rows=values.optional_integers("server_prefill_forward_rows", 1, MAX_COUNT),
+        prefix_requests=values.optional_integers("prefix_requests", 0, MAX_COUNT, MAX_PREFIXES),
+        prefix_rows=values.optional_integers("prefix_rows", 1, MAX_TOKENS, MAX_PREFIXES),
         shard_bytes=values.integer("shard_bytes", 8, MAX_COUNT),
         shard_sha256=values.sha256("shard_sha256"),
         taps=_taps(values, header),
         first_row=values.optional_integer("first_row", 1, values.integer("prompt_tokens", 1, MAX_TOKENS) - 1),
     )
     problem = pieces_problem(record.server_prefill_rows, record.server_prefill_forward_rows, record.prompt_tokens)
+    problem = problem or _prefix_problem(record, header) or _choice_problem(record, header)
     if problem is not None:
         raise TraceCorruptError(f"{values.where}: {problem}")
     return record
@@ -242,6 +266,31 @@ def _taps(values: Fields, header: TraceHeader) -> tuple[str, ...] | None:
     if FINAL not in taps or not set(taps) <= set(header.taps):
         raise values.refuse("taps", f"{FINAL} and others of {', '.join(header.taps)}")
     return taps
+
+
+def _prefix_problem(record: RequestRecord, header: TraceHeader) -> str | None:
+    """Why its prefix cannot be; None where it can. Whether the requests have such rows ``check_prefixes`` says."""
+    requests, rows = record.prefix_requests, record.prefix_rows
+    if requests is None and rows is None:
+        return None
+    if header.version < 2:
+        return f"it has a prefix of rows of other requests, which a trace of version {header.version} has not"
+    if record.first_row:
+        return f"it has a prefix, and its rows from row {record.first_row} on alone: of these it can have one only"
+    if not requests or not rows or len(requests) != len(rows):
+        return (
+            f"prefix_requests names {len(requests or ())} requests, prefix_rows {len(rows or ())} numbers of rows, "
+            "both must be null or hold as many, one at least"
+        )
+    if sum(rows) > record.rows:
+        return f"prefix_rows adds up to {sum(rows)}, the request has {record.rows} rows"
+    return None
+
+
+def _choice_problem(record: RequestRecord, header: TraceHeader) -> str | None:
+    if header.version < 2 and (record.taps or record.first_row):
+        return f"it lacks taps or rows, which a request of a trace of version {header.version} has"
+    return None
 
 
 def pieces_problem(rows: Sequence[int] | None, forward: Sequence[int] | None, prompt_tokens: int) -> str | None:
@@ -276,7 +325,7 @@ def table_schema() -> "pl.Schema":
 
     kinds: dict[Any, pl.DataType] = {str: pl.String(), int: pl.Int64(), float: pl.Float64()}
     kinds |= {str | None: pl.String(), int | None: pl.Int64()}
-    lists = ("server_histogram", "server_prefill_rows", "server_prefill_forward_rows")
+    lists = ("server_histogram", "server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows")
     special: dict[str, pl.DataType] = {"tail_ids": pl.List(pl.Int32), **dict.fromkeys(lists, pl.List(pl.Int64))}
     special["taps"] = pl.List(pl.String)
     return pl.Schema({item.name: special.get(item.name) or kinds[item.type] for item in fields(RequestRecord)})
@@ -329,8 +378,7 @@ def _check_places(records: Sequence[RequestRecord], where: str) -> None:
                     f"{where}: request {record.request_id!r} is said to begin at token, row and output {places} of "
                     f"{shard}, the requests before it end at {expected}"
                 )
-            ends = zip(places, (record.tokens, record.stored_rows, record.output_tokens), strict=True)
-            expected = tuple(start + length for start, length in ends)  # type: ignore[assignment]
+            expected = _ends(record)
 
 
 def scan_shards(folder: Path, header: TraceHeader) -> tuple[list[Layout], list[RequestRecord]]:
@@ -344,7 +392,33 @@ def scan_shards(folder: Path, header: TraceHeader) -> tuple[list[Layout], list[R
         layouts.append(layout)
         records.extend(shard_records(layout, header))
     check_distinct(records, str(folder))
+    check_prefixes(records, str(folder))
     return layouts, records
+
+
+def check_prefixes(records: Sequence[RequestRecord], where: str) -> None:
+    """Raises TraceCorruptError where a prefix is of rows that an earlier request does not store."""
+    for number, record in enumerate(records):
+        start = 0
+        for owner, rows in zip(record.prefix_requests or (), record.prefix_rows or (), strict=True):
+            stop = start + rows
+            if owner < number and not _has_what(records[owner], record):
+                raise TraceCorruptError(
+                    f"{where}: request {record.request_id!r} is said to share rows of request number {owner}, which "
+                    "lacks some of its taps or rows"
+                )
+            if owner >= number or not records[owner].shared <= start or stop > records[owner].rows:
+                raise TraceCorruptError(
+                    f"{where}: request {record.request_id!r} is said to share the rows {start} to {stop} of request "
+                    f"number {owner}, which " + ("does not come before it" if owner >= number else "stores none such")
+                )
+            start = stop
+
+
+def _has_what(owner: RequestRecord, record: RequestRecord) -> bool:
+    """Whether ``owner`` has all taps of ``record``, and all their rows."""
+    taps = owner.taps is None or (record.taps is not None and set(record.taps) <= set(owner.taps))
+    return taps and not owner.first_row
 
 
 def headers_sha256(layouts: Sequence[Layout]) -> str:

@@ -14,7 +14,7 @@ from replay.errors import OutputError
 from replay.traces import files
 from replay.traces.captured import CapturedRequest, ServerCounters, check_request, check_weights, request_tensors
 from replay.traces.feed import feed_tensors
-from replay.traces.header import TraceHeader, WeightsInfo, read_header
+from replay.traces.header import VERSION, TraceHeader, WeightsInfo, read_header
 from replay.traces.place import FORCE, NEW, RESUME, check_agreement, names_in, no_folder, refuse_foreign
 from replay.traces.records import (
     RequestRecord,
@@ -26,6 +26,8 @@ from replay.traces.records import (
     to_frame,
 )
 from replay.traces.server_rounds import merge_rounds, read_served, rounds_of
+from replay.traces.sharing import Sharing, shared_record
+from replay.traces.stretches import TOKENS
 from replay.traces.tensors import joined_shapes, pack_header, tensor_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ class TraceWriter:
     """The one writer of a trace folder, from ``create`` or ``resume`` until ``finish`` or ``close``.
 
     Finished requests are on disk when ``add`` returns. A second writer of the same folder is refused; the lock dies
-    with the process. Use it in a ``with`` block.
+    with the process. Use it in a ``with`` block. Of a request whose first tokens and rows are bit for bit those of an
+    earlier one, only the others are written; with ``share`` set to False all are.
 
     >>> with TraceWriter.create(Path("trace"), header) as writer:  # doctest: +SKIP
     ...     writer.add(requests)
@@ -55,6 +58,8 @@ class TraceWriter:
         self._lock: int | None = lock
         self._records: list[RequestRecord] = []
         self._shards = 0
+        self.share = True
+        self._sharing = Sharing(path)
 
     @classmethod
     def create(cls, path: Path, header: TraceHeader, *, force: bool = False, go_on: str = _GO_ON) -> Self:
@@ -132,8 +137,8 @@ class TraceWriter:
 
         Requests of other taps go into a shard of their own; where the disk refuses in their middle, those of the shards
         before are there. A shard a batch: prefer some tens of requests to one, and about a GB at most. Raises
-        CaptureError where a request is not what the header announces or holds NaN or Inf, OutputError where the disk
-        refuses.
+        CaptureError where a request is not what the header announces or holds NaN or Inf, TraceCorruptError where an
+        earlier shard has changed, OutputError where the disk refuses.
         """
         self._check_open()
         if not requests:
@@ -158,6 +163,9 @@ class TraceWriter:
 
     def _write_shard(self, requests: Sequence[CapturedRequest], taps: tuple[str, ...] | None) -> None:
         tensors = [request_tensors(request, self.header) for request in requests]
+        bare = self._with_prefixes([request.record(self.header) for request in requests], tensors)
+        for record, one in zip(bare, tensors, strict=True):
+            one |= {name: one[name][record.shared :] for name in _stream(one)}
         parts = {name: [one[name] for one in tensors] for name in expected_tensors(self.header, 0, 0, 0, taps)}
         parts |= feed_tensors([request.feed for request in requests])
         shapes = joined_shapes(parts)
@@ -165,13 +173,26 @@ class TraceWriter:
         digest = hashlib.sha256()
         for block in blocks:
             digest.update(block)
-        bare = [request.record(self.header) for request in requests]
-        head = pack_header(shapes, shard_metadata(bare, digest.hexdigest(), self.header.version))
+        if any(record.shared for record in bare) and self.header.version < VERSION:
+            self._write_header(replace(self.header, version=VERSION))  # before anything an older reader would misread
+        head = pack_header(shapes, shard_metadata(bare, digest.hexdigest()))
         path = self.path / files.shard_name(self._shards)
         files.write_whole(path, [head, *blocks])
         size = len(head) + sum(len(block) for block in blocks)
         self._records += placed(bare, path.name, size, digest.hexdigest())
         self._shards += 1
+
+    def _with_prefixes(
+        self, bare: Sequence[RequestRecord], tensors: "Sequence[dict[str, torch.Tensor]]"
+    ) -> list[RequestRecord]:
+        """The records of requests, with what each has in common with an earlier one."""
+        if not self.share or any(record.first_row for record in (*self._records, *bare)):
+            return list(bare)
+        streams = [{name: one[name] for name in _stream(one)} for one in tensors]
+        records = list(self._records)
+        for record, (owner, rows) in zip(bare, self._sharing.prefixes(self._records, streams), strict=True):
+            records.append(shared_record(record, records, owner, rows))
+        return records[len(self._records) :]
 
     def set_missing(self, missing: Sequence[str]) -> None:
         """Say anew what is not in the trace, a sentence each. Raises OutputError."""
@@ -283,6 +304,11 @@ class TraceWriter:
 
     def _saying(self) -> AbstractContextManager[None]:
         return _says_what_is_kept(self.path, self._go_on, len(self._records))
+
+
+def _stream(tensors: "dict[str, torch.Tensor]") -> list[str]:
+    """The names of those of a request's ``tensors`` that have an element for each token or row."""
+    return [name for name in tensors if name == TOKENS or name.startswith(("tap.", "scale."))]
 
 
 def _unfinished(header: TraceHeader) -> TraceHeader:

@@ -44,9 +44,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) -> CaptureResult:
+def capture_server(
+    options: ServerOptions, on_event: Callable[[Event], None], api: ServerApi | None = None
+) -> CaptureResult:
     """Capture every row of a prompt file from a server. Finished requests are safe; ``resume`` does what is missing.
 
+    ``api``: how it is asked, where that is not by HTTP (engine.py).
     Raises UsageError, PromptError, CaptureError, OutputError and TraceError; what can be refused is refused before the
     first prompt is sent.
     """
@@ -58,7 +61,8 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
     prompts = read_prompts(options.prompts)
     check_output_folder(options, beside=(SPOOL,), resumable=(RESPONSES,))
     check_resumed(options, prompts, "sglang")
-    api = open_api(options.server, options.api_key, timeout=options.timeout, retries=options.retries)
+    if api is None:
+        api = open_api(options.server, options.api_key, timeout=options.timeout, retries=options.retries)
     facts = ask_facts(api, options.recording)
     if not facts.recording and (options.out / HEADER).exists():
         raise OutputError(

@@ -1,4 +1,4 @@
-"""What `replay serve` asks the plugin to record, and which servers can be asked. Knows no engine."""
+"""What a launch asks the plugin to record, and which servers can be asked. Knows no engine."""
 
 import json
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from replay.traces.fields import Fields, parse_json
 
 RECORD_VARIABLE = "REPLAY_RECORD"
+LAUNCHER = "REPLAY_LAUNCHER"  # the process that lets each launch of its own be recorded; set by itself
 TRIED = (
     "0.5.20",
     "0.5.22",
@@ -15,9 +16,14 @@ TRIED = (
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"  # of SGLang: a server that has it makes its accept lengths up
 
 
+def is_folder(value: str) -> bool:
+    """Whether the variable's value is a folder, as users type it, and not yet what schedulers are asked."""
+    return not value.startswith("{")
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What ``replay serve`` asks of the plugin, by one environment variable; taps and wiring as typed."""
+    """What a launch asks of the plugin in its schedulers, by one environment variable; taps and wiring as typed."""
 
     folder: str  # absolute
     launch: str

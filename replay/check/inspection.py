@@ -45,6 +45,7 @@ class TraceFacts(_Table):
     dtype: str
     engine: str
     taps: tuple[str, ...]
+    tap_requests: dict[str, int]
     topk: int
     requests: int
     prompt_tokens: int
@@ -56,6 +57,7 @@ class TraceFacts(_Table):
     max_new_tokens: int
     observed_requests: int
     fed_rows: int
+    shared_rows: int
     missing: tuple[str, ...]
     bytes: int
 
@@ -180,6 +182,7 @@ def trace_facts(trace: "Trace") -> TraceFacts:
         dtype=header.target.dtype,
         engine=f"{header.engine.name} {header.engine.version}",
         taps=tuple(trace.taps),
+        tap_requests=trace.tap_requests,
         topk=header.topk,
         requests=len(requests),
         prompt_tokens=int(requests["prompt_tokens"].sum()),
@@ -191,6 +194,7 @@ def trace_facts(trace: "Trace") -> TraceFacts:
         max_new_tokens=header.capture.max_new_tokens,
         observed_requests=int(requests["server_verify_rounds"].count()),
         fed_rows=trace.fed_rows,
+        shared_rows=sum(record.shared for record in trace.records),
         missing=(*header.missing, *filter(None, [header.uncovered])),
         bytes=sum(file.stat().st_size for file in os.scandir(trace.path) if file.is_file()),
     )

@@ -1,6 +1,7 @@
 """capture --server against a stand-in whose every row is known; the real one is in test_sglang_plugin.py."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -706,3 +707,11 @@ def test_a_stock_server_may_refuse_a_prompt(options: ServerOptions, server: Fake
 
 def test_vocabulary_of_the_stand_in_fits_its_rows() -> None:
     assert VOCABULARY == 16 and sorted(next_token(token) for token in range(16)) == list(range(16))
+
+
+def test_a_router_is_refused_by_the_address_of_a_server_behind_it(options: ServerOptions, server: FakeServer) -> None:
+    """The pages of sglang-router 0.3.2 in front of two servers: it has none of a server's own facts."""
+    server.router = True
+    said = f"{server.url} is a router of 2 servers: give --server the address of one that records, as http://10.0.0.1"
+    with pytest.raises(CaptureError, match=re.escape(said)):
+        capture(options)

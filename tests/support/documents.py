@@ -18,6 +18,7 @@ from support.heads import INVENTED, tiny_config, write_head
 from support.report_cases import nothing, sweep
 from support.rounds_maker import make_rounds, make_variant
 from support.served_maker import HEAD, STEPS, WIDTH, WIRING, make_checkpoint, make_served
+from support.timed_server import TimedServer, timed_server
 from support.trace_maker import V, changed, make_four, make_header, make_request, make_weights, write_trace
 
 from replay.analysis.diagnosis.breakdown import Depth, Profile, Stratum
@@ -165,6 +166,17 @@ def plan_documents(folder: Path) -> list[Document]:
     ]
 
 
+def time_documents(folder: Path) -> list[Document]:
+    """Of a server that drafts, asked for texts, and of one that does not."""
+    (prompts := folder / "prompts.jsonl").write_text('{"input_ids": [1, 2, 3]}')
+    found = []
+    for steps, typed in ((3, ("--prompts", prompts)), (0, ())):
+        with timed_server(TimedServer(steps, paced=True)) as server:
+            out = folder / f"{steps}.jsonl"
+            found.append(run("time", "--server", server.url, "-o", out, "--batch", 1, "--repeats", 1, *typed))
+    return found
+
+
 def diagnose_documents(folder: Path) -> list[Document]:
     """Of a server with a fault and its feed recorded, of a head made for other taps, and what is rare."""
     sizes = {"hidden_size": WIDTH, "vocab_size": V, "draft_vocab_size": 48, "intermediate_size": 24, "head_dim": 8}
@@ -280,6 +292,7 @@ _MAKERS: Mapping[str, Callable[[Path], list[Document]]] = {
     "compare": compare_documents,
     "show": show_documents,
     "plan": plan_documents,
+    "time": time_documents,
     "diagnose": diagnose_documents,
     "check": check_documents,
     "inspect": inspect_documents,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from replay.capture.kept import Kept
 from replay.traces.copying import captured_request
-from replay.traces.header import CHOSEN, FP8, TapInfo
+from replay.traces.header import FP8, VERSION, TapInfo
 from replay.traces.reader import Trace
 from replay.traces.taps import FINAL
 from replay.traces.writer import TraceWriter
@@ -20,7 +20,7 @@ def make_less(
     then: Sequence[str] = (),
     rows: str = "exact",
     prompt_rows: int | None = None,
-    version: int = CHOSEN,
+    version: int = VERSION,
 ) -> Trace:
     """``trace`` as `replay capture` would have written it with these choices."""
     header = trace.header

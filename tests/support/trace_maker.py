@@ -84,6 +84,18 @@ def make_requests(count: int, dtype: str = "bfloat16") -> list[CapturedRequest]:
     ]
 
 
+def beginning(request: CapturedRequest, like: CapturedRequest, rows: int) -> CapturedRequest:
+    """``request`` with the first ``rows`` tokens and rows of ``like``; both have longer prompts."""
+    taps = {tap: torch.cat([like.taps[tap][:rows], own[rows:]]) for tap, own in request.taps.items()}
+    return changed(request, prompt_ids=[*like.prompt_ids[:rows], *request.prompt_ids[rows:]], taps=taps)
+
+
+def make_alike(count: int) -> list[CapturedRequest]:
+    """Requests of which the third and all later ones begin with 70 rows of the first, so that these are stored once."""
+    made = [make_request(f"r{seed}", seed, prompt=72 + seed % 3, output=1 + seed % 4) for seed in range(count)]
+    return [*made[:2], *(beginning(one, made[0], 70) for one in made[2:])]
+
+
 def make_four(dtype: str = "bfloat16") -> list[CapturedRequest]:
     """Requests of 2 to 5 prompt and 12 to 9 output tokens."""
     return [make_request(f"r{seed}", seed, prompt=2 + seed, output=12 - seed, dtype=dtype) for seed in range(4)]

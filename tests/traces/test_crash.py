@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.trace_maker import make_header, make_request, make_requests, make_weights, write_trace
+from support.trace_maker import make_alike, make_header, make_request, make_weights, write_trace
 
 from replay.errors import OutputError, TraceIncompleteError
 from replay.traces import files
@@ -29,11 +29,11 @@ import os, signal, sys, time
 sys.path.append(sys.argv[1])
 from pathlib import Path
 import polars, torch  # imported, but no pool of threads started, so that forking is safe
-from support.trace_maker import make_header, make_requests, make_weights
+from support.trace_maker import make_header, make_alike, make_weights
 from replay.traces.writer import TraceWriter
 
 def write(folder, log):
-    requests = make_requests(4)
+    requests = make_alike(4)
     with TraceWriter.resume(folder, make_header()) as writer:
         writer.write_target_weights(make_weights(), None)
         for start in range(0, 4, 2):
@@ -96,7 +96,7 @@ def check_whole(folder: Path, expected: set[str], *, allow_incomplete: bool) -> 
         assert not expected
         return
     trace = Trace.open(folder, allow_incomplete=allow_incomplete)
-    made = {request.request_id: request for request in make_requests(REQUESTS)}
+    made = {request.request_id: request for request in make_alike(REQUESTS)}
     ids = [record.request_id for record in trace.records]
     assert len(ids) == len(set(ids)) and set(ids) >= expected
     for index, name in enumerate(ids):
@@ -104,6 +104,8 @@ def check_whole(folder: Path, expected: set[str], *, allow_incomplete: bool) -> 
         assert rows.tokens.tolist() == [*made[name].prompt_ids, *made[name].output_ids]
         assert all(torch.equal(rows.taps[tap], made[name].taps[tap]) for tap in ("2", "final"))
         assert torch.equal(trace.logits(index)[1], made[name].topk_logprobs)
+    shared = {"r2", "r3"} & {*ids[ids.index("r0") + 1 :]} if "r0" in ids else set()
+    assert {record.request_id for record in trace.records if record.shared == 70} == shared
     if not allow_incomplete:
         assert [finding for finding in check_trace(trace) if finding.severity == "error"] == []
 
@@ -111,7 +113,7 @@ def check_whole(folder: Path, expected: set[str], *, allow_incomplete: bool) -> 
 def resume(folder: Path) -> None:
     with TraceWriter.resume(folder, make_header()) as writer:
         writer.write_target_weights(make_weights(), None)
-        writer.add([request for request in make_requests(REQUESTS) if request.request_id not in writer.done_ids])
+        writer.add([request for request in make_alike(REQUESTS) if request.request_id not in writer.done_ids])
         writer.finish()
 
 
@@ -191,7 +193,7 @@ def failing_after(calls: int, error: BaseException) -> object:
 def test_a_full_disk(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "t"
     with TraceWriter.create(folder, make_header()) as writer:
-        writer.add(make_requests(2))
+        writer.add(make_alike(2))
         with monkeypatch.context() as patch:
             patch.setattr(files.os, "fsync", failing_after(0, OSError(number, os.strerror(number))))
             with pytest.raises(OutputError) as caught:
@@ -203,7 +205,7 @@ def test_a_full_disk(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("calls", range(4))
 def test_a_full_disk_while_finishing(tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_trace(tmp_path / "t", [make_requests(3)], finish=False)
+    folder = write_trace(tmp_path / "t", [make_alike(3)], finish=False)
     with TraceWriter.resume(folder, make_header()) as writer:
         with monkeypatch.context() as patch:
             patch.setattr(files.os, "fsync", failing_after(calls, OSError(errno.ENOSPC, "No space left on device")))
@@ -226,14 +228,14 @@ def test_ctrl_c(tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as patch:
             patch.setattr(files.os, "fsync", failing_after(calls, KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
-                writer.add(make_requests(2))
+                writer.add(make_alike(2))
         shards = [name for name in os.listdir(folder) if "shard" in name]
         assert shards == ["shard-00000.safetensors"] * calls
         if calls:
-            writer.add(make_requests(4)[2:])
+            writer.add(make_alike(4)[2:])
             writer.finish()
         else:
-            writer.add(make_requests(4))
+            writer.add(make_alike(4))
             writer.finish()
     check_whole(folder, {"r0", "r1", "r2", "r3"}, allow_incomplete=False)
 

@@ -69,6 +69,8 @@ def test_requests(trace: Trace) -> None:
         "server_cached_tokens": [None, 0, None],
         "server_prefill_rows": [None, None, None],  # it was written before there were pieces
         "server_prefill_forward_rows": [None, None, None],
+        "prefix_requests": [None, None, None],  # and before rows were shared
+        "prefix_rows": [None, None, None],
         "shard_bytes": [1420, 1420, 956],
         "taps": [None, None, None],  # it is of version 1
         "first_row": [None, None, None],

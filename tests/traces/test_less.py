@@ -8,15 +8,17 @@ import polars as pl
 import pytest
 import torch
 from support.less_maker import make_less
-from support.trace_maker import H, make_four, make_header, make_request, write_trace
+from support.trace_maker import H, beginning, make_four, make_header, make_request, write_trace
 
 from replay.errors import CaptureError, TraceCorruptError, TraceError, WiringError
+from replay.traces.captured import CapturedRequest
 from replay.traces.check import check_trace
-from replay.traces.copying import copy_requests
+from replay.traces.copying import captured_request, copy_requests
 from replay.traces.fp8 import dequantise, quantise
-from replay.traces.header import CHOSEN, FP8, PLAIN, TapInfo, TraceHeader
+from replay.traces.header import FP8, OLDEST, VERSION, TapInfo, TraceHeader
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
+from replay.traces.records import check_prefixes
 from replay.traces.tensors import map_rows, parse_layout
 from replay.traces.writer import TraceWriter
 
@@ -35,14 +37,14 @@ def wrong(trace: Trace) -> list[str]:
 
 def test_a_trace_that_leaves_nothing_out_is_of_version_1(whole: Trace) -> None:
     header = json.loads((whole.path / "trace.json").read_text())
-    assert header["version"] == PLAIN == 1 and "taps_for" not in header["capture"]
+    assert header["version"] == OLDEST == 1 and "taps_for" not in header["capture"]
     layout = parse_layout(whole.path / "shard-00000.safetensors")
     assert layout.metadata["version"] == "1" and '"taps"' not in layout.metadata["requests"]
 
 
 def test_each_request_has_its_own_taps(tmp_path: Path, whole: Trace) -> None:
     less = make_less(tmp_path / "less", whole, taps_for=1)
-    assert less.header.version == CHOSEN and less.header.capture.choices == {"taps_for": 1}
+    assert less.header.version == VERSION and less.header.capture.choices == {"taps_for": 1}
     assert [record.taps for record in less.records] == [None, *[("final",)] * 3]
     assert pl.read_parquet(less.path / "requests.parquet")["taps"].to_list() == [None, *[["final"]] * 3]
     for index in range(4):
@@ -181,7 +183,7 @@ def test_an_fp8_number_that_is_none_is_refused(tmp_path: Path, whole: Trace) -> 
 
 
 def test_final_is_never_in_fp8() -> None:
-    header = replace(make_header(), taps={"final": TapInfo(FP8, H)}, version=CHOSEN)
+    header = replace(make_header(), taps={"final": TapInfo(FP8, H)}, version=VERSION)
     with pytest.raises(TraceCorruptError, match=r"the tap final is float8_e4m3fn, it is stored as it was computed"):
         TraceHeader.from_json(header.to_json())
     with pytest.raises(TraceCorruptError, match=r"dtype is 'float8_e4m3fn', must be one of bfloat16, float16, float32"):
@@ -219,7 +221,7 @@ def test_copies_are_bit_for_bit(tmp_path: Path, whole: Trace) -> None:
     out = tmp_path / "part"
     copy_requests([less.take(Part(requests=("r1", "r3")))], out)
     part = Trace.open(out)
-    assert part.header.version == CHOSEN and part.header.capture == less.header.capture
+    assert part.header.version == VERSION and part.header.capture == less.header.capture
     for mine, theirs in ((0, 1), (1, 3)):
         one, other = part.records[mine], less.records[theirs]
         assert (one.request_id, one.taps, one.first_row) == (other.request_id, other.taps, other.first_row)
@@ -235,7 +237,7 @@ def test_traces_of_other_choices_are_merged_where_their_rows_are_alike(tmp_path:
     plain = Trace.open(write_trace(tmp_path / "plain", [[make_request("other", 8)]]))
     copy_requests([ten, last, plain], tmp_path / "all")
     merged = Trace.open(tmp_path / "all")
-    assert merged.header.version == CHOSEN and merged.header.capture.choices == {}
+    assert merged.header.version == VERSION and merged.header.capture.choices == {}
     assert [(record.taps, record.first_row) for record in merged.records] == [
         (None, None), (("final",), None), (None, 2), (None, 3), (None, None),
     ]  # fmt: skip
@@ -243,3 +245,63 @@ def test_traces_of_other_choices_are_merged_where_their_rows_are_alike(tmp_path:
     rounded = make_less(tmp_path / "fp8", whole, rows="fp8")
     with pytest.raises(TraceError, match=r"the traces differ in taps"):
         copy_requests([plain, rounded], tmp_path / "none")
+
+
+# ---- beside shared rows ----
+
+
+def alike(count: int) -> list[CapturedRequest]:
+    """Requests that begin with the same 80 tokens and rows."""
+    made = [make_request(f"r{seed}", seed, prompt=82 + seed) for seed in range(count)]
+    return [made[0], *(beginning(one, made[0], 80) for one in made[1:])]
+
+
+def test_a_request_shares_with_one_that_has_its_taps(tmp_path: Path) -> None:
+    """Of four requests that begin alike: all taps, fewer, all again, fewer again; in batches of their own."""
+    whole = Trace.open(write_trace(tmp_path / "whole", [alike(4)]))
+    first = {"r0", "r2"}
+    header = replace(whole.header, version=VERSION, weights=None)
+    with TraceWriter.create(tmp_path / "less", header) as writer:
+        writer.write_target_weights(whole.embed_weight(), None)
+        for index, record in enumerate(whole.records):
+            one = captured_request(whole, index)
+            taps = one.taps if record.request_id in first else {"final": one.taps["final"]}
+            writer.add([replace(one, taps=taps)])
+        writer.finish()
+    less = Trace.open(tmp_path / "less")
+    assert [record.prefix_requests for record in less.records] == [None, (0,), (0,), (0,)]
+    for index in range(4):
+        taps = less.records[index].taps or ("2", "final")
+        assert torch.equal(less.read(index, taps).taps["final"], whole.read(index, taps).taps["final"])
+    assert wrong(less) == []
+    # In another order the one with fewer taps comes first, and no other finds its rows there.
+    copy_requests([less.take(Part(requests=("r1",))), less.take(Part(requests=("r0", "r3")))], tmp_path / "other")
+    other = Trace.open(tmp_path / "other")
+    assert [(record.request_id, record.prefix_requests) for record in other.records] == [
+        ("r1", None), ("r0", None), ("r3", (0,)),
+    ]  # fmt: skip
+    assert wrong(other) == []
+
+
+def test_rows_in_fp8_are_shared_with_their_scales(tmp_path: Path) -> None:
+    whole = Trace.open(write_trace(tmp_path / "whole", [alike(3)]))
+    less = make_less(tmp_path / "less", whole, rows="fp8")
+    assert [record.shared for record in less.records] == [record.shared for record in whole.records] != [0, 0, 0]
+    for index in range(3):
+        rows = less.read(index, ["2"]).taps["2"]
+        assert torch.equal(rows, dequantise(*quantise(whole.read(index, ["2"]).taps["2"]), torch.bfloat16))
+        assert torch.equal(less.tap_rows(index, "2", [3, 79, 82]), rows[[3, 79, 82]])
+    assert wrong(less) == []
+
+
+def test_requests_without_early_rows_share_none(tmp_path: Path) -> None:
+    whole = Trace.open(write_trace(tmp_path / "whole", [alike(3)]))
+    less = make_less(tmp_path / "less", whole, prompt_rows=70)
+    assert [record.shared for record in less.records] == [0, 0, 0] and less.prompt_rows == 70
+    assert wrong(less) == []
+    record = replace(whole.records[2], first_row=3)
+    with pytest.raises(TraceCorruptError, match="which lacks some of its taps or rows"):
+        check_prefixes([replace(whole.records[0], first_row=3), *whole.records[1:]], "there")
+    with pytest.raises(TraceCorruptError, match="which lacks some of its taps or rows"):
+        check_prefixes([replace(whole.records[0], taps=("final",)), *whole.records[1:]], "there")
+    assert record.row_origin == record.row_start - record.shared - 3

@@ -21,7 +21,7 @@ FLOORS = (
     {"replay.faults", "replay.head", "replay.check"},
     {"replay.drafting"},
     {"replay.simulator"},
-    {"replay.diagnosis"},
+    {"replay.diagnosis", "replay.training"},
     {"replay.cli"},
     {"replay.__main__"},
 )
