@@ -20,6 +20,7 @@ from replay.traces.fields import show
 from replay.traces.rounds import Rounds
 
 VEGA_LITE = "application/vnd.vegalite.v5+json"
+_FIGURE = '<figure style="font-family: Arial, Helvetica, sans-serif">'  # whatever the notebook writes in
 _PAPER = {"background": "white"}  # a page is white; a notebook may be dark, and the ink of charts is not
 
 
@@ -42,7 +43,7 @@ class NotebookChart(Chart):
         """The chart as an SVG with its heading and caption. Raises UsageError where charts cannot be drawn."""
         heading, caption = escape(one_line(self.heading)), escape(one_line(self.caption))
         drawn = draw({**self.spec, **_PAPER})
-        return f"<figure><b>{heading}</b><br>{drawn}<figcaption>{caption}</figcaption></figure>"
+        return f"{_FIGURE}<b>{heading}</b><br>{drawn}<figcaption>{caption}</figcaption></figure>"
 
 
 class Charts(list[NotebookChart]):

@@ -12,14 +12,16 @@ Told apart by what is in them:
 - an SGLang log (0.5.23, managers/scheduler_components/metrics_reporter.py): decode lines with ``#running-req``,
   ``accept len`` and ``gen throughput (token/s)``. A line counts where the line before it is a decode line of as many
   requests: then nothing was prefilled in its interval. The steps are read from the server's arguments in the same log.
+- two or more /metrics pages, ``EARLIER,LATER`` (pages.py).
 """
 
 import codecs
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from replay.analysis.plan.pages import is_page, timings_of_pages
 from replay.analysis.plan.settings import (
     MOST_BATCH,
     MOST_NODES,
@@ -41,9 +43,10 @@ from replay.traces.timings import is_measured, read_measured
 _MOST = 1 << 26  # bytes of a file that is read
 _PRINTED = 0.005  # half of the last digit of an accept length in a log
 _TYPED = {name: name for name in ("batch", "steps", "topk", "draft_tokens")}
+_SECONDS = 10  # for which the page at an address is looked at
 _FORMS = (
-    "a file of replay time, JSON of bench_speculative, bench_serving or vllm bench serve, or an SGLang log with decode "
-    "lines"
+    "a file of replay time, JSON of bench_speculative, bench_serving or vllm bench serve, two /metrics pages, or an "
+    "SGLang log with decode lines"
 )
 _RUNNING = re.compile(r"#running-req: (\d{1,9})", re.ASCII)
 _LENGTH = re.compile(r"accept len: (\d{1,9}(?:\.\d{1,9})?)", re.ASCII)
@@ -58,11 +61,13 @@ def read_benchmark(typed: str) -> list[Timing]:
     """
     name, said = _split(typed)
     path = as_path(name)
-    try:
-        text = _text(read_small(path, _MOST, follow=True))
-    except TraceCorruptError as error:
-        why = f"{path} is UTF-16; save it as UTF-8" if str(error) == "UTF-16" else f"{error}; give {_FORMS}"
-        raise UsageError(why) from error
+    paths = [path] if "," not in name or path.exists() else [as_path(part.strip()) for part in name.split(",")]
+    texts = [_read(one) for one in paths]
+    if len(texts) > 1 and not all(map(is_page, texts)):
+        raise UsageError(f"--bench {name} names several files, and not all are /metrics pages; repeat --bench for each")
+    if is_page(texts[0]):
+        return timings_of_pages(texts, name, said)
+    (text,) = texts
     documents = _documents(text)
     if documents is None:
         timings = list(_from_log(text, path, said))
@@ -73,11 +78,34 @@ def read_benchmark(typed: str) -> list[Timing]:
     return timings
 
 
+def address_of_pages(typed: str) -> tuple[str, int] | None:
+    """The address of a /metrics page that was typed as --bench, and for how many seconds to look; None for a file."""
+    if not typed.startswith(("http://", "https://")):
+        return None
+    name, said = _split(typed)
+    return name, whole(said, "seconds", _SECONDS, 1, 3600)
+
+
+def read_pages(typed: str, texts: Sequence[str]) -> list[Timing]:
+    """Timings of the pages at the address ``typed``, in the order in which they came. Raises UsageError."""
+    name, said = _split(typed)
+    return timings_of_pages(texts, name, {key: value for key, value in said.items() if key != "seconds"})
+
+
+def _read(path: Path) -> str:
+    try:
+        return _text(read_small(path, _MOST, follow=True))
+    except TraceCorruptError as error:
+        why = f"{path} is UTF-16; save it as UTF-8" if str(error) == "UTF-16" else f"{error}; give {_FORMS}"
+        raise UsageError(why) from error
+
+
 def _split(typed: str) -> tuple[str, Mapping[str, float]]:
     name, colon, words = typed.rpartition(":")
     if not colon or "=" not in words or "/" in words:
         return typed, {}
-    return name, read_pairs(words, "--bench", _TYPED)
+    known = _TYPED | {"seconds": "seconds"} if typed.startswith("http") else _TYPED
+    return name, read_pairs(words, "--bench", known)
 
 
 def _text(data: bytes) -> str:

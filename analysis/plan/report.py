@@ -34,9 +34,10 @@ def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]], requests: int
         parts += [Text(), Text(shares(plan, choice))] if shares(plan, choice) else []
     parts += [Text(), heading("Costs"), _costs(plan)]
     parts += list(_schedules(plan))
-    if plan.rules:
-        parts += [Text(), heading("Stopping by the head's own confidence"), _rules(plan), Text()]
-        parts += [Text(rule_sentence(rule)) for rule in plan.rules]
+    for rules, what in ((plan.rules, "Stopping"), (plan.verify_rules, "Verifying fewer, drafting all,")):
+        if rules:
+            parts += [Text(), heading(f"{what} by the head's own confidence"), _rules(rules), Text()]
+            parts += [Text(rule_sentence(rule)) for rule in rules]
     parts += [Text(), heading("Doubts")]
     parts += [bullet(doubt) for doubt in doubts(plan, requests)] or [Text("  none of the checks raised one")]
     return Group(*parts, Text(), heading("Provenance"), pairs(list(provenance)))
@@ -156,21 +157,21 @@ def _schedules(plan: Plan) -> Iterator[RenderableType]:
     )
 
 
-def _rules(plan: Plan) -> Fitted:
-    names = column("at", [rule.load.spelled for rule in plan.rules], left=True)
+def _rules(rules: Sequence[Rule]) -> Fitted:
+    names = column("at", [rule.load.spelled for rule in rules], left=True)
     columns = (
-        column("verify while\nproduct at least", [f"{rule.threshold:g}" for rule in plan.rules]),
-        column("accept\nlength", [wording.decimal(rule.accept_length, 3) for rule in plan.rules]),
-        column("drafted\na round", [wording.decimal(rule.drafted, 2) for rule in plan.rules]),
-        column("verified\na round", [wording.decimal(rule.verified, 2) for rule in plan.rules]),
-        column("tok/s", [wording.decimal(rule.tokens_per_second[0], 1) for rule in plan.rules]),
-        column("range", [wording.interval(rule.tokens_per_second[1:], 1) for rule in plan.rules]),
+        column("verify while\nproduct at least", [f"{rule.threshold:g}" for rule in rules]),
+        column("accept\nlength", [wording.decimal(rule.accept_length, 3) for rule in rules]),
+        column("drafted\na round", [wording.decimal(rule.drafted, 2) for rule in rules]),
+        column("verified\na round", [wording.decimal(rule.verified, 2) for rule in rules]),
+        column("tok/s", [wording.decimal(rule.tokens_per_second[0], 1) for rule in rules]),
+        column("range", [wording.interval(rule.tokens_per_second[1:], 1) for rule in rules]),
     )
-    return Fitted((names,), (columns,), tuple(rule.load.spelled for rule in plan.rules))
+    return Fitted((names,), (columns,), tuple(rule.load.spelled for rule in rules))
 
 
 def rule_sentence(rule: Rule) -> str:
-    """What stopping early is worth against the best fixed depth."""
+    """What a rule is worth against the best fixed depth."""
     value, low, high = rule.gain
     place = rule.load.spelled[0].upper() + rule.load.spelled[1:]
     told = "more than" if low > 1 else "less than" if high < 1 else "not told apart from"

@@ -85,7 +85,9 @@ class ServerApi:
         try:
             return self.call(path)
         except NobodyThereError as error:
-            raise CaptureError(f"{self.url}{error}: start a server there by replay serve, or mend --server") from error
+            raise CaptureError(
+                f"{self.url}{error}: start the server (replay serve starts one that records), or mend --server"
+            ) from error
 
     def patiently(self, attempt: Callable[[int], _Result], retries: int | None = None) -> _Result:
         """The result of ``attempt(number)``, tried again with growing pauses while it raises TransientError.

@@ -81,7 +81,8 @@ def time_rounds(chunks: Sequence[Chunk], batch: int, *, drafts: bool) -> Window:
     counted = [found for own in by_request.values() if (found := _counted(own, begun, ended, drafts)) is not None]
     if not counted:
         raise CaptureError(
-            "the server sends several rounds at a time, so they cannot be counted; start it with --stream-interval 1"
+            "the server sends several rounds at a time, so they cannot be counted; start it with --stream-interval 1, "
+            "or type a smaller --batch"
         )
     rounds = [count for _, count, _ in counted]
     if min(rounds) < LEAST_ROUNDS or max(rounds) - min(rounds) > max(_SPREAD, max(rounds) // 5):

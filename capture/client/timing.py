@@ -6,47 +6,27 @@ the machine falls on all of them alike. SGLang 0.5.23 has no way to ask one requ
 on a server that was started without drafting.
 """
 
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import replay
 from replay.capture.client.api import NoSuchPathError, RefusedError, ServerApi, TransientError, open_api
-from replay.capture.client.capture import encode
 from replay.capture.client.facts import ServerFacts, ask_facts
 from replay.capture.client.rounds_timed import LEAST_ROUNDS, Window, read_chunks, time_rounds
-from replay.capture.options import ServerOptions
-from replay.capture.prompts import read_prompts
+from replay.capture.client.timed_prompts import Load, TimedPrompts, TimingOptions
 from replay.errors import CaptureError, UsageError
+from replay.printable import counted
 from replay.traces.fields import is_integer, show
 from replay.traces.timings import Measured
 
-_MOST_BATCH, _MOST_CONTEXT = 1 << 12, 1 << 20
+MOST_BATCH, MOST_CONTEXT = 1 << 12, 1 << 20
 _BATCHES = tuple(1 << power for power in range(7))  # that are timed where none are typed
 _CONTEXT = 512
-_RANDOM_IDS = (32, 256)  # token ids that every vocabulary has, and that stand for no image
-
-
-@dataclass(frozen=True, slots=True)
-class TimingOptions:
-    """What to time. None: batches and a context that the server takes. ``tokens``: output of each request."""
-
-    server: str
-    batches: tuple[int, ...] | None = None
-    contexts: tuple[int, ...] | None = None
-    prompts: Path | None = None
-    raw: bool = False
-    tokens: int = 64
-    repeats: int = 5
-    seed: int = 0
-    api_key: str | None = None
-    allow_recording: bool = False
-    timeout: float = 600.0
+_SETTLE = 1.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +36,6 @@ class Drafting:
     steps: int
     topk: int
     num_draft_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests that run together, and tokens of each in the middle of its output."""
-
-    batch: int
-    context: int
 
 
 Progress = Callable[[int, int], None]  # questions that were answered, of how many
@@ -90,27 +62,27 @@ def time_server(
             "serve, or type --allow-recording"
         )
     loads = _loads(options, facts, on_note)
-    prompts = _Prompts(options, facts)
-    _check_idle(api, on_note)
+    prompts = TimedPrompts(options, facts)
+    _check_idle(api, on_note, tries=1)
     windows: dict[Load, list[Window]] = {load: [] for load in loads}
     for repeat in range(options.repeats + 1):
         for place, load in enumerate(loads):
             window = _time_once(api, options, prompts, load, repeat, drafting.steps > 0, clock)
             windows[load] += [window] if repeat else []
             on_progress(repeat * len(loads) + place + 1, (options.repeats + 1) * len(loads))
-    _check_idle(api, on_note)
+    _check_idle(api, lambda note: None, tries=5)
     return [_measured(options, api, facts, drafting, prompts, load, found) for load, found in windows.items()]
 
 
 def _check(options: TimingOptions) -> None:
     least = 2 * LEAST_ROUNDS
-    if not least <= options.tokens <= _MOST_CONTEXT:
-        raise UsageError(f"--tokens is {options.tokens}; possible are {least} to {_MOST_CONTEXT}")
+    if not least <= options.tokens <= MOST_CONTEXT:
+        raise UsageError(f"--tokens is {options.tokens}; possible are {least} to {MOST_CONTEXT}")
     if not 1 <= options.repeats <= 1000:
         raise UsageError(f"--repeats is {options.repeats}; possible are 1 to 1000")
     for name, numbers, most in (
-        ("--batch", options.batches, _MOST_BATCH),
-        ("--context", options.contexts, _MOST_CONTEXT),
+        ("--batch", options.batches, MOST_BATCH),
+        ("--context", options.contexts, MOST_CONTEXT),
     ):
         if numbers is not None and not (numbers and all(1 <= number <= most for number in numbers)):
             raise UsageError(f"{name} is {show(list(numbers))}; type numbers from 1 to {most}, such as 1,8,32")
@@ -152,7 +124,9 @@ def _loads(options: TimingOptions, facts: ServerFacts, on_note: Callable[[str], 
     tokens = _number(memory, "token_capacity") if isinstance(memory, dict) else None
     room = facts.context or _number(facts.arguments, "context_length")
     half = options.tokens - options.tokens // 2
-    contexts = options.contexts or (min(_CONTEXT, (room or _MOST_CONTEXT) - half),)
+    contexts = options.contexts or (min(_CONTEXT, (room or MOST_CONTEXT) - half),)
+    if min(contexts) <= options.tokens // 2:
+        raise UsageError(f"--tokens is {options.tokens}, too many beside a context of {min(contexts)}; type fewer")
     loads: list[Load] = []
     left_out: list[str] = []
     for context in dict.fromkeys(contexts):
@@ -185,39 +159,10 @@ def _number(values: Mapping[str, Any], *names: str) -> int | None:
     return next((int(value) for value in found if is_integer(value, 1, 1 << 40) and isinstance(value, int)), None)
 
 
-class _Prompts:
-    """Token ids for each request of a load: texts of a file one after another, or ids of chance, new in each repeat."""
-
-    def __init__(self, options: TimingOptions, facts: ServerFacts) -> None:
-        self.seed = options.seed
-        self.sha256: str | None = None
-        self.texts: tuple[tuple[int, ...], ...] = ()
-        if options.prompts is not None:
-            prompts = read_prompts(options.prompts)
-            asked = ServerOptions(options.server, options.prompts, Path(), raw=options.raw, max_new_tokens=1)
-            self.texts = tuple(request.prompt_ids for request in encode(prompts, facts, asked).requests)
-            self.sha256 = prompts.sha256
-
-    def ids(self, load: Load, length: int, repeat: int) -> list[list[int]]:
-        """``length`` ids for each request of ``load``; of texts the last one is whole where it fits."""
-        if not self.texts:
-            chance = random.Random(f"{self.seed} {load} {repeat}")
-            return [[chance.randrange(*_RANDOM_IDS) for _ in range(length)] for _ in range(load.batch)]
-        return [self._joined(request, length) for request in range(load.batch)]
-
-    def _joined(self, last: int, length: int) -> list[int]:
-        ids: list[int] = []
-        place = last
-        while len(ids) < length:
-            ids = [*self.texts[place % len(self.texts)], *ids]
-            place -= 1
-        return ids[-length:]
-
-
 def _time_once(
     api: ServerApi,
     options: TimingOptions,
-    prompts: _Prompts,
+    prompts: TimedPrompts,
     load: Load,
     repeat: int,
     drafts: bool,
@@ -242,21 +187,31 @@ def _time_once(
     return time_rounds(read_chunks(lines, load.batch), load.batch, drafts=drafts)
 
 
-def _check_idle(api: ServerApi, on_note: Callable[[str], None]) -> None:
-    """Raises CaptureError where others' requests run."""
+def _check_idle(api: ServerApi, on_note: Callable[[str], None], tries: int) -> None:
+    """Raises CaptureError where others' requests run. A server may take a moment to say that ours are over."""
     try:
-        told = api.patiently(partial(_load_page, api), 2)
+        for left in reversed(range(tries)):
+            busy = _busy(api.patiently(partial(_load_page, api), 2))
+            if not busy:
+                return
+            if left:
+                time.sleep(_SETTLE)
     except NoSuchPathError:
         on_note(f"{api.url} does not say whether others ask it too; see to it that nobody does")
         return
+    raise CaptureError(
+        f"{api.url} has {busy}, so it is not asked alone; type the same command again when nobody else asks it"
+    )
+
+
+def _busy(told: Any) -> str:
+    """What runs there, by its /v1/loads (SGLang 0.5.23, managers/load_snapshot.py); empty where nothing does."""
     loads = told.get("loads") if isinstance(told, dict) else None
+    found = [0, 0]
     for one in loads if isinstance(loads, list) else []:
-        busy = [one.get(name) for name in ("num_running_reqs", "num_waiting_reqs")] if isinstance(one, dict) else []
-        if any(is_integer(count, 1, 1 << 40) for count in busy):
-            raise CaptureError(
-                f"{api.url} has {busy[0]} requests running and {busy[1]} waiting, so it was not timed alone; ask again "
-                "when nobody else does"
-            )
+        for place, name in enumerate(("num_running_reqs", "num_waiting_reqs")):
+            found[place] += _number(one, name) or 0 if isinstance(one, dict) else 0
+    return f"{counted(found[0], 'request')} running and {found[1]} waiting" if any(found) else ""
 
 
 def _load_page(api: ServerApi, _: int) -> Any:
@@ -268,7 +223,7 @@ def _measured(
     api: ServerApi,
     facts: ServerFacts,
     drafting: Drafting,
-    prompts: _Prompts,
+    prompts: TimedPrompts,
     load: Load,
     windows: Sequence[Window],
 ) -> Measured:

@@ -45,8 +45,8 @@ def time_command(
     """
     from replay.analysis.plan.ask import listed
     from replay.analysis.plan.measured import measured_json, render_measured
-    from replay.analysis.plan.settings import MOST_BATCH, MOST_CONTEXT
-    from replay.capture.client.timing import TimingOptions, time_server
+    from replay.capture.client.timed_prompts import TimingOptions
+    from replay.capture.client.timing import MOST_BATCH, MOST_CONTEXT, time_server
     from replay.traces.files import write_whole
     from replay.traces.timings import is_timings_file, timings_bytes
 

@@ -1,6 +1,6 @@
 """A callback of Transformers' Trainer that scores the head every so many steps. Importing it imports Transformers.
 
-Read in transformers 4.56.0 and 5.24.0: ``Trainer.log`` (trainer.py) is the way to ``state.log_history`` and to every
+Read in transformers 4.56.2 and 5.24.0: ``Trainer.log`` (trainer.py) is the way to ``state.log_history`` and to every
 logger, and ends with ``CallbackHandler.on_log``, which sets ``control.should_log`` to false (trainer_callback.py);
 ``Trainer.evaluate`` logs its metrics, then hands the same dictionary to ``on_evaluate``, and ``_determine_best_metric``
 reads it on every process.

@@ -48,7 +48,7 @@ def head_of(weights: Weights, config: object, name: str) -> Checkpoint:
 def _config(config: object) -> Mapping[str, object]:
     if isinstance(config, Mapping):
         return config
-    if callable(stated := getattr(config, "to_dict", None)):
+    if not isinstance(config, type) and callable(stated := getattr(config, "to_dict", None)):
         return dict(stated())
     if config is None:
         raise UsageError(
@@ -69,7 +69,7 @@ def _state(weights: object) -> Mapping[str, Any]:
                 "function that gathers them, for example lambda: accelerator.get_state_dict(engine)"
             )
         return weights.state_dict()
-    given = weights() if callable(weights) else weights
+    given = weights() if callable(weights) and not isinstance(weights, type) else weights
     if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
         return given
     raise UsageError(

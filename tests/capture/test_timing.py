@@ -13,7 +13,8 @@ from support.timed_server import PREFILL, TimedServer, cost_ms, timed_server
 from replay.analysis.plan.ask import Question, answer_question, read_costs
 from replay.analysis.plan.settings import make_setting
 from replay.capture.client.rounds_timed import read_chunks, time_rounds
-from replay.capture.client.timing import TimingOptions, time_server
+from replay.capture.client.timed_prompts import TimingOptions
+from replay.capture.client.timing import time_server
 from replay.cli.app import cli
 from replay.errors import CaptureError, TraceCorruptError, TraceVersionError, UsageError
 from replay.traces.timings import Measured, read_measured, timings_bytes
@@ -102,7 +103,7 @@ def test_rounds_that_come_several_at_a_time_are_counted_by_tokens_or_refused() -
 @pytest.mark.parametrize(
     ("server", "options", "words"),
     [
-        (TimedServer(running=2), {}, "has 2 requests running"),
+        (TimedServer(running=2), {}, "has 2 requests running and 0 waiting"),
         (TimedServer(state={"dp_size": 2}), {}, "is 2 copies"),
         (TimedServer(3, state={"speculative_adaptive": True}), {}, "fixed steps"),
         (TimedServer(3, state={"speculative_num_steps": None}), {}, "all three as numbers"),
@@ -111,6 +112,8 @@ def test_rounds_that_come_several_at_a_time_are_counted_by_tokens_or_refused() -
         (TimedServer(), {"contexts": (4090,)}, "longer than the server's context of 4096"),
         (TimedServer(state={"memory_usage": {"token_capacity": 500}}), {}, "it needs 896 tokens of KV cache"),
         (TimedServer(state={"memory_usage": {"token_capacity": 50}}), {"batches": None}, "no batch fits"),
+        (TimedServer(state={"context_length": 40}), {"contexts": None}, "too many beside a context of 16"),
+        (TimedServer(), {"contexts": None, "tokens": 2000}, "too many beside a context of 512"),
         (TimedServer(refuse="too long"), {}, "refuses batch 1 at context 200 .too long."),
         (TimedServer(cut=True), {}, "stream ended before"),
         (TimedServer(5), {"tokens": 16}, "decoded together for"),
@@ -135,6 +138,15 @@ def test_options_that_mean_nothing_are_refused_before_anything_is_asked(changes:
     with pytest.raises(Exception, match=words):
         timed(server, replace(OPTIONS, **changes))
     assert server.asked == []
+
+
+def test_others_that_come_meanwhile_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a server that says a moment late that nothing runs any more is believed."""
+    monkeypatch.setattr("replay.capture.client.timing._SETTLE", 0.0)
+    late = TimedServer(joining=[0, 2, 1, 0])
+    assert len(timed(late, replace(OPTIONS, repeats=1))) == 2 and late.joining == []
+    with pytest.raises(CaptureError, match="1 request running and 0 waiting, so it is not asked alone"):
+        timed(TimedServer(joining=[0, 1, 1, 1, 1, 1]), replace(OPTIONS, repeats=1))
 
 
 def test_what_the_server_does_not_run_is_left_out_and_said() -> None:

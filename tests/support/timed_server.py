@@ -34,6 +34,7 @@ class TimedServer:
     model: str = "tiny"
     state: dict[str, Any] = field(default_factory=dict)  # over what it says of itself
     running: int = 0  # requests of others
+    joining: list[int] = field(default_factory=list)  # the same, each time that it is asked
     loads_page: bool = True
     joined: int = 1  # rounds that one chunk brings
     refuse: str = ""  # an error for every question
@@ -109,7 +110,12 @@ def timed_server(server: TimedServer) -> Iterator[TimedServer]:
             self.wfile.write(data)
 
         def do_GET(self) -> None:
-            loads = {"loads": [{"num_running_reqs": server.running, "num_waiting_reqs": 0}]}
+            asked = self.path == "/v1/loads" and server.joining
+            loads = {
+                "loads": [
+                    {"num_running_reqs": server.joining.pop(0) if asked else server.running, "num_waiting_reqs": 0}
+                ]
+            }
             pages: dict[str, Any] = {
                 "/model_info": {"model_path": server.model, "tokenizer_path": server.model},
                 "/server_info": server.info(),
@@ -134,6 +140,7 @@ def timed_server(server: TimedServer) -> Iterator[TimedServer]:
 
         def stream(self, body: dict[str, Any]) -> None:
             most = body["sampling_params"]["max_new_tokens"]
+            server.seen = threading.Semaphore(0)  # the end of the stream before was seen too
             for number, (ms, sent) in enumerate(server.chunks(body["input_ids"], most)):
                 server.now += ms / 1000
                 if server.paced:

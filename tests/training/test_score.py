@@ -255,10 +255,18 @@ def test_metrics_are_floats_and_leave_out_what_is_not_known(trace: Trace) -> Non
     assert repr(score).startswith("Score(accept length 1.") and score._repr_html_().endswith("</table>")
 
 
+class Stated:
+    """A config that is asked for its class."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return INVENTED
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no trace": ({"trace": "trace"}, "the trace is 'trace'"),
     "no weights": ({"weights": None}, "the weights are None"),
     "a path": ({"weights": "head"}, "the weights are 'head'"),
+    "a class": ({"weights": Named}, "the weights are <class"),
     "a function of nothing": ({"weights": lambda: None}, "the weights are None"),
     "names that are none": ({"weights": {1: torch.ones(1)}}, "the weights are {1:"),
     "no tensor": ({"weights": {**TENSORS, "norm.weight": 3}}, "norm.weight is 3, a tensor was expected"),
@@ -267,6 +275,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one name twice": ({"weights": TENSORS | under("module.")}, "twice"),
     "no config": ({"config": None}, "no config was given"),
     "a config that is none": ({"config": 3}, "a path was expected"),
+    "a config's class": ({"config": Stated}, "a path was expected"),
     "a folder that is none": ({"config": "/nowhere"}, "/nowhere"),
     "a config beside a head": ({"weights": "loaded"}, "leave config out"),
     "a wiring": ({"wiring": "embed,7"}, "7"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,13 @@ def test_a_function_of_the_users_may_fail_too_and_strict_raises(trace: Trace, tm
     replay.score_training(trainer, trace, CONFIG, every=2, weights=lambda: {}["head"], strict=True)
     with pytest.raises(replay.ReplayError, match="the head was not scored at step 2: 'head'"):
         trainer.train()
+
+
+def test_without_transformers_it_says_what_to_install(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "replay.training.callback", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(replay.ReplayError, match=r"pip install 'eagle-replay\[local\]'"):
+        replay.score_training(None, trace, CONFIG)
 
 
 @pytest.mark.parametrize(
