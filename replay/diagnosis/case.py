@@ -17,12 +17,14 @@ from replay.traces.reader import Trace
 class Case:
     """A trace, the head, the variant that its server ran, and what is known of that server.
 
+    ``trace`` has the requests with the most taps, on which every hypothesis is tried; ``every`` all requests.
     ``trained``: the wiring that the head was made for, where it is known and is another one than that served.
     ``feeding``: what the draft of the trace's own server was fed, where that was recorded. ``without``: kinds of faults
     that are not tried. ``cache`` keeps what was replayed.
     """
 
     trace: Trace
+    every: Trace
     checkpoint: Checkpoint
     served: ResolvedVariant
     trained: Wiring | None

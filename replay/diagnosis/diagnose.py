@@ -23,6 +23,7 @@ from replay.diagnosis.trials import Trial, healthy
 from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.cache import open_cache
+from replay.simulator.held import richest_requests
 from replay.simulator.simulation import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant, default_steps
 from replay.traces.fields import count_of
@@ -58,7 +59,7 @@ def diagnose_server(
     case = open_case(trace, checkpoint, served, trained, observed, without)
     if cache is not None:
         heads = {case.served.draft: checkpoint}
-        case = replace(case, cache=open_cache(cache, trace, heads, "cpu", agreement=False))
+        case = replace(case, cache=open_cache(cache, case.trace, heads, "cpu", agreement=False))
     if case.observation.kind == LENGTH:
         check_width(case, on_event)
     reference = measure(case, on_event) if case.observation.kind == DRAFTED else None
@@ -92,8 +93,16 @@ def open_case(
     """All that is known before anything is replayed. Raises as ``diagnose_server``."""
     resolved = resolve(served, checkpoint, trace)
     other = None if trained == resolved.wiring else trained
+    tried = richest_requests(trace)
     return Case(
-        trace, checkpoint, resolved, other, observe(trace, resolved.steps, observed), read_feeding(trace), without
+        tried,
+        trace,
+        checkpoint,
+        resolved,
+        other,
+        observe(tried, resolved.steps, observed),
+        read_feeding(tried),
+        without,
     )
 
 
@@ -142,12 +151,12 @@ def _climb(case: Case, found: Diagnosis, tried: Sequence[Trial], tell: Tell) -> 
         tell(Trying("the ladder", progress.done, progress.total, progress.part, "requests"))
 
     return climb(
-        case.trace,
+        case.every,
         case.checkpoint,
         served,
         right,
         trained_steps=None,
-        observed=case.observation.accepted,
+        observed=observe(case.every, case.served.steps, case.observation.given).accepted,
         served_products=False,
         cache=case.cache,
         on_event=on_event,

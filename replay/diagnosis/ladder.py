@@ -61,12 +61,14 @@ def climb(
     from replay.analysis.ladder.ladder import Replays, build_ladder
     from replay.simulator.binding import resolve
     from replay.simulator.cache import simulate_kept
+    from replay.simulator.held import requests_with_taps
     from replay.simulator.teacher_forced import score_anchors
 
     served = resolve(served, checkpoint, trace)
     rule = str(served.verify)
     served = replace(served, verify=GREEDY)
     ideal = ideal_variant(served, trained_wiring, trained_steps)
+    trace = requests_with_taps(trace, [ideal, served], {served.draft: checkpoint})
     factors = list_factors(ideal, served)
     playable, why_not = _playable(ideal, served, factors, trace, checkpoint)
     distinct = list(dict.fromkeys(playable.values()))

@@ -90,13 +90,13 @@ def run_trials(
 def own_walks(
     case: Case, hypotheses: Sequence[Hypothesis], tell: Tell = say_nothing
 ) -> "dict[str, tuple[VariantSummary, Rounds]]":
-    """What each of them would do by itself, over the whole trace."""
+    """What each of them would do by itself, over all requests that have its taps."""
     found: dict[str, tuple[VariantSummary, Rounds]] = {}
     for batch in _batches(hypotheses):
         variants = [item.variant for item in batch]
         told = within(tell, "what it does by itself", len(found), len(batch), len(hypotheses))
         heads = {case.served.draft: case.checkpoint}
-        rounds = simulate_kept(case.cache, case.trace, heads, variants, served_products=False, on_event=told)
+        rounds = simulate_kept(case.cache, case.every, heads, variants, served_products=False, on_event=told)
         for item, summary in zip(batch, summarise(rounds), strict=True):
             found[item.name] = (summary, rounds)
     return found

@@ -50,6 +50,7 @@ def with_agreement(
     sampled, or whose head knows fewer tokens than the server drafted. The other arguments are those of ``simulate``,
     and so is what is raised.
     """
+    trace = trace.only([request.request_id for request in rounds.requests])
     served = trace.served_rounds()
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     drafting = {
@@ -71,9 +72,10 @@ def drafts_as_the_server(
 ) -> bool:
     """Whether the rounds of ``served`` can be held against what the variant drafts.
 
-    Chains have to be as long as the server's; trees have to have its topk, steps and number of draft tokens.
+    Chains have to be as long as the server's; trees have to have its topk, steps and number of draft tokens. Rows in
+    fp8 draft other tokens than those that the server had.
     """
-    if not len(served) or samples_drafts(variant.verify, trace):
+    if not len(served) or samples_drafts(variant.verify, trace) or not set(variant.wiring.taps) <= set(_exact(trace)):
         return False
     trees, most = served_shape(served["drafted"].to_list(), served["parents"].to_list())
     if trees != (variant.topk > 1) or variant.num_draft_tokens != most + 1:
@@ -81,6 +83,10 @@ def drafts_as_the_server(
     if trees and (variant.steps, variant.topk) != _told_shape(trace):
         return False
     return max(map(max, filter(None, served["drafted"].to_list())), default=0) < checkpoint.config.vocab_size
+
+
+def _exact(trace: Trace) -> list[str]:
+    return [tap for tap in trace.taps if tap not in trace.rounded_taps]
 
 
 def _told_shape(trace: Trace) -> tuple[int | None, ...]:

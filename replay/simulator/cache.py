@@ -26,6 +26,7 @@ from replay.simulator.cache_keys import (
     trace_sha256,
 )
 from replay.simulator.groups import check_variants, without_drafting
+from replay.simulator.held import requests_with_taps
 from replay.simulator.results import describe_trace, describe_wirings
 from replay.simulator.simulation import ReplayProgress, simulate
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
@@ -146,6 +147,8 @@ def simulate_kept(
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> Rounds:
     """``simulate`` in one go of those that ``cache`` lacks, together with those that it has. Raises as it does."""
+    if cache is not None:
+        cache, trace = _of_those_with_taps(cache, trace, variants)
     ask = partial(
         simulate, trace, checkpoints, device=device, follow=follow, only=only, served_products=served_products,
         on_event=on_event,
@@ -180,6 +183,7 @@ def simulate_cached(
     if cache is None:
         return _replay(trace, checkpoints, variants, device, agreement, on_event)
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
+    cache, trace = _of_those_with_taps(cache, trace, resolved)
     found = {variant: rounds for variant in dict.fromkeys(resolved) if (rounds := cache.find(variant)) is not None}
     on_found(sum(variant in found for variant in resolved))
     missing: dict[ResolvedVariant, list[ResolvedVariant]] = {}
@@ -195,6 +199,12 @@ def simulate_cached(
             cache.keep(variant, rounds)
             found[variant] = rounds
     return _together(trace, checkpoints, resolved, [found[variant] for variant in resolved])
+
+
+def _of_those_with_taps(cache: Cache, trace: Trace, variants: Sequence[ResolvedVariant]) -> tuple[Cache, Trace]:
+    """For the requests that all variants play, however many of these are to be found."""
+    held = requests_with_taps(trace, variants, cache.checkpoints)
+    return (cache if cache.trace is held else replace(cache, trace=held)), held
 
 
 def _replay(

@@ -28,6 +28,7 @@ from replay.errors import UsageError
 from replay.simulator.batches import Batches, Together, batches_for, gather
 from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
+from replay.simulator.held import requests_with_taps
 from replay.simulator.inputs import FollowedRounds, read_packs
 from replay.simulator.play import shared_first_pass, stem_inputs
 from replay.simulator.served_drafts import ServedDrafts, served_drafts, served_shape
@@ -57,6 +58,7 @@ def follow_server(
     Raises UsageError for a variant of another shape, or whose drafts are sampled, and what ``simulate`` raises.
     """
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
+    trace = requests_with_taps(trace, resolved, checkpoints)
     groups = group_variants(resolved, checkpoints, trace, device, served_products=served_products)
     served = served_drafts(rounds)
     _check_shapes(resolved, groups, served)

@@ -14,6 +14,7 @@ from replay.errors import UsageError
 from replay.simulator.batches import batches_for
 from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
+from replay.simulator.held import requests_with_taps
 from replay.simulator.inputs import FollowedRounds, followed_rounds, read_packs
 from replay.simulator.loops import find_loop
 from replay.simulator.play import replay_stems
@@ -65,8 +66,9 @@ def simulate(
 
     ``follow`` is a table of rounds (``Trace.served_rounds``): every variant then drafts at the anchors of these rounds
     instead of its own, request by request, so that it can be held against them round for round; requests without
-    rounds there are left out. ``only`` names the requests to replay. ``served_products`` false runs matrix products as
-    large as they fit instead of as large as a CPU server's: several times as fast, and near ties may fall otherwise.
+    rounds there are left out. So are requests that lack a tap of some variant (held.py). ``only`` names the requests to
+    replay. ``served_products`` false runs matrix products as large as they fit instead of as large as a CPU server's:
+    several times as fast, and near ties may fall otherwise.
 
     ``checkpoints`` maps the variants' ``draft`` to heads. All checks stand before the first tensor is read.
     Raises WiringError, CheckpointError, UsageError or TraceError.
@@ -79,6 +81,7 @@ def simulate(
         raise UsageError(f"the trace is {show(trace)}; open one by Trace.open")
     _check_heads(variants, checkpoints)
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
+    trace = requests_with_taps(trace, resolved, checkpoints)
     names = name_variants(resolved)
     groups = group_variants(resolved, checkpoints, trace, device, served_products=served_products)
     _check_follow(follow, groups)
