@@ -10,11 +10,11 @@ import numpy as np
 from replay.analysis.diagnosis.evidence import noise_scales, outliers_allowed
 from replay.analysis.followed import BOTH_SIDES, Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
-from replay.diagnosis.kept import asked_of, find_followed, keep_followed
 from replay.diagnosis.observed import count_by_request
 from replay.diagnosis.progress import Tell, Told, say_nothing, within
 from replay.simulator.cache import simulate_kept
 from replay.simulator.following import follow_server
+from replay.simulator.kept import asked_of, find_followed, keep_followed
 from replay.simulator.rounding import noise_between, other_orders
 from replay.simulator.variant import ResolvedVariant
 
@@ -77,7 +77,7 @@ def measure_discordance(case: Case) -> float:
     """
     orders = [case.served, other_orders(case.served, case.trace)[0]]
     heads = {case.served.draft: case.checkpoint}
-    played = simulate_kept(case.cache, case.trace, heads, orders, served_products=False)
+    played = simulate_kept(case.cache, case.trace, heads, orders, served_products=False, workers=case.workers)
     ours, exact = (
         count_by_request(played.table.filter(played.table["variant"] == info.name), case.served.steps)
         for info in played.variants
@@ -102,7 +102,14 @@ def follow(
     if missing := [one for one, kept in found.items() if kept is None]:
         heads = {case.served.draft: case.checkpoint}
         made = follow_server(
-            case.trace, heads, missing, rounds, scales=scales, served_products=served_products, on_event=on_event
+            case.trace,
+            heads,
+            missing,
+            rounds,
+            scales=scales,
+            served_products=served_products,
+            workers=case.workers,
+            on_event=on_event,
         )
         for one, followed in zip(missing, made, strict=True):
             found[one] = followed
