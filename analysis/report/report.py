@@ -15,6 +15,7 @@ from replay.analysis.gaps import Gap, gaps, observed_gaps, verdicts
 from replay.analysis.report.agreement import agreement_legend, agreement_sentence
 from replay.analysis.report.answer import answer
 from replay.analysis.report.assessment import Report
+from replay.analysis.report.curve import curves, render_curves
 from replay.analysis.report.doubts import Results, doubts
 from replay.analysis.report.expected import expected_sentence
 from replay.analysis.report.provenance import provenance
@@ -61,6 +62,7 @@ def assess(
         facts=wording.joined(summaries) if rounds.trace.get(FILES) else wording.varying(summaries),
         doubts=doubts(Results(rounds, summaries, best, nearest, seen)),
         provenance=tuple(provenance(rounds, summaries, seed=seed, resamples=resamples)),
+        curves=curves(rounds, summaries),
     )
 
 
@@ -100,6 +102,8 @@ def lay_out(report: Report, view: View = WHOLE) -> RenderableType:
     if left := len(report.summaries) - len(shown):
         more = "variant is" if left == 1 else "variants are"
         parts += [Text(), Text(f"{wording.count(left)} more {more} not shown")]
+    if report.curves:
+        parts += [Text(), heading("By step"), render_curves(report.curves, report.together)]
     if len(report.summaries) > 1:
         legends = [_LOST, agreement_legend(report.summaries)]
         parts += [Text(), *(Text(legend, style="dim") for legend in legends if legend)]

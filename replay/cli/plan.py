@@ -23,7 +23,7 @@ from replay.errors import UsageError
 if TYPE_CHECKING:
     from replay.analysis.plan.lengths import Length
     from replay.analysis.plan.policies import Played
-    from replay.simulator.simulation import ReplayProgress
+    from replay.simulator.progress import ReplayProgress
 
 
 _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are typed
