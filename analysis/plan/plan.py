@@ -23,6 +23,8 @@ from replay.analysis.plan.timings import Timing, plain_timing
 DETERMINED = 1.25
 # Timings that no cost model of this kind meets within this share are in doubt.
 MISFIT = 0.10
+# A timing whose repeats tell its time no better than this share is in doubt.
+NOISY = 0.10
 
 
 @dataclass(frozen=True, slots=True)

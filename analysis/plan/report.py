@@ -7,7 +7,7 @@ from rich.text import Text
 
 from replay.analysis import wording
 from replay.analysis.bootstrap import FEW_REQUESTS
-from replay.analysis.plan.plan import MISFIT, Choice, Plan, Range, Row, untimed_plain
+from replay.analysis.plan.plan import MISFIT, NOISY, Choice, Plan, Range, Row, untimed_plain
 from replay.analysis.plan.policies import Rule
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
 from replay.analysis.plan.settings import PLAIN
@@ -96,6 +96,12 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
         yield (
             f"No cost model of this kind meets the timings within {wording.percent(plan.misfit, 0)}: some were "
             "measured on another machine, version or load, or the server's time does not grow in straight lines."
+        )
+    if noisy := [timing for timing in plan.timings if timing.error > NOISY]:
+        yield (
+            f"{len(noisy)} of {len(plan.timings)} timings are not known within {wording.percent(NOISY, 0)}, the first "
+            f"{noisy[0].setting.spelled} at {noisy[0].load.spelled} within {wording.percent(noisy[0].error, 0)} alone: "
+            "measure while nothing else runs there, or more often."
         )
     loose = [row for row in plan.rows if not row.round_ms.known]
     if loose:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from support.timed_server import PREFILL, TimedServer, cost_ms, timed_server
 
 from replay.analysis.plan.ask import Question, answer_question, read_costs
+from replay.analysis.plan.report import doubts
 from replay.analysis.plan.settings import make_setting
 from replay.capture.client.rounds_timed import read_chunks, time_rounds
 from replay.capture.client.timed_prompts import TimingOptions
@@ -88,6 +89,15 @@ def test_a_plan_from_measured_timings_predicts_a_depth_that_was_not_measured(tmp
         found = rows[batch, make_setting(5)]
         assert found.round_ms.low <= cost_ms(batch, 5, PROMPT) <= found.round_ms.high and found.round_ms.known
     assert any("measured on" in said for _, said in planned.provenance)
+
+
+def test_repeats_that_differ_are_in_doubt(tmp_path: Path) -> None:
+    (one,) = timed(TimedServer(3), replace(OPTIONS, batches=(1,), repeats=1))
+    for name, times in (("steady", (30.0, 30.2, 29.9, 30.1)), ("busy", (30.0, 70.0, 45.0, 31.0))):
+        (tmp_path / name).write_bytes(timings_bytes([replace(one, round_ms=times)]))
+        asked = Question(benches=[str(tmp_path / name)], lengths=["steps=3,accept=2"])
+        found = doubts(answer_question(asked, read_costs(asked)).plan)
+        assert any("1 of 1 timings are not known within 10 %" in doubt for doubt in found) == (name == "busy")
 
 
 def test_rounds_that_come_several_at_a_time_are_counted_by_tokens_or_refused() -> None:
