@@ -8,6 +8,7 @@ counts as a round like every other. ``nan`` stands where a ratio has no denomina
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES
 from replay.analysis.counts import (
@@ -24,9 +25,13 @@ from replay.analysis.counts import (
 )
 from replay.analysis.expected_length import ExpectedSummary, summarise_expected
 from replay.analysis.json_document import JsonObject, object_json
+from replay.analysis.positions import Interval, position_intervals, reached_by_request
 from replay.printable import html_table
 from replay.traces.agreement import Agreement
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,9 @@ class VariantSummary(VariantSettings):
     """One variant, its counts and ratios; the fields down to ``agreement`` are the JSON of ``replay simulate --json``.
 
     ``position_joint[j-1]`` = rounds with at least j accepted / rounds; ``position_conditional[j-1]`` = the same
-    over the rounds with at least j-1. ``accept_length_server`` = completion tokens / verify rounds as SGLang's
-    ``meta_info`` counts it (requests without a round are left out; the first token of a request comes from prefill and
-    counts, tokens past the end do not).
+    over the rounds with at least j-1, ``position_conditional_ci95`` its interval (positions.py).
+    ``accept_length_server`` = completion tokens / verify rounds as SGLang's ``meta_info`` counts it (requests without a
+    round are left out; the first token of a request comes from prefill and counts, tokens past the end do not).
     """
 
     requests: int
@@ -64,6 +69,7 @@ class VariantSummary(VariantSettings):
     histogram: tuple[int, ...]
     position_joint: tuple[float, ...]
     position_conditional: tuple[float, ...]
+    position_conditional_ci95: tuple[Interval, ...]
     all_anchors_accept_length: float
     ties: int
     seconds: float
@@ -89,6 +95,29 @@ class VariantSummary(VariantSettings):
 class Summaries(list[VariantSummary]):
     """Summaries that a notebook shows as a table."""
 
+    @property
+    def table(self) -> "pl.DataFrame":
+        """A row for each variant: name, ratios, counts, settings; null for what is not known.
+
+        ``wiring`` and ``faults`` are as the command line spells them, ``histogram`` and the rates by position lists.
+        """
+        import polars as pl
+
+        text, count, number = pl.String(), pl.Int64(), pl.Float64()
+        kinds = {
+            "variant": text, "accept_length": number, "ci95_low": number, "ci95_high": number, "accept_rate": number,
+            "accepted": count, "drafted": count, "rounds": count, "requests": count, "histogram": pl.List(count),
+            "position_joint": pl.List(number), "position_conditional": pl.List(number),
+            "all_anchors_accept_length": number, "observed_accept_length": number, "expected_accept_length": number,
+            "draft": text, "wiring": text, "steps": count, "topk": count, "num_draft_tokens": count,
+            "precision": text, "numerics": text, "kv": text, "verify": text, "temperature": number, "engine": text,
+            "faults": text, "seconds": number,
+        }  # fmt: skip
+        rows = [[_cell(row, name) for name in kinds] for row in self]
+        table = pl.DataFrame(rows, kinds, orient="row")
+        lists = pl.col("position_joint", "position_conditional").list.eval(pl.element().fill_nan(None))
+        return table.with_columns(pl.col(pl.Float64).fill_nan(None), lists)
+
     def _repr_html_(self) -> str:
         rows = [
             [row.name, f"{row.accept_length:.3f}", _within(row), f"{row.accept_rate:.1%}", str(row.accepted),
@@ -108,6 +137,18 @@ class Summaries(list[VariantSummary]):
         return html_table(f"{len(self)} variants", names, rows)
 
 
+def _cell(row: VariantSummary, column: str) -> object:
+    """The value of one column of ``Summaries.table``."""
+    special: dict[str, object] = {
+        "variant": row.name, "wiring": ",".join(row.wiring), "faults": ",".join(row.faults),
+        "ci95_low": row.accept_length_ci95[0], "ci95_high": row.accept_length_ci95[1],
+        "observed_accept_length": row.observed.accept_length if row.observed else None,
+        "expected_accept_length": row.expected.accept_length if row.expected else None,
+    }  # fmt: skip
+    value = special[column] if column in special else getattr(row, column)
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _within(row: VariantSummary) -> str:
     low, high = row.accept_length_ci95
     return "" if math.isnan(low) else f"{low:.2f} to {high:.2f}"
@@ -124,7 +165,7 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
     (nan, nan) when fewer than two requests have one.
     """
     counts = per_request(rounds)
-    intervals = _intervals(rounds, counts, seed=seed, resamples=resamples)
+    intervals, positions = _intervals(rounds, counts, seed=seed, resamples=resamples)
     spread = histograms(rounds)
     return Summaries(
         _summary(
@@ -133,6 +174,7 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
             counts[variant.name],
             spread[variant.name],
             intervals[variant.name],
+            positions[variant.name],
             _expected(variant, seed=seed, resamples=resamples),
         )
         for variant in rounds.variants
@@ -151,13 +193,16 @@ def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
 
 def _intervals(
     rounds: Rounds, counts: dict[str, Counts], *, seed: int, resamples: int
-) -> dict[str, tuple[float, float]]:
-    """By variant the interval of its accept length."""
-    found: dict[str, tuple[float, float]] = {}
+) -> tuple[dict[str, Interval], dict[str, tuple[Interval, ...]]]:
+    """By variant the interval of its accept length, and those of its positions."""
+    found: dict[str, Interval] = {}
+    positions: dict[str, tuple[Interval, ...]] = {}
+    reached = reached_by_request(rounds)
     for names, played in alike({name: rows[:, ROUNDS] > 0 for name, rows in counts.items()}):
         sums = stacked_sums([counts[name][played] for name in names], seed=seed, resamples=resamples)
         found |= {name: length_interval(lengths(sums[i]), played) for i, name in enumerate(names)}
-    return found
+        positions |= position_intervals(reached, names, played, seed=seed, resamples=resamples)
+    return found, positions
 
 
 def _summary(
@@ -165,7 +210,8 @@ def _summary(
     requests: Sequence[RequestInfo],
     counts: Counts,
     histogram: Counts,
-    interval: tuple[float, float],
+    interval: Interval,
+    positions: tuple[Interval, ...],
     expected: ExpectedSummary | None,
 ) -> VariantSummary:
     rounds, accepted, drafted, cut = (int(total) for total in counts.sum(axis=0))
@@ -196,6 +242,7 @@ def _summary(
         histogram=tuple(int(count) for count in histogram),
         position_joint=joint,
         position_conditional=conditional,
+        position_conditional_ci95=positions,
         all_anchors_accept_length=ratio(variant.anchors_accepted + variant.anchors, variant.anchors),
         ties=variant.ties,
         seconds=variant.seconds,

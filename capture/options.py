@@ -1,14 +1,14 @@
 """What both ways of capturing are asked for: possible numbers, a free output folder, and the settings a trace keeps."""
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from replay.capture.prompts import PromptFile
 from replay.errors import UsageError
 from replay.traces.files import HEADER, as_path
-from replay.traces.header import MAX_COUNT, CaptureSettings, TraceHeader, read_header
+from replay.traces.header import MAX_COUNT, ROWS, CaptureSettings, TraceHeader, read_header
 from replay.traces.place import FORCE, NEW, RESUME, check_equal, check_place, check_settings
 from replay.traces.taps import EMBED, FINAL, parse_taps, sort_taps
 
@@ -34,6 +34,10 @@ class CaptureOptions:
     weights: bool = True  # write the target's embedding and lm_head beside the trace
     resume: bool = False
     force: bool = False
+    taps_for: int | None = None  # all taps of so many requests, the first ones; of the others then_taps
+    then_taps: str | None = None
+    rows: str = "exact"  # or fp8
+    prompt_rows: int | None = None  # of each prompt so many rows, the last ones; None: all
     go_on: str = "type the same command with --resume"  # how whoever is interrupted goes on, for messages
 
 
@@ -59,6 +63,10 @@ class ServerOptions:
     recording: Path | None = None  # where the server's recording folder is seen here
     timeout: float = 600.0  # seconds without an answer
     retries: int = 5
+    taps_for: int | None = None  # all taps of so many requests, the first ones; of the others then_taps
+    then_taps: str | None = None  # None: what the server's draft is fed
+    rows: str = "exact"  # or fp8
+    prompt_rows: int | None = None  # of each prompt so many rows, the last ones; None: all
 
 
 Check = tuple[str, float, bool, str]  # option, its value, whether it can be, and which numbers can
@@ -77,6 +85,8 @@ def check_options(options: CaptureOptions | ServerOptions, *more: Check) -> None
         ("--seed", options.seed, -(1 << 63) <= options.seed < 1 << 64, "one of 64 bits"),
         ("--top-p", options.top_p, 0 < options.top_p <= 1, "above 0 and at most 1"),
         ("--concurrency", options.concurrency, options.concurrency >= 1, "1 or more"),
+        ("--taps-for", options.taps_for or 0, _is_count(options.taps_for), "1 or more requests"),
+        ("--prompt-rows", options.prompt_rows or 0, _is_count(options.prompt_rows), "1 or more rows"),
         *more,
     )
     for name, value, good, possible in checks:
@@ -84,16 +94,39 @@ def check_options(options: CaptureOptions | ServerOptions, *more: Check) -> None
             raise UsageError(f"{name} {value} cannot be: type a number that is {possible}")
     if options.resume and options.force:
         raise UsageError("--resume goes on with a trace and --force replaces it: type one of them")
+    if options.rows not in ROWS:
+        raise UsageError(f"--rows {options.rows} is not one of {', '.join(ROWS)}: type one of these")
     if options.taps is not None:
         parse_distinct_taps(options.taps)
+    if options.then_taps is not None:
+        parse_distinct_taps(options.then_taps, option="--then-taps")
+    _check_tiers(options)
 
 
-def parse_distinct_taps(text: str, *, layers: int | None = None) -> tuple[str, ...]:
+def _is_count(number: int | None) -> bool:
+    return number is None or (type(number) is int and 1 <= number <= MAX_COUNT)
+
+
+def _check_tiers(options: CaptureOptions | ServerOptions) -> None:
+    """Raises UsageError where only one of the two options of tiers is there."""
+    if options.then_taps is not None and options.taps_for is None:
+        raise UsageError(
+            f"--then-taps {options.then_taps} says what to record after the first requests: type --taps-for N, how "
+            "many these are"
+        )
+    if options.taps_for is not None and options.then_taps is None and isinstance(options, CaptureOptions):
+        raise UsageError(
+            f"--taps-for {options.taps_for} records all taps of {options.taps_for} requests: type --then-taps T, those "
+            "of the others, for example the head's own wiring"
+        )
+
+
+def parse_distinct_taps(text: str, *, layers: int | None = None, option: str = "--taps") -> tuple[str, ...]:
     """Canonical names of the taps to record, in the order of ``text``. Raises UsageError, also for one named twice."""
     names = parse_taps(text, layers=layers)
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:
-        raise UsageError(f"--taps {text} names {twice} twice: name each tap once")
+        raise UsageError(f"{option} {text} names {twice} twice: name each tap once")
     return names
 
 
@@ -117,13 +150,13 @@ def check_resumed(options: CaptureOptions | ServerOptions, prompts: PromptFile, 
         return None
     begun = read_header(options.out)
     check_equal("engine.name", begun.engine.name, engine, options.out)
-    check_settings(begun, settings_of(options, prompts), options.out)
+    check_settings(begun, settings_of(options, prompts, begun.capture.then_taps), options.out)
     if isinstance(options, CaptureOptions):
         check_equal("topk", begun.topk, min(options.topk, begun.target.vocab_size), options.out)
         if options.dtype != "auto":
             check_equal("target.dtype", begun.target.dtype, options.dtype, options.out)
         if options.taps is not None:
-            asked = parse_distinct_taps(options.taps, layers=begun.target.layers)
+            asked = parse_distinct_taps(options.taps, layers=begun.target.layers) + then_taps_of(options)
             check_equal("taps", without_embed(begun.taps), without_embed([FINAL, *asked]), options.out)
     return begun
 
@@ -133,8 +166,25 @@ def without_embed(taps: Iterable[str]) -> tuple[str, ...]:
     return tuple(tap for tap in sort_taps(list(taps)) if tap != EMBED)
 
 
-def settings_of(options: CaptureOptions | ServerOptions, prompts: PromptFile) -> CaptureSettings:
-    """What a trace's header says of how it was asked for."""
+def then_taps_of(
+    options: CaptureOptions | ServerOptions, usual: Sequence[str] = (), *, layers: int | None = None
+) -> tuple[str, ...]:
+    """The taps of the requests after the first ones, as they are asked for; ``usual`` where nobody says which.
+
+    None where all have the same. Raises UsageError.
+    """
+    if options.taps_for is None:
+        return ()
+    asked = usual if options.then_taps is None else parse_distinct_taps(
+        options.then_taps, layers=layers, option="--then-taps"
+    )  # fmt: skip
+    return tuple(tap for tap in sort_taps(list(asked)) if tap != FINAL)
+
+
+def settings_of(
+    options: CaptureOptions | ServerOptions, prompts: PromptFile, then_taps: Sequence[str] = ()
+) -> CaptureSettings:
+    """What a trace's header says of how it was asked for; ``then_taps`` where the options do not say them."""
     return CaptureSettings(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -143,4 +193,8 @@ def settings_of(options: CaptureOptions | ServerOptions, prompts: PromptFile) ->
         seed=options.seed,
         raw=options.raw,
         prompts_sha256=prompts.sha256,
+        taps_for=options.taps_for,
+        then_taps=then_taps_of(options, then_taps),
+        rows=options.rows,
+        prompt_rows=options.prompt_rows,
     )

@@ -3,40 +3,49 @@
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from replay.capture.encode import EncodedRequest
+from replay.capture.kept import Kept
 from replay.traces.files import is_ours
 from replay.traces.taps import EMBED, FINAL, sort_taps, tap_name
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-_TOKEN_BYTES, _CHOICE_BYTES = 4, 8  # an int32 id; an id with its float32 log-probability
+_TOKEN_BYTES, _CHOICE_BYTES, _SCALE_BYTES = 4, 8, 4  # an int32 id; an id with its float32 log-probability; a float32
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """What decides how large a recorded row is: ``width`` values of ``item_bytes`` for each of the stored ``taps``."""
+    """What decides how large a recorded row is: ``width`` values of ``item_bytes`` for each of the stored ``taps``, or
+    of one byte and a scale where ``rows`` is fp8, but for ``final``."""
 
     taps: tuple[str, ...]
     width: int
     item_bytes: int
     topk: int
+    rows: str = "exact"
 
     @property
     def row_bytes(self) -> int:
         """Of one row: its taps, and the token that it consumed."""
-        return len(self.taps) * self.width * self.item_bytes + _TOKEN_BYTES
+        return self._tap_bytes + _TOKEN_BYTES
+
+    @property
+    def _tap_bytes(self) -> int:
+        exact = self.width * self.item_bytes
+        other = self.width + _SCALE_BYTES if self.rows == "fp8" else exact
+        return sum(exact if tap == FINAL else other for tap in self.taps)
 
     @property
     def output_bytes(self) -> int:
         """What an output token takes beside its row: the target's choices, and their log-sum-exp."""
         return self.topk * _CHOICE_BYTES + 4
 
-    def of(self, tokens: int, outputs: int) -> int:
-        """Bytes of so many tokens, ``outputs`` of them output."""
-        return tokens * self.row_bytes + outputs * self.output_bytes
+    def of(self, tokens: int, outputs: int, left_out: int = 0) -> int:
+        """Bytes of so many tokens, ``outputs`` of them output, and the rows of all but ``left_out`` of them."""
+        return tokens * self.row_bytes - left_out * self._tap_bytes + outputs * self.output_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,7 @@ def expect(
     size: RowSize,
     requests: Sequence[EncodedRequest],
     *,
+    kept: Kept,
     layers: int,
     beside: int = 0,
     needed_taps: Collection[str] = (),
@@ -80,16 +90,18 @@ def expect(
 ) -> Room:
     """What ``requests`` take at most, less what is there of them already (or with ``replaces`` makes room).
 
-    ``beside``: bytes that are written besides, such as the target's weights; ``needed_taps`` are never left out.
+    ``kept``: what of each request; ``beside``: bytes that are written besides, such as the target's weights;
+    ``needed_taps`` are never left out.
     """
-    outputs = sum(one.max_new_tokens if one.forced_ids is None else len(one.forced_ids) for one in requests)
-    tokens = outputs + sum(len(one.prompt_ids) for one in requests)
     there = _bytes_of(folder)
     free = free_bytes(folder) + (there if replaces else 0)
 
     def needed(taps: tuple[str, ...]) -> int:
-        whole = RowSize(taps, size.width, size.item_bytes, size.topk).of(tokens, outputs) + beside
-        return max(0, whole - (0 if replaces else there))
+        whole = sum(
+            replace(size, taps=tuple(tap for tap in of_tier if tap in taps)).of(*_tokens(alike, kept.prompt_rows))
+            for of_tier, alike in kept.tiers(requests)
+        )
+        return max(0, whole + beside - (0 if replaces else there))
 
     room = Room(folder, needed(size.taps), free)
     if room.fits:
@@ -98,6 +110,14 @@ def expect(
     if fewer == size.taps:
         return room
     return Room(folder, room.needed, free, sort_taps([EMBED, *fewer]), needed(fewer))
+
+
+def _tokens(requests: Sequence[EncodedRequest], prompt_rows: int | None) -> tuple[int, int, int]:
+    """Tokens, those of them that are output, and those whose rows are not kept."""
+    outputs = sum(one.max_new_tokens if one.forced_ids is None else len(one.forced_ids) for one in requests)
+    lengths = [len(one.prompt_ids) for one in requests]
+    left_out = 0 if prompt_rows is None else sum(max(0, length - prompt_rows) for length in lengths)
+    return outputs + sum(lengths), outputs, left_out
 
 
 def fewer_taps(taps: Sequence[str], layers: int, needed: Collection[str]) -> tuple[str, ...]:

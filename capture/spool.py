@@ -1,7 +1,8 @@
 """The folder between a recording server and the client that makes a trace of it: rows by request and position.
 
-``replay serve --trace DIR`` names DIR; everything a server writes lies in ``DIR/spool/LAUNCH``, LAUNCH being 16
-hexadecimal digits drawn at each start, so two starts never mix. There are two kinds of files, both renamed into place:
+``replay serve --trace DIR`` or ``REPLAY_RECORD=DIR`` names DIR; everything a server writes lies in
+``DIR/spool/LAUNCH``, LAUNCH being 16 hexadecimal digits drawn at each start, so two starts never mix. There are two
+kinds of files, both renamed into place:
 
 - ``rank-<pid>.json``, one per scheduler process: who it is, what it records, and in which state it is (manifest.py).
 - ``rows-<pid>-<number>.safetensors``, only from the process that writes for its attention group, each with rows of one
@@ -207,16 +208,47 @@ def _places(counts: Sequence[int]) -> tuple[list[int], int]:
     return ends[:-1], ends[-1]
 
 
+def lock_launch(folder: Path) -> int:
+    """The lock of a launch folder: while the descriptor is open, no other start deletes it.
+
+    Raises FileNotFoundError where another start has just deleted it, BlockingIOError where it does so now, OSError.
+    """
+    lock = files.take_lock(folder / files.LOCK)
+    try:
+        if os.path.samestat(os.fstat(lock), os.stat(folder / files.LOCK)):
+            return lock
+        raise FileNotFoundError(folder)
+    except OSError:
+        os.close(lock)
+        raise
+
+
 def drop_launches(folder: Path, keep: str) -> None:
-    """Delete what earlier starts left in ``folder``: files of ours in launch folders, nothing else. Raises OSError."""
+    """Delete what earlier starts left in ``folder``: files of ours in launch folders, nothing else. Raises OSError.
+
+    Launches whose lock is held stay: their servers record.
+    """
     spool = folder / SPOOL
     for name in names_in(spool):
         if _LAUNCH.fullmatch(name) and name != keep and not (spool / name).is_symlink():
-            for file in names_in(spool / name):
-                if any(kind.fullmatch(file.removesuffix(files.TEMPORARY)) for kind in (_ROWS, _RANK, _LOCK)):
-                    (spool / name / file).unlink(missing_ok=True)
-            if not names_in(spool / name):
-                (spool / name).rmdir()
+            try:
+                lock = lock_launch(spool / name)
+            except (BlockingIOError, FileNotFoundError, NotADirectoryError):
+                continue
+            try:
+                _drop_launch(spool / name)
+            finally:
+                os.close(lock)
+
+
+def _drop_launch(folder: Path) -> None:
+    """Delete a launch folder whose lock is held here, the lock last; what is not ours stays."""
+    for file in names_in(folder):
+        if any(kind.fullmatch(file.removesuffix(files.TEMPORARY)) for kind in (_ROWS, _RANK, _LOCK)):
+            (folder / file).unlink(missing_ok=True)
+    (folder / files.LOCK).unlink(missing_ok=True)
+    if not names_in(folder):
+        folder.rmdir()
 
 
 def storable(dtype: str) -> bool:

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ReplayError": "replay.errors",
     "CaptureOptions": "replay.capture.options",
+    "capture_engine": "replay.capture.client.engine",
     "capture_local": "replay.capture.local.record",
     "Trace": "replay.traces.reader",
     "load_head": "replay.checkpoint.checkpoint",
@@ -35,6 +36,9 @@ _HOMES = {
     "take_part": "replay.traces.rounds_sets",
     "pool_rounds": "replay.traces.rounds_sets",
     "summarise_by": "replay.analysis.report.by_group",
+    "charts": "replay.analysis.page.notebook",
+    "score": "replay.training.score",
+    "score_training": "replay.training.trainer",
 }
 
 __all__ = [
@@ -45,7 +49,9 @@ __all__ = [
     "Trace",
     "Variant",
     "Wiring",
+    "capture_engine",
     "capture_local",
+    "charts",
     "check_head",
     "compare",
     "diagnose",
@@ -57,6 +63,8 @@ __all__ = [
     "pool_rounds",
     "read_rounds",
     "render",
+    "score",
+    "score_training",
     "simulate",
     "summarise",
     "summarise_by",
@@ -67,9 +75,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from replay.analysis.compare.compare import compare
+    from replay.analysis.page.notebook import charts
     from replay.analysis.report.by_group import summarise_by
     from replay.analysis.report.report import render
     from replay.analysis.summary import summarise
+    from replay.capture.client.engine import capture_engine
     from replay.capture.local.record import capture_local
     from replay.capture.options import CaptureOptions
     from replay.check.inspection import inspect
@@ -85,6 +95,8 @@ if TYPE_CHECKING:
     from replay.traces.reader import Trace
     from replay.traces.rounds import Rounds, read_rounds, write_rounds
     from replay.traces.rounds_sets import pool_rounds, take_part
+    from replay.training.score import score
+    from replay.training.trainer import score_training
 
 
 def __getattr__(name: str) -> object:

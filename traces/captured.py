@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError
 from replay.traces.feed import Feed, check_feed
-from replay.traces.header import TAP_DTYPES, TraceHeader
+from replay.traces.fp8 import quantise
+from replay.traces.header import FP8, OLDEST, TAP_DTYPES, TraceHeader
 from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, Piece, RequestRecord, pieces_problem
+from replay.traces.taps import FINAL, sort_taps
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +33,9 @@ class ServerCounters:
 class CapturedRequest:
     """A request as a capture hands it to ``TraceWriter.add``.
 
-    ``taps``: name -> [T-1, width] in the dtype that the header announces; ``topk_ids`` int32 [n, k] and
+    ``taps``: name -> [T-1, width] in the dtype that the header announces, where that is fp8 in the target's; in a trace
+    of version 2 some of the header's, and without their first ``first_row`` rows. ``scales``: of those of them that are
+    in fp8 already, name -> [T-1]; ``topk_ids`` int32 [n, k] and
     ``topk_logprobs`` float32 [n, k], most likely first; ``logsumexp`` float32 [n]. ``tail_ids`` is what the target
     would choose after the last output token, where it was recorded; ``feed`` what a draft was fed in the prefill,
     where that was; ``pieces`` in what pieces the prompt was prefilled, where that is known.
@@ -54,8 +58,14 @@ class CapturedRequest:
     server: ServerCounters | None = None
     feed: Feed | None = None
     pieces: Sequence[Piece] | None = None
+    first_row: int = 0
+    scales: Mapping[str, "torch.Tensor"] = field(default_factory=dict)
 
-    def record(self) -> RequestRecord:
+    def taps_of(self, header: TraceHeader) -> tuple[str, ...] | None:
+        """Its taps as its record has them: None for all that ``header`` announces."""
+        return None if set(self.taps) == set(header.taps) else sort_taps(list(self.taps))
+
+    def record(self, header: TraceHeader) -> RequestRecord:
         """Its row of ``requests.parquet``, not yet placed in a shard."""
         server = self.server
         return RequestRecord(
@@ -83,11 +93,13 @@ class CapturedRequest:
             prefix_rows=None,
             shard_bytes=0,
             shard_sha256="",
+            taps=self.taps_of(header),
+            first_row=self.first_row or None,
         )
 
 
-def request_tensors(request: CapturedRequest) -> dict[str, "torch.Tensor"]:
-    """Its part of every tensor of a shard."""
+def request_tensors(request: CapturedRequest, header: TraceHeader) -> dict[str, "torch.Tensor"]:
+    """Its part of every tensor of a shard; rows that ``header`` wants in fp8 are made so."""
     import torch
 
     return {
@@ -95,8 +107,16 @@ def request_tensors(request: CapturedRequest) -> dict[str, "torch.Tensor"]:
         "topk_ids": request.topk_ids,
         "topk_logprobs": request.topk_logprobs,
         "logsumexp": request.logsumexp,
-        **{f"tap.{name}": tap for name, tap in request.taps.items()},
+        **{key: tensor for name in request.taps for key, tensor in _stored(request, name, header).items()},
     }
+
+
+def _stored(request: CapturedRequest, name: str, header: TraceHeader) -> dict[str, "torch.Tensor"]:
+    tap = request.taps[name]
+    if header.taps[name].dtype != FP8:
+        return {f"tap.{name}": tap}
+    values, scale = (tap, request.scales[name]) if name in request.scales else quantise(tap)
+    return {f"tap.{name}": values, f"scale.{name}": scale}
 
 
 def check_request(request: CapturedRequest, header: TraceHeader, done: Container[str]) -> None:
@@ -140,13 +160,20 @@ def _check_words(request: CapturedRequest, name: str) -> None:
 
 
 def _check_taps(request: CapturedRequest, header: TraceHeader, name: str) -> None:
-    if set(request.taps) != set(header.taps):
+    some = header.version != OLDEST and FINAL in request.taps
+    if not (set(request.taps) == set(header.taps) or (some and set(request.taps) < set(header.taps))):
         raise CaptureError(
             f"{name} holds the taps {', '.join(request.taps)}, the trace stores {', '.join(header.taps)}"
         )
-    rows = len(request.prompt_ids) + len(request.output_ids) - 1
-    for tap, info in header.taps.items():
-        _check_tensor(request.taps[tap], info.dtype, (rows, info.width), f"{name}: tap {tap}")
+    if not 0 <= request.first_row < len(request.prompt_ids) or (request.first_row and header.version == OLDEST):
+        raise CaptureError(f"{name} has its rows from {request.first_row} on, the last one of its prompt must be there")
+    rows = len(request.prompt_ids) + len(request.output_ids) - 1 - request.first_row
+    for tap, tensor in request.taps.items():
+        info = header.taps[tap]
+        dtype = header.target.dtype if info.dtype == FP8 and tap not in request.scales else info.dtype
+        _check_tensor(tensor, dtype, (rows, info.width), f"{name}: tap {tap}")
+        if tap in request.scales:
+            _check_tensor(request.scales[tap], "float32", (rows,), f"{name}: the scales of tap {tap}")
 
 
 def _check_logits(request: CapturedRequest, header: TraceHeader, name: str) -> None:
@@ -168,7 +195,7 @@ def _check_tensor(tensor: "torch.Tensor", dtype: str, shape: tuple[int, ...], na
     seen = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     if seen != (dtype, shape):
         raise CaptureError(f"{name} is {seen[0]} {list(seen[1])}, must be {dtype} {list(shape)}")
-    if tensor.is_floating_point() and (bad := unfinite_row(tensor)) is not None:
+    if tensor.is_floating_point() and tensor.element_size() > 1 and (bad := unfinite_row(tensor)) is not None:
         raise CaptureError(f"{name} holds NaN or Inf, first in row {bad}")
 
 

@@ -113,19 +113,19 @@ def _checksum_problem(path: Path, start: int, sha256: str) -> Iterator[str]:
 
 def _request_problems(trace: Trace, index: int, shared: SharedRows) -> Iterator[str]:
     """Tap by tap, so that one tap of one request is the most that is in memory."""
-    for tap in trace.header.taps:
+    for tap in trace.records[index].taps or trace.header.taps:
         try:
             rows = trace.read(index, [tap])
         except TraceCorruptError as error:
             yield str(error)
             continue
-        values = rows.taps[tap]
+        values = rows.taps[tap][rows.first_row :]
         zero = (values == 0).all(dim=1)
         if tap != EMBED and bool(zero.any()):
             first = int(zero.nonzero()[0, 0])
             yield f"{int(zero.sum())} of {counted(len(zero), 'row')} of {tap} are all zero, first row {first}"
         if tap == FINAL:
-            shared.add(index, rows.tokens, values)
+            shared.add(index, rows.tokens, values, rows.first_row)
     try:
         trace.feed(index)
     except TraceCorruptError as error:

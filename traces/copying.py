@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from replay.errors import TraceError, UsageError
 from replay.traces.captured import CapturedRequest, ServerCounters
 from replay.traces.fields import some
-from replay.traces.header import OLDEST, ONE_TARGET, TraceHeader
+from replay.traces.header import OLDEST, ONE_TARGET, VERSION, TraceHeader
 from replay.traces.reader import Trace
 from replay.traces.whole import check_output, whole_folder
 from replay.traces.writer import TraceWriter
@@ -86,7 +86,10 @@ def _copy(trace: Trace, new: Mapping[str, str], writer: TraceWriter) -> Iterator
         writer.add_rounds(_renamed(rounds, new, writer.next_verify_pass()))
     for batch in _batches(trace):
         writer.add(
-            [replace(_captured(trace, index), request_id=new[trace.records[index].request_id]) for index in batch]
+            [
+                replace(captured_request(trace, index), request_id=new[trace.records[index].request_id])
+                for index in batch
+            ]
         )
         yield len(batch)
 
@@ -107,27 +110,32 @@ def _batches(trace: Trace) -> Iterator[list[int]]:
     batch: list[int] = []
     size = 0
     for index, record in enumerate(trace.records):
-        if batch and size + record.rows * width > _AT_ONCE:
+        if batch and size + record.stored_rows * width > _AT_ONCE:
             yield batch
             batch, size = [], 0
         batch.append(index)
-        size += record.rows * width
+        size += record.stored_rows * width
     if batch:
         yield batch
 
 
-def _captured(trace: Trace, index: int) -> CapturedRequest:
+def captured_request(trace: Trace, index: int) -> CapturedRequest:
+    """Request ``index`` as it was captured, bit for bit. Raises TraceCorruptError."""
     import torch
 
     record = trace.records[index]
-    rows = trace.read(index, tuple(trace.header.taps))
+    taps = record.taps or tuple(trace.header.taps)
+    rows = trace.read(index, taps)  # which looks at all of it
+    stored = {tap: trace.stored_rows(index, tap) for tap in taps}
     topk_ids, topk_logprobs, logsumexp = trace.logits(index)
     tokens = rows.tokens.tolist()
     counted = record.server_completion_tokens is not None
     return CapturedRequest(
         request_id=record.request_id, category=record.category, prompt_ids=tokens[: record.prompt_tokens],
         output_ids=tokens[record.prompt_tokens :], finish_reason=record.finish_reason, source=record.source,
-        temperature=record.temperature, top_p=record.top_p, top_k=record.top_k, taps=rows.taps,
+        temperature=record.temperature, top_p=record.top_p, top_k=record.top_k,
+        taps={tap: values for tap, (values, _) in stored.items()},
+        scales={tap: scale for tap, (_, scale) in stored.items() if scale is not None}, first_row=record.rows_left_out,
         topk_ids=topk_ids.to(torch.int32), topk_logprobs=topk_logprobs, logsumexp=logsumexp, tail_ids=record.tail_ids,
         server=ServerCounters(
             completion_tokens=record.server_completion_tokens or 0, verify_rounds=record.server_verify_rounds or 0,
@@ -173,7 +181,7 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
                     f"the traces differ in {name}, {_say(one)} in {traces[0].path} and {_say(other)} in {trace.path}; "
                     "give traces that were recorded alike, or replay each by itself"
                 )
-    first = replace(first, weights=None, version=OLDEST)  # the writer finds anew what is shared
+    first = replace(first, weights=None, version=_least_version(traces))
     if not others:
         return first
     digest = hashlib.sha256("".join(header.capture.prompts_sha256 for header in (first, *others)).encode()).hexdigest()
@@ -181,8 +189,21 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
     missing = dict.fromkeys(what for header in (first, *others) for what in header.missing)
     seeds = {header.capture.seed for header in (first, *others)}
     told = ("the one prompt file: it was merged of several",) + ("the one seed: there are several",) * (len(seeds) > 1)
-    capture = replace(first.capture, prompts_sha256=digest, max_new_tokens=most)
+    asked = [header.capture for header in (first, *others)]
+    tiers = {(one.taps_for, one.then_taps, one.prompt_rows) for one in asked}  # of several kinds: each request says its
+    taps_for, then_taps, prompt_rows = tiers.pop() if len(tiers) == 1 else (None, (), None)
+    capture = replace(
+        first.capture, prompts_sha256=digest, max_new_tokens=most, taps_for=taps_for, then_taps=then_taps,
+        prompt_rows=prompt_rows,
+    )  # fmt: skip
     return replace(first, capture=capture, missing=(*missing, *told))
+
+
+def _least_version(traces: Sequence[Trace]) -> int:
+    """The oldest one that says what the requests lack; what they share the writer finds anew."""
+    lacking = any(record.taps or record.first_row for trace in traces for record in trace.records)
+    chosen = any(trace.header.capture.choices or trace.rounded_taps for trace in traces)
+    return VERSION if lacking or chosen else OLDEST
 
 
 def _say(value: object) -> str:

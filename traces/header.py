@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from replay.errors import TraceCorruptError, TraceVersionError, UsageError
@@ -21,6 +21,8 @@ MAX_HEADER_FILE = 1 << 24
 VERSION, OLDEST = 2, 1  # the versions that are read; the oldest one is written wherever it can say all
 
 TAP_DTYPES = ("bfloat16", "float16", "float32")
+FP8 = "float8_e4m3fn"  # of rows that are stored with a scale each; they are read in the target's dtype
+ROWS = ("exact", "fp8")  # how rows are stored
 STATES = ("recording", "complete")
 EMBED_WAYS = ("lookup", "stored")
 
@@ -29,6 +31,8 @@ MAX_WIDTH = 1 << 20
 MAX_VOCAB = (1 << 31) - 1  # token ids are int32
 MAX_TOPK = 4_096
 MAX_COUNT = 1 << 40
+
+_CHOICES = ("taps_for", "then_taps", "rows", "prompt_rows")  # of the capture, which version 1 lacks
 
 # The header's own checksum: of its bytes, with these digits in place of itself.
 _NO_SUM = "0" * 64
@@ -67,7 +71,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class TapInfo:
-    """One stored tap: ``dtype`` is one of TAP_DTYPES, ``width`` the number of values in a row."""
+    """One stored tap: ``dtype`` is one of TAP_DTYPES or FP8, ``width`` the number of values in a row."""
 
     dtype: str
     width: int
@@ -75,7 +79,11 @@ class TapInfo:
 
 @dataclass(frozen=True, slots=True)
 class CaptureSettings:
-    """What the capture was asked for; a resumed capture must ask for the same. ``top_k`` < 1 means no limit."""
+    """What the capture was asked for; a resumed capture must ask for the same. ``top_k`` < 1 means no limit.
+
+    ``taps_for``: of so many requests, the first of the prompt file, all taps were asked for, of the others
+    ``then_taps`` and ``final``. ``rows``: one of ROWS. ``prompt_rows``: so many rows at the end of each prompt.
+    """
 
     max_new_tokens: int
     temperature: float
@@ -84,6 +92,16 @@ class CaptureSettings:
     seed: int
     raw: bool
     prompts_sha256: str
+    taps_for: int | None = None
+    then_taps: tuple[str, ...] = ()
+    rows: str = "exact"
+    prompt_rows: int | None = None
+
+    @property
+    def choices(self) -> dict[str, object]:
+        """Those of the fields that version 1 lacks which ask for less than all rows of all taps as computed."""
+        nothing = {"taps_for": None, "then_taps": (), "rows": "exact", "prompt_rows": None}
+        return {name: value for name, usual in nothing.items() if (value := getattr(self, name)) != usual}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +154,13 @@ class TraceHeader:
         order = ("version", "state", "header_sha256")
         first = {"format": FORMAT, **{name: body.pop(name) for name in order}}
         body["missing"] = list(self.missing)
+        body["capture"] = {name: value for name, value in body["capture"].items() if self._is_said(name)}
         text = json.dumps({**first, **body}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         own = hashlib.sha256(text.encode()).hexdigest()
         return _OWN_SUM.sub(lambda match: match[1] + own.encode() + match[3], text.encode(), count=1).decode()
+
+    def _is_said(self, name: str) -> bool:
+        return name not in _CHOICES or name in self.capture.choices
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "trace.json", *, verify: bool = True) -> "TraceHeader":
@@ -148,15 +170,16 @@ class TraceHeader:
         """
         root = Fields(source, parse_json(text, source))
         _check_version(root, source)
+        version = root.integer("version", OLDEST, VERSION)
         target = _target(root.object("target"))
         header = cls(
             created=root.text("created"),
             replay_version=root.text("replay_version"),
             target=target,
             engine=_engine(root.object("engine")),
-            taps=_taps(root, target),
+            taps=_taps(root, target, version),
             topk=root.integer("topk", 1, min(MAX_TOPK, target.vocab_size)),
-            capture=_capture(root.object("capture")),
+            capture=_capture(root.object("capture"), version, target),
             embed=root.choice("embed", EMBED_WAYS),
             missing=root.texts("missing"),
             weights=_weights(root),
@@ -166,7 +189,7 @@ class TraceHeader:
             rounds_sha256=root.optional_sha256("rounds_sha256"),
             shard_headers_sha256=_later_sum(root, "shard_headers_sha256"),
             state=root.choice("state", STATES),
-            version=root.integer("version", OLDEST, VERSION),
+            version=version,
             header_sha256=_later_sum(root, "header_sha256"),
         )
         _check_agreement(header, source)
@@ -229,7 +252,7 @@ def _engine(fields: Fields) -> EngineInfo:
     )
 
 
-def _taps(root: Fields, target: TargetInfo) -> dict[str, TapInfo]:
+def _taps(root: Fields, target: TargetInfo, version: int) -> dict[str, TapInfo]:
     fields = root.object("taps")
     for name in fields.values:
         try:
@@ -238,15 +261,16 @@ def _taps(root: Fields, target: TargetInfo) -> dict[str, TapInfo]:
             raise TraceCorruptError(f"{fields.where}: {error}") from error
         if canonical != name:
             raise TraceCorruptError(f"{fields.where}: the tap {canonical} is written {name!r}")
-    return {name: _tap(fields.object(name)) for name in sort_taps(list(fields.values))}
+    return {name: _tap(fields.object(name), version) for name in sort_taps(list(fields.values))}
 
 
-def _tap(fields: Fields) -> TapInfo:
-    return TapInfo(dtype=fields.choice("dtype", TAP_DTYPES), width=fields.integer("width", 1, MAX_WIDTH))
+def _tap(fields: Fields, version: int) -> TapInfo:
+    dtypes = TAP_DTYPES if version == OLDEST else (*TAP_DTYPES, FP8)
+    return TapInfo(dtype=fields.choice("dtype", dtypes), width=fields.integer("width", 1, MAX_WIDTH))
 
 
-def _capture(fields: Fields) -> CaptureSettings:
-    return CaptureSettings(
+def _capture(fields: Fields, version: int, target: TargetInfo) -> CaptureSettings:
+    plain = CaptureSettings(
         max_new_tokens=fields.integer("max_new_tokens", 0, MAX_COUNT),
         temperature=fields.number("temperature", 0.0, 1e6),
         top_p=fields.number("top_p", 0.0, 1.0),
@@ -255,6 +279,33 @@ def _capture(fields: Fields) -> CaptureSettings:
         raw=fields.flag("raw"),
         prompts_sha256=fields.text("prompts_sha256"),
     )
+    return plain if version == OLDEST else _chosen(plain, fields, target)
+
+
+def _chosen(plain: CaptureSettings, fields: Fields, target: TargetInfo) -> CaptureSettings:
+    """With what version 2 says of the choices; what it leaves out was not asked for."""
+    given = Fields(fields.where, {**{name: getattr(plain, name) for name in _CHOICES}, **fields.values})
+    if isinstance(given.values["then_taps"], tuple):
+        given.values["then_taps"] = []
+    return replace(
+        plain,
+        taps_for=given.optional_integer("taps_for", 1, MAX_COUNT),
+        then_taps=canonical_taps(given, "then_taps", target.layers),
+        rows=given.choice("rows", ROWS),
+        prompt_rows=given.optional_integer("prompt_rows", 1, MAX_COUNT),
+    )
+
+
+def canonical_taps(fields: Fields, name: str, layers: int) -> tuple[str, ...]:
+    """A list of distinct tap names as they are stored, in the order of the stream. Raises TraceCorruptError."""
+    names = fields.texts(name, layers + 2)
+    try:
+        canonical = sort_taps([parse_tap(tap, layers=layers) for tap in names])
+    except UsageError as error:
+        raise TraceCorruptError(f"{fields.where}: {name}: {error}") from error
+    if canonical != names:
+        raise fields.refuse(name, "distinct tap names in the order of the stream")
+    return names
 
 
 def _weights(root: Fields) -> WeightsInfo | None:
@@ -277,6 +328,8 @@ def _check_agreement(header: TraceHeader, source: str) -> None:
             f"{source}: embed is {header.embed!r} and the stored taps are {', '.join(header.taps)}: "
             f"{EMBED} must be among them exactly when it is 'stored'"
         )
+    if header.taps[FINAL].dtype == FP8:
+        raise TraceCorruptError(f"{source}: the tap {FINAL} is {FP8}, it is stored as it was computed in every trace")
     for name, tap in header.taps.items():
         if name != EMBED and tap.width != header.target.hidden_size:
             raise TraceCorruptError(

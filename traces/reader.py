@@ -4,7 +4,7 @@ import copy
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,8 @@ from replay.printable import counted, html_table, one_line
 from replay.traces import files
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, count_rows, read_feed
-from replay.traces.header import TraceHeader, read_header
+from replay.traces.fp8 import dequantise, shake
+from replay.traces.header import FP8, TraceHeader, read_header
 from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
 from replay.traces.records import Piece, RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
 class RequestRows:
     """One request of a trace: L prompt tokens, n output tokens, T = L + n.
 
-    ``tokens`` [T] int64; ``taps`` name -> [T-1, width], row i being the target's state at position i; ``tail_ids`` [.]
-    int64 is what the target would choose after the last output token, where recorded; ``pieces`` those in which the
-    server prefilled the prompt, none where that is not known.
+    ``tokens`` [T] int64; ``taps`` name -> [T-1, width], row i being the target's state at position i, and zeros before
+    ``first_row``, where the trace does not have them; ``tail_ids`` [.] int64 is what the target would choose after the
+    last output token, where recorded; ``pieces`` those in which the server prefilled the prompt, none where that is not
+    known.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class RequestRows:
     temperature: float
     source: str
     pieces: tuple[Piece, ...] = ()
+    first_row: int = 0
 
 
 class Trace:
@@ -76,6 +79,8 @@ class Trace:
         self._layouts = {layout.path.name: layout for layout in layouts}
         self._every = self.records  # of the folder, also where this is a part of it
         self.part = ""
+        self.narrowed = ""
+        self._shaken = False
 
     @classmethod
     def open(
@@ -120,9 +125,57 @@ class Trace:
         if part.whole:
             return self
         ids = choose(part, self.records)
-        taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, self.verifies)
-        taken.records = tuple(record for record in self.records if record.request_id in ids)
+        taken = self._of([record for record in self.records if record.request_id in ids])
         taken.part = say_part(part, len(taken.records), len(self.records), self.part)
+        return taken
+
+    def having(self, taps: Iterable[str]) -> Self:
+        """The trace of those of its requests that have all ``taps``; itself where all have them.
+
+        ``narrowed`` of it says in a sentence how many these are. Raises WiringError where none has.
+        """
+        wanted = [tap for tap in sort_taps(list(taps)) if tap in self.header.taps]
+        kept = [record for record in self.records if record.taps is None or set(wanted) <= set(record.taps)]
+        if len(kept) == len(self.records):
+            return self
+        if not kept:
+            raise WiringError(
+                f"no request of {self.path} has the taps {', '.join(wanted)} together; choose among {self.say_tiers()}"
+            )
+        taken = self._of(kept)
+        told = f"{len(kept)} of {counted(len(self.records), 'request')}"
+        taken.part = f"{self.part}; of these with" if self.part else "with"
+        taken.part += f" the taps {', '.join(wanted)} ({len(kept)} of {len(self.records)})"
+        taken.narrowed = f"{told} have the taps {', '.join(wanted)} together: only these are looked at."
+        return taken
+
+    def only(self, requests: Iterable[str]) -> Self:
+        """The trace of those of its requests that are called so; itself where all are."""
+        ids = set(requests)
+        kept = [record for record in self.records if record.request_id in ids]
+        return self if len(kept) == len(self.records) else self._of(kept)
+
+    def tiers(self) -> tuple[Self, ...]:
+        """The traces of those of its requests that have the same taps, those with the most taps first."""
+        alike: dict[tuple[str, ...] | None, list[RequestRecord]] = {}
+        for record in self.records:
+            alike.setdefault(record.taps, []).append(record)
+        if len(alike) < 2:
+            return (self,)
+        every = len(self.header.taps)
+        return tuple(
+            self._of(alike[taps]) for taps in sorted(alike, key=lambda one: -(every if one is None else len(one)))
+        )
+
+    def say_tiers(self) -> str:
+        """The taps of its requests, in words."""
+        return "; ".join(f"{', '.join(tier.taps)} ({counted(len(tier), 'request')})" for tier in self.tiers())
+
+    def _of(self, records: Sequence[RequestRecord]) -> Self:
+        """The trace of some of its requests."""
+        taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, self.verifies)
+        taken.records = tuple(records)
+        taken.part, taken.narrowed, taken._shaken = self.part, self.narrowed, self._shaken
         return taken
 
     @cached_property
@@ -148,10 +201,21 @@ class Trace:
         names = ("category", "requests", "prompt tokens", "output tokens")
         return html_table(repr(self), names, [[name, *map(str, counts)] for name, counts in rows.items()])
 
+    def __getstate__(self) -> dict[str, object]:
+        """For another process: what was mapped or worked out stays behind, and is there again when it is asked for."""
+        own = self.__dict__.items()
+        return {name: value for name, value in own if not isinstance(getattr(type(self), name, None), cached_property)}
+
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """The parsed headers of its shards, in order."""
         return tuple(self._layouts.values())
+
+    def shaken(self) -> Self:
+        """The same trace with its rows in fp8 rounded once more, to see how far such rounding moves a replay."""
+        other = copy.copy(self)
+        other._shaken = True
+        return other
 
     def unverified(self) -> Self:
         """The same trace, whose shards are read without a look at their checksums."""
@@ -185,15 +249,44 @@ class Trace:
 
     @cached_property
     def taps(self) -> tuple[str, ...]:
-        """The taps that ``read`` can give, in the order of the stream; ``embed`` where stored or to be looked up."""
-        return sort_taps([*self.header.taps, *([EMBED] if self._can_look_up() else [])])
+        """The taps that ``read`` can give of one of its requests at least, in the order of the stream; ``embed`` where
+        stored or to be looked up."""
+        held = {tap for record in self.records for tap in record.taps or self.header.taps} or self.header.taps
+        return sort_taps([*held, *([EMBED] if self._can_look_up() else [])])
+
+    @cached_property
+    def tap_requests(self) -> dict[str, int]:
+        """How many of its requests have each of the taps."""
+        looked_up = EMBED if self._is_looked_up(EMBED) else None
+        return {
+            tap: sum(tap == looked_up or tap in (record.taps or self.header.taps) for record in self.records)
+            for tap in self.taps
+        }
+
+    @cached_property
+    def rounded_taps(self) -> tuple[str, ...]:
+        """Those of its taps whose rows are not as the target computed them, but in fp8."""
+        return tuple(tap for tap in self.taps if tap in self.header.taps and self.header.taps[tap].dtype == FP8)
+
+    @cached_property
+    def prompt_rows(self) -> int | None:
+        """The fewest rows that are stored of a prompt some of whose rows are not; None where all are."""
+        kept = [record.prompt_tokens - record.rows_left_out for record in self.records if record.rows_left_out]
+        return min(kept, default=None)
 
     @cached_property
     def doubts(self) -> tuple[str, ...]:
-        """Sentences on what is odd in a few rows, looked at once (self_check.py); none where nothing is."""
+        """Sentences on what it leaves out, and on what is odd in a few rows, looked at once (self_check.py)."""
         from replay.traces.self_check import self_check
 
-        return self_check(self)
+        return (*filter(None, [self.narrowed]), *self._less_exact(), *self_check(self))
+
+    def _less_exact(self) -> Iterator[str]:
+        if self.rounded_taps:
+            yield (
+                f"The rows of {', '.join(self.rounded_taps)} are stored in fp8, a byte a value: a replay drafts other "
+                "tokens at close calls, so no round is said to be alike to a server's."
+            )
 
     def _can_look_up(self) -> bool:
         if self.header.embed != "lookup":
@@ -229,19 +322,25 @@ class Trace:
             temperature=record.temperature,
             source=record.source,
             pieces=record.pieces,
+            first_row=record.rows_left_out,
         )
 
     def tap_rows(self, index: int, tap: str, rows: Sequence[int]) -> "torch.Tensor":
         """``rows`` (0 to T-2) of one tap of request ``index`` [len(rows), width], a copy; no others are touched.
 
-        They are given as they are, NaN and Inf included. Raises WiringError for a tap that the trace lacks,
-        TraceCorruptError for impossible ids.
+        They are given as they are, NaN and Inf included. Raises WiringError for a tap that the request lacks,
+        TraceError for a row that it lacks, TraceCorruptError for impossible ids.
         """
-        if tap in self.header.taps:
-            return self.rows_of_many(tap, {index: rows})
-        if self._is_looked_up(tap):
+        record = self.records[index]
+        self._check_held(record, tap)
+        if tap not in self.header.taps:
             return self._embed[self.read(index, ()).tokens[list(rows)]]
-        raise self._lacks(tap)
+        if early := [row for row in rows if row < record.rows_left_out]:
+            raise TraceError(
+                f"{self.path} holds no row {early[0]} of request {record.request_id!r}, whose rows it has from "
+                f"{record.rows_left_out} on; ask for later ones"
+            )
+        return self.rows_of_many(tap, {index: rows})
 
     def rows_of_many(self, tap: str, rows: Mapping[int, Sequence[int]]) -> "torch.Tensor":
         """``rows`` of one stored tap of many requests, by index in rising order [R, width]: a copy, as ``tap_rows``."""
@@ -249,8 +348,19 @@ class Trace:
 
         name = f"tap.{tap}"
         wanted = runs(self._every, ((self.records[index], chosen) for index, chosen in rows.items()), name)
-        whole = {shard: map_rows(self._layout(shard), name) for shard in dict.fromkeys(shard for shard, _ in wanted)}
-        return torch.cat([whole[shard][places] for shard, places in wanted])
+        return torch.cat([self._tap_rows(shard, tap, places) for shard, places in wanted])
+
+    def stored_rows(self, index: int, tap: str) -> "tuple[torch.Tensor, torch.Tensor | None]":
+        """One stored tap of request ``index`` as it lies in the shards [T-1, width], less the rows that are left out,
+        and the scales of its rows where it is in fp8."""
+        self._check_held(self.records[index], tap)
+        return self._stored_tap(self.records[index], tap)
+
+    def _stored_tap(self, record: RequestRecord, tap: str) -> "tuple[torch.Tensor, torch.Tensor | None]":
+        rows = self._stored(record, f"tap.{tap}", record.rows, record.rows_left_out)
+        if self.header.taps[tap].dtype != FP8:
+            return rows, None
+        return rows, self._stored(record, f"scale.{tap}", record.rows, record.rows_left_out)
 
     def logits(self, index: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
         """The target's choices for the n output tokens of request ``index``.
@@ -339,11 +449,44 @@ class Trace:
         return self._weight("lm_head")
 
     def _tap(self, record: RequestRecord, tap: str, tokens: "torch.Tensor") -> "torch.Tensor":
-        if tap in self.header.taps:
-            name = f"tap.{tap}"
-            return self._checked(record, name, self._stored(record, name, record.rows))
-        if self._is_looked_up(tap):
+        import torch
+
+        self._check_held(record, tap)
+        if tap not in self.header.taps:
             return self._embed[tokens[:-1]]
+        stored, scale = self._stored_tap(record, tap)
+        if scale is not None:
+            stored = self._dequantised(stored, self._checked(record, f"scale.{tap}", scale, record.rows_left_out))
+        self._checked(record, f"tap.{tap}", stored, record.rows_left_out)
+        if not record.rows_left_out:
+            return stored
+        return torch.cat([stored.new_zeros(record.rows_left_out, stored.shape[1]), stored])
+
+    def _tap_rows(self, shard: str, tap: str, places: Sequence[int]) -> "torch.Tensor":
+        """Some rows of a stored tap, by where they lie in the shard: a copy."""
+        values = map_rows(self._layout(shard), f"tap.{tap}")
+        if self.header.taps[tap].dtype != FP8:
+            return values[list(places)]
+        import torch
+
+        chosen = values.view(torch.uint8)[list(places)].view(values.dtype)  # which torch cannot index
+        return self._dequantised(chosen, map_rows(self._layout(shard), f"scale.{tap}")[list(places)])
+
+    def _dequantised(self, values: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
+        import torch
+
+        rows = dequantise(values, scale, getattr(torch, self.header.target.dtype))
+        return shake(rows) if self._shaken else rows
+
+    def _check_held(self, record: RequestRecord, tap: str) -> None:
+        """Raises WiringError for a tap that the request does not have."""
+        if tap in (record.taps or self.header.taps) or self._is_looked_up(tap):
+            return
+        if tap in self.header.taps:
+            raise WiringError(
+                f"request {record.request_id!r} of {self.path} has no tap {tap}; it has "
+                f"{', '.join(record.taps or ())}: choose among these"
+            )
         raise self._lacks(tap)
 
     def _is_looked_up(self, tap: str) -> bool:
@@ -352,11 +495,12 @@ class Trace:
     def _lacks(self, tap: str) -> WiringError:
         return WiringError(f"{self.path} holds no tap {tap}; it holds {', '.join(self.taps)}: choose among these")
 
-    def _stored(self, record: RequestRecord, name: str, count: int) -> "torch.Tensor":
-        """The first ``count`` positions of ``tokens`` or of a tap; a view where they lie in one place."""
+    def _stored(self, record: RequestRecord, name: str, stop: int, start: int = 0) -> "torch.Tensor":
+        """The positions ``start`` to ``stop`` of ``tokens``, of a tap or of its scales; a view where they lie in one
+        place."""
         import torch
 
-        places = stretches(self._every, record, 0, count)
+        places = stretches(self._every, record, start, stop)
         parts = [map_rows(self._layout(one.record.shard), name, *one.rows(name)) for one in places]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -378,14 +522,15 @@ class Trace:
     def _finite(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
         return self._checked(record, name, self._rows(record, name, start, count))
 
-    def _checked(self, record: RequestRecord, name: str, tensor: "torch.Tensor") -> "torch.Tensor":
+    def _checked(self, record: RequestRecord, name: str, tensor: "torch.Tensor", first: int = 0) -> "torch.Tensor":
+        """Rows from ``first`` on. Raises TraceCorruptError where one is not finite."""
         bad = unfinite_row(tensor)
         if bad is not None:
             shard = (
                 stretches(self._every, record, bad, bad + 1)[0].record.shard if bad < record.shared else record.shard
             )
             raise TraceCorruptError(
-                f"{self.path / shard}: {name} holds NaN or Inf in row {bad} of request {record.request_id!r}"
+                f"{self.path / shard}: {name} holds NaN or Inf in row {first + bad} of request {record.request_id!r}"
             )
         return tensor
 

@@ -18,8 +18,9 @@ from replay.errors import TraceCorruptError, TraceVersionError
 from replay.traces.feed import check_layout
 from replay.traces.fields import Fields, parse_json
 from replay.traces.files import shard_name, shard_number
-from replay.traces.header import MAX_COUNT, MAX_VOCAB, OLDEST, VERSION, TraceHeader
+from replay.traces.header import FP8, MAX_COUNT, MAX_VOCAB, OLDEST, VERSION, TraceHeader, canonical_taps
 from replay.traces.parquet import check_parquet, first_line
+from replay.traces.taps import FINAL
 from replay.traces.tensors import NAMES, Layout, parse_layout
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _FREE_TEXT, _TEXT_A_BYTE = 1 << 26, 100  # bytes of text that a table may hold, 
 
 # Columns that there were not at first: null where a file lacks them, and left out of a shard where null, so
 # that what knows nothing of them is written as it always was.
-LATER = ("server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows")
+LATER = ("server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows", "taps", "first_row")
 MAX_PREFIXES = 1 << 12  # requests of whose rows a prefix is made
 
 Piece = tuple[int, int]  # rows of one piece of a prompt, and of the forward in which a server prefilled it
@@ -52,7 +53,8 @@ class RequestRecord:
     ``tap.*`` and its logits tensors. Of T = prompt_tokens + output_tokens tokens and T - 1 rows the first ones,
     ``shared``, may be those of earlier requests: ``prefix_rows[i]`` of the one whose number is ``prefix_requests[i]``,
     counting from 0 in the order of the trace. It owns the others, and output_tokens rows of logits.
-    ``shard_sha256`` is that of the shard's bytes after its safetensors header.
+    ``shard_sha256`` is that of the shard's bytes after its safetensors header. ``taps`` are those that the request has,
+    None where it has all of the trace; ``first_row`` the first row that is there of them, None where all are.
     """
 
     request_id: str
@@ -79,6 +81,8 @@ class RequestRecord:
     prefix_rows: tuple[int, ...] | None
     shard_bytes: int
     shard_sha256: str
+    taps: tuple[str, ...] | None = None
+    first_row: int | None = None
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -92,13 +96,28 @@ class RequestRecord:
 
     @property
     def rows(self) -> int:
-        """Recorded target rows: every position but the last."""
+        """The target's rows: one of every position but the last, those that are left out too."""
         return self.tokens - 1
 
     @property
     def shared(self) -> int:
         """How many of its first tokens and rows lie with earlier requests."""
         return sum(self.prefix_rows or ())
+
+    @property
+    def rows_left_out(self) -> int:
+        """How many rows, from the first on, are not in the trace."""
+        return self.first_row or 0
+
+    @property
+    def stored_rows(self) -> int:
+        """How many rows are in the trace, those that lie with earlier requests among them."""
+        return self.rows - self.rows_left_out
+
+    @property
+    def row_origin(self) -> int:
+        """Where row 0 would lie in its shard, if the rows before its own did; below 0 where these are more."""
+        return self.row_start - self.shared - self.rows_left_out
 
 
 def shard_metadata(records: Sequence[RequestRecord], data_sha256: str) -> dict[str, str]:
@@ -108,7 +127,7 @@ def shard_metadata(records: Sequence[RequestRecord], data_sha256: str) -> dict[s
         for record in records
     ]
     text = json.dumps(rows, separators=(",", ":"), allow_nan=False)
-    version = VERSION if any(record.prefix_rows for record in records) else OLDEST
+    version = VERSION if any(one.prefix_rows or one.taps or one.first_row for one in records) else OLDEST
     return {"format": SHARD_FORMAT, "version": str(version), "data_sha256": data_sha256, "requests": text}
 
 
@@ -140,7 +159,9 @@ def shard_records(layout: Layout, header: TraceHeader) -> list[RequestRecord]:
         bare.append(_record(Fields(own.where, {**own.values, **place}), header))
     records = placed(bare, layout.path.name, layout.size, sha256)
     last = records[-1]
-    _check_tensors(layout, header, *_ends(last))
+    if odd := next((record for record in records if record.taps != last.taps), None):
+        raise TraceCorruptError(f"{where}: {odd.request_id!r} and {last.request_id!r} have other taps, in one shard")
+    _check_tensors(layout, header, *_ends(last), last.taps)
     check_layout(layout, header)
     return records
 
@@ -158,14 +179,15 @@ def placed(records: Sequence[RequestRecord], shard: str, size: int, data_sha256:
 
 def _ends(record: RequestRecord) -> tuple[int, int, int]:
     """Where its tokens, rows and outputs end in its shard."""
-    token, row = record.token_start - record.shared, record.row_start - record.shared
+    token, row = record.token_start - record.shared, record.row_origin
     return token + record.tokens, row + record.rows, record.output_start + record.output_tokens
 
 
 def expected_tensors(
-    header: TraceHeader, tokens: int, rows: int, outputs: int
+    header: TraceHeader, tokens: int, rows: int, outputs: int, taps: Sequence[str] | None = None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (torch dtype name, shape) of every tensor of a shard with so many tokens, rows and output tokens.
+    """Name -> (torch dtype name, shape) of every tensor of a shard with so many tokens, rows and output tokens, and
+    these ``taps`` (None: all of the trace).
 
     Wider items come first, so that every tensor is aligned.
     """
@@ -175,13 +197,17 @@ def expected_tensors(
         "topk_logprobs": ("float32", (outputs, header.topk)),
         "logsumexp": ("float32", (outputs,)),
     }
-    for name, tap in sorted(header.taps.items(), key=lambda item: item[1].dtype != "float32"):
+    held = {name: tap for name, tap in header.taps.items() if taps is None or name in taps}
+    for name, tap in sorted(held.items(), key=lambda item: (item[1].dtype != "float32", item[1].dtype == FP8)):
         tensors[f"tap.{name}"] = (tap.dtype, (rows, tap.width))
-    return tensors
+    scales = {f"scale.{name}": ("float32", (rows,)) for name, tap in held.items() if tap.dtype == FP8}
+    return scales | tensors
 
 
-def _check_tensors(layout: Layout, header: TraceHeader, tokens: int, rows: int, outputs: int) -> None:
-    for name, (dtype, shape) in expected_tensors(header, tokens, rows, outputs).items():
+def _check_tensors(
+    layout: Layout, header: TraceHeader, tokens: int, rows: int, outputs: int, taps: Sequence[str] | None
+) -> None:
+    for name, (dtype, shape) in expected_tensors(header, tokens, rows, outputs, taps).items():
         place = layout.tensors.get(name)
         if place is None:
             raise TraceCorruptError(f"{layout.path} lacks the tensor {name} that trace.json announces")
@@ -223,12 +249,23 @@ def _record(given: Fields, header: TraceHeader) -> RequestRecord:
         prefix_rows=values.optional_integers("prefix_rows", 1, MAX_TOKENS, MAX_PREFIXES),
         shard_bytes=values.integer("shard_bytes", 8, MAX_COUNT),
         shard_sha256=values.sha256("shard_sha256"),
+        taps=_taps(values, header),
+        first_row=values.optional_integer("first_row", 1, values.integer("prompt_tokens", 1, MAX_TOKENS) - 1),
     )
     problem = pieces_problem(record.server_prefill_rows, record.server_prefill_forward_rows, record.prompt_tokens)
-    problem = problem or _prefix_problem(record, header)
+    problem = problem or _prefix_problem(record, header) or _choice_problem(record, header)
     if problem is not None:
         raise TraceCorruptError(f"{values.where}: {problem}")
     return record
+
+
+def _taps(values: Fields, header: TraceHeader) -> tuple[str, ...] | None:
+    if values.values["taps"] is None:
+        return None
+    taps = canonical_taps(values, "taps", header.target.layers)
+    if FINAL not in taps or not set(taps) <= set(header.taps):
+        raise values.refuse("taps", f"{FINAL} and others of {', '.join(header.taps)}")
+    return taps
 
 
 def _prefix_problem(record: RequestRecord, header: TraceHeader) -> str | None:
@@ -238,6 +275,8 @@ def _prefix_problem(record: RequestRecord, header: TraceHeader) -> str | None:
         return None
     if header.version < 2:
         return f"it has a prefix of rows of other requests, which a trace of version {header.version} has not"
+    if record.first_row:
+        return f"it has a prefix, and its rows from row {record.first_row} on alone: of these it can have one only"
     if not requests or not rows or len(requests) != len(rows):
         return (
             f"prefix_requests names {len(requests or ())} requests, prefix_rows {len(rows or ())} numbers of rows, "
@@ -245,6 +284,12 @@ def _prefix_problem(record: RequestRecord, header: TraceHeader) -> str | None:
         )
     if sum(rows) > record.rows:
         return f"prefix_rows adds up to {sum(rows)}, the request has {record.rows} rows"
+    return None
+
+
+def _choice_problem(record: RequestRecord, header: TraceHeader) -> str | None:
+    if header.version < 2 and (record.taps or record.first_row):
+        return f"it lacks taps or rows, which a request of a trace of version {header.version} has"
     return None
 
 
@@ -280,8 +325,9 @@ def table_schema() -> "pl.Schema":
 
     kinds: dict[Any, pl.DataType] = {str: pl.String(), int: pl.Int64(), float: pl.Float64()}
     kinds |= {str | None: pl.String(), int | None: pl.Int64()}
-    lists = ("server_histogram", *LATER)
+    lists = ("server_histogram", "server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows")
     special: dict[str, pl.DataType] = {"tail_ids": pl.List(pl.Int32), **dict.fromkeys(lists, pl.List(pl.Int64))}
+    special["taps"] = pl.List(pl.String)
     return pl.Schema({item.name: special.get(item.name) or kinds[item.type] for item in fields(RequestRecord)})
 
 
@@ -356,12 +402,23 @@ def check_prefixes(records: Sequence[RequestRecord], where: str) -> None:
         start = 0
         for owner, rows in zip(record.prefix_requests or (), record.prefix_rows or (), strict=True):
             stop = start + rows
+            if owner < number and not _has_what(records[owner], record):
+                raise TraceCorruptError(
+                    f"{where}: request {record.request_id!r} is said to share rows of request number {owner}, which "
+                    "lacks some of its taps or rows"
+                )
             if owner >= number or not records[owner].shared <= start or stop > records[owner].rows:
                 raise TraceCorruptError(
                     f"{where}: request {record.request_id!r} is said to share the rows {start} to {stop} of request "
                     f"number {owner}, which " + ("does not come before it" if owner >= number else "stores none such")
                 )
             start = stop
+
+
+def _has_what(owner: RequestRecord, record: RequestRecord) -> bool:
+    """Whether ``owner`` has all taps of ``record``, and all their rows."""
+    taps = owner.taps is None or (record.taps is not None and set(record.taps) <= set(owner.taps))
+    return taps and not owner.first_row
 
 
 def headers_sha256(layouts: Sequence[Layout]) -> str:

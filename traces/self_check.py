@@ -96,7 +96,15 @@ def _correlation(trace: "Trace", place: int, lm_head_VH: "torch.Tensor") -> floa
 
 
 def tap_doubts(trace: "Trace") -> Iterator[str]:
-    """The sentence on requests whose taps are not of one request, where there are any. Raises TraceCorruptError."""
+    """Sentences on requests whose taps are not of one request, where there are any. Raises TraceCorruptError.
+
+    Requests are compared with those that have the same taps.
+    """
+    for tier in trace.tiers():
+        yield from _doubts_of_tier(tier)
+
+
+def _doubts_of_tier(trace: "Trace") -> Iterator[str]:
     names = [name for name in trace.taps if name != EMBED]  # whose rows follow from the tokens
     mixed: set[int] = set()
     partners: set[int] = set()
@@ -123,7 +131,9 @@ def _sampled(trace: "Trace", part: str) -> dict[int, list[int]]:
     wanted = _ROWS if len(trace) > _FEW_REQUESTS else _MORE_ROWS
     for place, record in enumerate(trace.records):
         first, count = (
-            (0, record.prompt_tokens) if part == "prompt" else (record.prompt_tokens - 1, record.output_tokens)
+            (record.rows_left_out, record.prompt_tokens - record.rows_left_out)
+            if part == "prompt"
+            else (record.prompt_tokens - 1, record.output_tokens)
         )
         chosen = [first + row for row in wanted if row < count]
         if len(chosen) >= _LEAST_ROWS:

@@ -21,15 +21,17 @@ class SharedRows:
         self._prefixes = array("Q")
         self._owners = array("I")
 
-    def add(self, owner: int, tokens_T: "torch.Tensor", rows_RW: "torch.Tensor") -> None:
-        """Row i of ``rows_RW`` follows the tokens 0 to i of ``tokens_T``; ``owner`` numbers the request."""
+    def add(self, owner: int, tokens_T: "torch.Tensor", rows_RW: "torch.Tensor", first: int = 0) -> None:
+        """Row i of ``rows_RW`` follows the tokens 0 to ``first`` + i of ``tokens_T``; ``owner`` numbers the request."""
         import torch
 
         size = rows_RW.shape[1] * rows_RW.element_size()
         data = rows_RW.contiguous().reshape(-1).view(torch.uint8).numpy().data
         prefix = hashlib.blake2b(digest_size=8)
-        for index, token in enumerate(tokens_T[: len(rows_RW)].tolist()):
+        for index, token in enumerate(tokens_T[: first + len(rows_RW)].tolist(), start=-first):
             prefix.update(token.to_bytes(4, "little"))
+            if index < 0:
+                continue
             row = hashlib.blake2b(data[index * size : (index + 1) * size], digest_size=8)
             self._rows.append(int.from_bytes(row.digest(), "little"))
             self._prefixes.append(int.from_bytes(prefix.copy().digest(), "little"))

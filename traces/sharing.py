@@ -7,7 +7,7 @@ each block, never a row.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ BLOCK = 64  # tokens; a shorter prefix is not worth that its request lies in two
 _MOST_ALIKE = 8  # requests with the same tokens and other bits that are compared
 _ROWS_AT_ONCE = 1024  # that are compared, so that little is read of a request whose bits are others
 
-Tensors = Mapping[str, "Tensor"]  # ``tokens`` [T] int32 and each tap [T-1, width] of one request
+Tensors = Mapping[str, "Tensor"]  # ``tokens`` [T] int32, each tap [T-1, width] and their scales [T-1] of one request
 
 
 @dataclass(slots=True)
@@ -39,6 +39,13 @@ class _Stored:
         """T - 1 of a request."""
         before = len(self.records)
         return self.records[number].rows if number < before else len(self.added[number - before][TOKENS]) - 1
+
+    def has(self, number: int, names: Iterable[str]) -> bool:
+        """Whether a request stores all of these tensors."""
+        if number >= len(self.records):
+            return set(names) <= set(self.added[number - len(self.records)])
+        taps = self.records[number].taps
+        return taps is None or {name.partition(".")[2] for name in names if name != TOKENS} <= set(taps)
 
     def read(self, number: int, name: str, start: int, stop: int) -> "Tensor":
         """Positions ``start`` to ``stop`` of its ``tokens`` or of a tap."""
@@ -132,6 +139,8 @@ def _longest(alike: Sequence[int], tensors: Tensors, stored: _Stored) -> tuple[i
     """Which of the requests ``alike`` has most first rows of that with ``tensors``, and how many."""
     best = (0, 0)
     for number in alike:
+        if not stored.has(number, tensors):
+            continue
         rows = min(len(tensors[TOKENS]) - 1, stored.rows(number))
         for name, tensor in tensors.items():
             rows = _equal(number, name, tensor, stored, rows)
@@ -158,4 +167,6 @@ def _bits(tensor: "Tensor") -> "Tensor":
     """Values as integers: -0.0 is not 0.0."""
     import torch
 
-    return tensor.detach().cpu().contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return (
+        tensor.detach().cpu().contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    )

@@ -21,8 +21,8 @@ class Stretch:
     stop: int
 
     def rows(self, name: str) -> tuple[int, int]:
-        """First and last row of the tensor ``name`` in the shard of ``record``: ``tokens``, or a tap."""
-        begin = (self.record.token_start if name == TOKENS else self.record.row_start) - self.record.shared
+        """First and last row of the tensor ``name`` in the shard of ``record``: ``tokens``, a tap, or its scales."""
+        begin = self.record.token_start - self.record.shared if name == TOKENS else self.record.row_origin
         return begin + self.start, begin + self.stop
 
 

@@ -26,10 +26,10 @@ MAX_HEADER = 100_000_000  # the limit of the safetensors library
 MAX_SIZE = 1 << 50
 
 # safetensors' name of each torch dtype that is written or mapped here, and its size in bytes
-NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
-SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
+NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "float8_e4m3fn": "F8_E4M3"}
+SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "F8_E4M3": 1}
 # and of all others that a file may hold, whose shapes have to be true as well
-_BYTES = SIZES | {"F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
+_BYTES = SIZES | {"F64": 8, "F8_E5M2": 1, "I64": 8, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
                   "U8": 1, "BOOL": 1}  # fmt: skip
 _MOST_DIMENSIONS = 16
 

@@ -135,9 +135,10 @@ class TraceWriter:
     def add(self, requests: Sequence[CapturedRequest]) -> None:
         """Write ``requests`` as one shard: all of them are there when this returns, none where it raises.
 
-        A shard a batch: prefer some tens of requests to one, and about a GB at most. Raises CaptureError where a
-        request is not what the header announces or holds NaN or Inf, TraceCorruptError where an earlier shard has
-        changed, OutputError where the disk refuses.
+        Requests of other taps go into a shard of their own; where the disk refuses in their middle, those of the shards
+        before are there. A shard a batch: prefer some tens of requests to one, and about a GB at most. Raises
+        CaptureError where a request is not what the header announces or holds NaN or Inf, TraceCorruptError where an
+        earlier shard has changed, OutputError where the disk refuses.
         """
         self._check_open()
         if not requests:
@@ -149,19 +150,23 @@ class TraceWriter:
             for request in requests:
                 check_request(request, self.header, done)
                 done.add(request.request_id)
-            if self._shards >= files.MAX_SHARDS:
+            alike: dict[tuple[str, ...] | None, list[CapturedRequest]] = {}
+            for request in requests:
+                alike.setdefault(request.taps_of(self.header), []).append(request)
+            if self._shards + len(alike) > files.MAX_SHARDS:
                 raise OutputError(
                     f"{self.path} holds {self._shards} shards, the most possible: add more requests at once"
                 )
             self._reopen()
-            self._write_shard(requests)
+            for taps, same in alike.items():
+                self._write_shard(same, taps)
 
-    def _write_shard(self, requests: Sequence[CapturedRequest]) -> None:
-        tensors = [request_tensors(request) for request in requests]
-        bare = self._with_prefixes([request.record() for request in requests], tensors)
+    def _write_shard(self, requests: Sequence[CapturedRequest], taps: tuple[str, ...] | None) -> None:
+        tensors = [request_tensors(request, self.header) for request in requests]
+        bare = self._with_prefixes([request.record(self.header) for request in requests], tensors)
         for record, one in zip(bare, tensors, strict=True):
-            one |= {name: one[name][record.shared :] for name in self._stream}
-        parts = {name: [one[name] for one in tensors] for name in expected_tensors(self.header, 0, 0, 0)}
+            one |= {name: one[name][record.shared :] for name in _stream(one)}
+        parts = {name: [one[name] for one in tensors] for name in expected_tensors(self.header, 0, 0, 0, taps)}
         parts |= feed_tensors([request.feed for request in requests])
         shapes = joined_shapes(parts)
         blocks = [tensor_bytes(part) for name in shapes for part in parts[name]]
@@ -177,18 +182,13 @@ class TraceWriter:
         self._records += placed(bare, path.name, size, digest.hexdigest())
         self._shards += 1
 
-    @property
-    def _stream(self) -> tuple[str, ...]:
-        """The tensors in which a request has an element for each token or row."""
-        return TOKENS, *(f"tap.{tap}" for tap in self.header.taps)
-
     def _with_prefixes(
         self, bare: Sequence[RequestRecord], tensors: "Sequence[dict[str, torch.Tensor]]"
     ) -> list[RequestRecord]:
         """The records of requests, with what each has in common with an earlier one."""
-        if not self.share:
+        if not self.share or any(record.first_row for record in (*self._records, *bare)):
             return list(bare)
-        streams = [{name: one[name] for name in self._stream} for one in tensors]
+        streams = [{name: one[name] for name in _stream(one)} for one in tensors]
         records = list(self._records)
         for record, (owner, rows) in zip(bare, self._sharing.prefixes(self._records, streams), strict=True):
             records.append(shared_record(record, records, owner, rows))
@@ -304,6 +304,11 @@ class TraceWriter:
 
     def _saying(self) -> AbstractContextManager[None]:
         return _says_what_is_kept(self.path, self._go_on, len(self._records))
+
+
+def _stream(tensors: "dict[str, torch.Tensor]") -> list[str]:
+    """The names of those of a request's ``tensors`` that have an element for each token or row."""
+    return [name for name in tensors if name == TOKENS or name.startswith(("tap.", "scale."))]
 
 
 def _unfinished(header: TraceHeader) -> TraceHeader:

@@ -1,11 +1,11 @@
 """What was typed → the plan: timings read, loads and depths listed, accept lengths found."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from replay.analysis import wording
 from replay.analysis.json_document import JsonObject, object_json
-from replay.analysis.plan.benchmarks import read_benchmark
+from replay.analysis.plan.benchmarks import read_benchmark, read_pages
 from replay.analysis.plan.costs import NO_TIMING, typed_costs
 from replay.analysis.plan.lengths import Length, drafts_blocks, lengths_of_rounds, lengths_of_timings, with_bounds
 from replay.analysis.plan.plan import Plan, make_plan
@@ -33,6 +33,7 @@ class Question:
     context: int | None = None
     steps: str = ""
     variant: str | None = None
+    pages: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by address in ``benches``, what came from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Planned:
             "misfit": plan.misfit,
             "schedules": None if steps is None else {"sglang": sglang_schedule(steps), "vllm": vllm_schedule(steps)},
             "rules": [_rule_json(rule) for rule in plan.rules],
+            "verify_rules": [_rule_json(rule) for rule in plan.verify_rules],
             "doubts": list(doubts(plan, self.requests)),
             "provenance": [{"what": what, "said": said} for what, said in self.provenance],
         }
@@ -84,7 +86,11 @@ def read_costs(asked: Question) -> Costs:
     Raises UsageError for timings, costs, batches and depths that mean nothing, and without any timing or cost.
     """
     typed = typed_costs(asked.costs)
-    read = [timing for bench in asked.benches for timing in read_benchmark(bench)]
+    read = [
+        timing
+        for bench in asked.benches
+        for timing in (read_pages(bench, asked.pages[bench]) if bench in asked.pages else read_benchmark(bench))
+    ]
     timings = join_timings([*map(typed_timing, asked.times), *read])
     if not timings and not typed:
         raise UsageError(NO_TIMING)

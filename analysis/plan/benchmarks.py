@@ -2,6 +2,7 @@
 
 Told apart by what is in them:
 
+- a timings file of ``replay time`` (traces/timings.py): JSON lines with ``round_ms`` of each repeat.
 - SGLang's scripts/playground/bench_speculative.py (0.5.23): JSON lines with ``batch_size``, ``steps``, ``topk``,
   ``num_draft_tokens``, ``acc_length`` and ``step_time``, the seconds of a round.
 - SGLang's bench_serving (0.5.23, benchmark/serving.py, --output-file) and vLLM's ``vllm bench serve --save-result``
@@ -11,14 +12,16 @@ Told apart by what is in them:
 - an SGLang log (0.5.23, managers/scheduler_components/metrics_reporter.py): decode lines with ``#running-req``,
   ``accept len`` and ``gen throughput (token/s)``. A line counts where the line before it is a decode line of as many
   requests: then nothing was prefilled in its interval. The steps are read from the server's arguments in the same log.
+- two or more /metrics pages, ``EARLIER,LATER`` (pages.py).
 """
 
 import codecs
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from replay.analysis.plan.pages import is_page, timings_of_pages
 from replay.analysis.plan.settings import (
     MOST_BATCH,
     MOST_NODES,
@@ -31,14 +34,20 @@ from replay.analysis.plan.settings import (
     whole,
 )
 from replay.analysis.plan.timings import Timing, check_accept, round_seconds
-from replay.errors import TraceCorruptError, UsageError
+from replay.errors import TraceCorruptError, TraceError, UsageError
+from replay.printable import one_line
 from replay.traces.fields import is_integer, is_number, parse_json, show
 from replay.traces.files import as_path, read_small
+from replay.traces.timings import is_measured, read_measured
 
 _MOST = 1 << 26  # bytes of a file that is read
 _PRINTED = 0.005  # half of the last digit of an accept length in a log
 _TYPED = {name: name for name in ("batch", "steps", "topk", "draft_tokens")}
-_FORMS = "JSON of bench_speculative, bench_serving or vllm bench serve, or an SGLang log with decode lines"
+_SECONDS = 10  # for which the page at an address is looked at
+_FORMS = (
+    "a file of replay time, JSON of bench_speculative, bench_serving or vllm bench serve, two /metrics pages, or an "
+    "SGLang log with decode lines"
+)
 _RUNNING = re.compile(r"#running-req: (\d{1,9})", re.ASCII)
 _LENGTH = re.compile(r"accept len: (\d{1,9}(?:\.\d{1,9})?)", re.ASCII)
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d{1,12}(?:\.\d{1,9})?)", re.ASCII)
@@ -52,26 +61,51 @@ def read_benchmark(typed: str) -> list[Timing]:
     """
     name, said = _split(typed)
     path = as_path(name)
-    try:
-        text = _text(read_small(path, _MOST, follow=True))
-    except TraceCorruptError as error:
-        why = f"{path} is UTF-16; save it as UTF-8" if str(error) == "UTF-16" else f"{error}; give {_FORMS}"
-        raise UsageError(why) from error
+    paths = [path] if "," not in name or path.exists() else [as_path(part.strip()) for part in name.split(",")]
+    texts = [_read(one) for one in paths]
+    if len(texts) > 1 and not all(map(is_page, texts)):
+        raise UsageError(f"--bench {name} names several files, and not all are /metrics pages; repeat --bench for each")
+    if is_page(texts[0]):
+        return timings_of_pages(texts, name, said)
+    (text,) = texts
     documents = _documents(text)
     if documents is None:
         timings = list(_from_log(text, path, said))
     else:
-        timings = [found for document in documents if (found := _from_document(document, path, said))]
+        timings = [found for document in documents for found in _from_document(document, path, said)]
     if not timings:
         raise UsageError(f"{path} says no time of a round; possible are {_FORMS}")
     return timings
+
+
+def address_of_pages(typed: str) -> tuple[str, int] | None:
+    """The address of a /metrics page that was typed as --bench, and for how many seconds to look; None for a file."""
+    if not typed.startswith(("http://", "https://")):
+        return None
+    name, said = _split(typed)
+    return name, whole(said, "seconds", _SECONDS, 1, 3600)
+
+
+def read_pages(typed: str, texts: Sequence[str]) -> list[Timing]:
+    """Timings of the pages at the address ``typed``, in the order in which they came. Raises UsageError."""
+    name, said = _split(typed)
+    return timings_of_pages(texts, name, {key: value for key, value in said.items() if key != "seconds"})
+
+
+def _read(path: Path) -> str:
+    try:
+        return _text(read_small(path, _MOST, follow=True))
+    except TraceCorruptError as error:
+        why = f"{path} is UTF-16; save it as UTF-8" if str(error) == "UTF-16" else f"{error}; give {_FORMS}"
+        raise UsageError(why) from error
 
 
 def _split(typed: str) -> tuple[str, Mapping[str, float]]:
     name, colon, words = typed.rpartition(":")
     if not colon or "=" not in words or "/" in words:
         return typed, {}
-    return name, read_pairs(words, "--bench", _TYPED)
+    known = _TYPED | {"seconds": "seconds"} if typed.startswith("http") else _TYPED
+    return name, read_pairs(words, "--bench", known)
 
 
 def _text(data: bytes) -> str:
@@ -95,14 +129,30 @@ def _documents(text: str) -> list[Mapping[str, Any]] | None:
     return [item for item in found if isinstance(item, dict)]
 
 
-def _from_document(document: Mapping[str, Any], path: Path, said: Mapping[str, float]) -> Timing | None:
+def _from_document(document: Mapping[str, Any], path: Path, said: Mapping[str, float]) -> list[Timing]:
+    if said and (is_measured(document) or "step_time" in document):
+        raise UsageError(f"{path} says batch and steps of every line itself; type its name alone")
+    if is_measured(document):
+        return _from_measured(document, path)
     if "step_time" in document:
-        if said:
-            raise UsageError(f"{path} says batch and steps of every line itself; type its name alone")
-        return _from_bench_speculative(document, path)
+        return [_from_bench_speculative(document, path)]
     if "mean_tpot_ms" in document:
-        return _from_bench_serving(document, path, said)
-    return None
+        found = _from_bench_serving(document, path, said)
+        return [] if found is None else [found]
+    return []
+
+
+def _from_measured(document: Mapping[str, Any], path: Path) -> list[Timing]:
+    """Each repeat is a timing: their spread says how far the median is trusted."""
+    try:
+        line = read_measured(document, f"a timing in {path}")
+    except TraceError as error:
+        raise UsageError(f"{error}; type replay time anew") from error
+    setting = make_setting(line.steps, line.topk, line.num_draft_tokens)
+    recording = ", recording" if line.recording else ""
+    source = one_line(f"measured on {line.time[:10]} ({line.engine}{recording}), {path.name}", 200)
+    load = Load(line.batch, line.context)
+    return [Timing(setting, load, ms / 1000, line.accept_length, source) for ms in line.round_ms]
 
 
 def _from_bench_speculative(document: Mapping[str, Any], path: Path) -> Timing:

@@ -90,7 +90,8 @@ class Term:
 class Plan:
     """Rows by load and setting, a choice for each load, and the cost model behind them.
 
-    ``rules``: at each load the best rule that stops drafting by the head's confidence; none without a trace.
+    ``rules``: at each load the best rule that stops drafting by the head's confidence; ``verify_rules``: the best of
+    those that only choose what is verified. None without a trace.
     """
 
     rows: tuple[Row, ...]
@@ -99,6 +100,7 @@ class Plan:
     timings: tuple[Timing, ...]
     misfit: float
     rules: tuple[Rule, ...] = ()
+    verify_rules: tuple[Rule, ...] = ()
 
 
 def make_plan(
@@ -125,8 +127,8 @@ def make_plan(
         here = [_row(load, setting, times, lengths.get(setting), timings) for setting in timed]
         rows += here
         choices.append(_choose(load, here, speeds))
-    rules = judge_rules(played, loads, machines)
-    return Plan(tuple(rows), tuple(choices), _terms(machines), tuple(timings), machines.misfit, rules)
+    rules, verify_rules = (judge_rules(played, loads, machines, drafting_on=on) for on in (False, True))
+    return Plan(tuple(rows), tuple(choices), _terms(machines), tuple(timings), machines.misfit, rules, verify_rules)
 
 
 def _seconds(machines: Machines, timings: Sequence[Timing], setting: Setting, load: Load) -> Floats:

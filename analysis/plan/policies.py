@@ -1,4 +1,9 @@
-"""Rules that stop drafting by the head's own confidence: accept length and tokens a second under a cost model.
+"""Rules that go by the head's own confidence: accept length and tokens a second under a cost model.
+
+A threshold ends what a request brings into the verify. Either drafting stops there too, or it goes on to the fixed
+depth, as in an engine that runs all draft steps in one go and chooses afterwards what to verify. In vLLM (pull request
+47808) the surest rows of a batch are chosen within a budget; in a large batch that is a threshold. The rounds are the
+same under both; the cost of drafting is not.
 
 A request that stops early brings fewer rows into the verify. Draft steps run for the whole batch until its last request
 has stopped; rounds of a batch are taken to be independent, so the steps of a batch of b are the largest of b draws from
@@ -6,7 +11,7 @@ the rounds' own distribution. An engine whose kernels have a fixed size for ever
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -79,14 +84,25 @@ def depth_lengths(played: Sequence[tuple[Played, Length]]) -> dict[Setting, Leng
     return plain | {make_setting(one.deepest): length for one, length in played if one.threshold is None}
 
 
-def judge_rules(played: Sequence[tuple[Played, Length]], loads: Sequence[Load], machines: Machines) -> tuple[Rule, ...]:
+def drafted_on(one: Played) -> Played:
+    """The same rounds where drafting goes on to the deepest step: fewer rows are verified, none is drafted less."""
+    drafted = np.zeros_like(one.drafted)
+    drafted[-1] = one.drafted.sum()
+    return replace(one, drafted=drafted)
+
+
+def judge_rules(
+    played: Sequence[tuple[Played, Length]], loads: Sequence[Load], machines: Machines, *, drafting_on: bool = False
+) -> tuple[Rule, ...]:
     """At each load the threshold with the most tokens a second, held against the best fixed depth there.
 
-    None where ``played`` has no threshold. The best of many is chosen and judged on the same requests, which flatters
-    it by less than the interval of its gain.
+    ``drafting_on``: drafting goes on, and it only chooses what is verified. None where ``played`` has no threshold. The
+    best of many is chosen and judged on the same requests, which flatters it by less than the interval of its gain.
     """
     fixed = [(one, length) for one, length in played if one.threshold is None]
-    stopping = [(one, length) for one, length in played if one.threshold is not None]
+    stopping = [
+        (drafted_on(one) if drafting_on else one, length) for one, length in played if one.threshold is not None
+    ]
     rules = []
     if not stopping:
         return ()

@@ -8,13 +8,14 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from replay.capture.client.transport import Body, LargeError, Limits, SlowError, ask
+from replay.capture.client.transport import Body, LargeError, Limits, SlowError, ask, ask_lines
 from replay.errors import CaptureError, UsageError
 from replay.printable import one_line
 from replay.traces.fields import parse_json, show_name
@@ -27,6 +28,7 @@ _LONGEST_PAUSE = 30.0  # seconds
 # Seconds from the first byte of an answer to its last, and those that a page of the server's own facts may take.
 _ANSWER_SECONDS, _PAGE_SECONDS, _PAGE_WAIT = 60.0, 3.0, 30.0
 _MOST, _MOST_PAGE = 1 << 26, 1 << 24  # bytes of these; an answer of a hundred thousand tokens has some 10 million
+_MOST_STREAM = 1 << 30  # bytes of an answer that comes bit by bit
 _PAGE_RETRIES = 2
 _ADVICE = "see to the server and its address, --server takes that of an SGLang server"
 _READ, _SHOWN = 4096, 300  # bytes of an answer that are looked at for a message, and the characters it shows
@@ -64,6 +66,7 @@ class ServerApi:
     api_key: str | None = None
     timeout: float = 600.0  # seconds until the whole answer is there; a page of the server's facts has fewer
     retries: int = 5
+    again: str = "type the same command with --resume"  # what is said to do when the last try has failed
     sleep: Callable[[float], None] = time.sleep
 
     def get(self, *paths: str) -> Any:
@@ -82,7 +85,9 @@ class ServerApi:
         try:
             return self.call(path)
         except NobodyThereError as error:
-            raise CaptureError(f"{self.url}{error}: start a server there by replay serve, or mend --server") from error
+            raise CaptureError(
+                f"{self.url}{error}: start the server (replay serve starts one that records), or mend --server"
+            ) from error
 
     def patiently(self, attempt: Callable[[int], _Result], retries: int | None = None) -> _Result:
         """The result of ``attempt(number)``, tried again with growing pauses while it raises TransientError.
@@ -97,8 +102,7 @@ class ServerApi:
             except TransientError as error:
                 if number == most:
                     raise CaptureError(
-                        f"{self.url} failed {number + 1} times, last: {error}; see to the server and type the same "
-                        "command with --resume"
+                        f"{self.url} failed {number + 1} times, last: {error}; see to the server and {self.again}"
                     ) from error
                 pause = min(_LONGEST_PAUSE, 0.5 * 2**number)
                 self.sleep(max(error.pause, pause * random.uniform(0.75, 1.25)))
@@ -114,7 +118,24 @@ class ServerApi:
             lambda said: kind(f"{said}; it says {_show(answer.data)}; {_ADVICE}"),
         )
 
+    def stream(self, path: str, body: Mapping[str, Any], clock: Callable[[], float]) -> list[tuple[float, bytes]]:
+        """One try: the lines of an answer that comes bit by bit, each with when it came. Raises as ``call``."""
+        limits = Limits(self.timeout, self.timeout, _MOST_STREAM)
+        with self._failing(path, True, limits):
+            return ask_lines(self._request(path, body), limits, clock)
+
+    def page(self, path: str) -> str:
+        """One try: the text of a page. Raises as ``call``."""
+        return self._call(path, None).data.decode(errors="replace")
+
     def _call(self, path: str, body: Mapping[str, Any] | None) -> Body:
+        limits = Limits(self.timeout, _ANSWER_SECONDS, _MOST)
+        if body is None:
+            limits = Limits(min(self.timeout, _PAGE_WAIT), _PAGE_SECONDS, _MOST_PAGE)
+        with self._failing(path, body is not None, limits):
+            return ask(self._request(path, body), limits)
+
+    def _request(self, path: str, body: Mapping[str, Any] | None) -> urllib.request.Request:
         request = urllib.request.Request(self.url + path)
         if body is not None:
             request.data = json.dumps(body).encode()
@@ -122,14 +143,16 @@ class ServerApi:
         if self.api_key:
             # not passed on where the server redirects to: that may be another's
             request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
-        limits = Limits(self.timeout, _ANSWER_SECONDS, _MOST)
-        if body is None:
-            limits = Limits(min(self.timeout, _PAGE_WAIT), _PAGE_SECONDS, _MOST_PAGE)
+        return request
+
+    @contextmanager
+    def _failing(self, path: str, posts: bool, limits: Limits) -> Iterator[None]:
+        """Whatever fails in an exchange, as TransientError or CaptureError."""
         try:
-            return ask(request, limits)
+            yield
         except SlowError as error:
             said = f"{path} {error}"
-            raise TransientError(said) if body is not None else CaptureError(f"{self.url}{said}; {_ADVICE}") from error
+            raise TransientError(said) if posts else CaptureError(f"{self.url}{said}; {_ADVICE}") from error
         except LargeError as error:
             raise CaptureError(f"{self.url}{path} answers with more than {limits.size} bytes; {_ADVICE}") from error
         except urllib.error.HTTPError as error:
@@ -163,7 +186,14 @@ class ServerApi:
         )
 
 
-def open_api(url: str, api_key: str | None = None, *, timeout: float = 600.0, retries: int = 5) -> ServerApi:
+def open_api(
+    url: str,
+    api_key: str | None = None,
+    *,
+    timeout: float = 600.0,
+    retries: int = 5,
+    again: str = "type the same command with --resume",
+) -> ServerApi:
     """For an address as typed: ``http://host:port``, a bare ``host:port`` too. Raises UsageError."""
     address = url.strip().rstrip("/")
     if "://" not in address:
@@ -172,7 +202,7 @@ def open_api(url: str, api_key: str | None = None, *, timeout: float = 600.0, re
     if scheme not in ("http", "https") or not rest or any(character.isspace() for character in rest):
         raise UsageError(f"--server {url!r} is no address: type for example http://127.0.0.1:30000")
     _check_host(address, url)
-    return ServerApi(address, _clean_key(api_key), timeout, retries)
+    return ServerApi(address, _clean_key(api_key), timeout, retries, again)
 
 
 def _check_host(address: str, url: str) -> None:

@@ -21,12 +21,14 @@ from replay.capture.client.spool_reader import SpoolReader
 from replay.capture.client.without_plugin import RESPONSES
 from replay.capture.encode import Encoded, EncodedRequest, TargetLimits, encode_prompts
 from replay.capture.events import CaptureResult, Event, Loading, Noted, Sized
+from replay.capture.kept import Kept, kept_of
 from replay.capture.options import (
     ServerOptions,
     check_options,
     check_output_folder,
     check_resumed,
     settings_of,
+    then_taps_of,
     without_embed,
 )
 from replay.capture.prompts import PromptFile, read_prompts
@@ -42,9 +44,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) -> CaptureResult:
+def capture_server(
+    options: ServerOptions, on_event: Callable[[Event], None], api: ServerApi | None = None
+) -> CaptureResult:
     """Capture every row of a prompt file from a server. Finished requests are safe; ``resume`` does what is missing.
 
+    ``api``: how it is asked, where that is not by HTTP (engine.py).
     Raises UsageError, PromptError, CaptureError, OutputError and TraceError; what can be refused is refused before the
     first prompt is sent.
     """
@@ -56,7 +61,8 @@ def capture_server(options: ServerOptions, on_event: Callable[[Event], None]) ->
     prompts = read_prompts(options.prompts)
     check_output_folder(options, beside=(SPOOL,), resumable=(RESPONSES,))
     check_resumed(options, prompts, "sglang")
-    api = open_api(options.server, options.api_key, timeout=options.timeout, retries=options.retries)
+    if api is None:
+        api = open_api(options.server, options.api_key, timeout=options.timeout, retries=options.retries)
     facts = ask_facts(api, options.recording)
     if not facts.recording and (options.out / HEADER).exists():
         raise OutputError(
@@ -106,15 +112,17 @@ def _capture_recorded(
     from replay.traces.writer import TraceWriter
 
     target = facts.target()
-    taps = _wanted_taps(options, facts, target.layers)
+    taps, then = _wanted_taps(options, facts, target.layers), _then_taps(options, facts, target.layers)
     assert facts.spool is not None
-    header = _header(options, prompts, facts, taps)
+    every = [*taps, *then]
+    header = _header(options, prompts, facts, every, then)
     if options.resume and (options.out / HEADER).exists():
         begun = read_header(options.out)
         check_same_server(begun.engine, header.engine, options.out)
         check_equal("target.fingerprint", begun.target.fingerprint, target.fingerprint, options.out)
-        check_equal("taps", without_embed(begun.taps), without_embed([FINAL, *taps]), options.out)
-    on_event(Sized(_room(options, header, requests, facts.manifests[0].wiring)))
+        check_equal("taps", without_embed(begun.taps), without_embed([FINAL, *every]), options.out)
+    kept = kept_of(options, requests, taps, then, lookup=True)
+    on_event(Sized(_room(options, header, kept, requests, facts.manifests[0].wiring)))
     name = f"{RID_PREFIX}{secrets.token_hex(8)}"
     with SpoolReader(facts.spool, facts.taps, target.hidden_size, name) as spool:
         client = ServerClient(options, api, facts, spool, on_event)
@@ -123,26 +131,33 @@ def _capture_recorded(
         if lacking:
             on_event(Noted(f"the trace will lack {lacking}"))
             header = replace(header, missing=(*header.missing, lacking))
-        stored = sort_taps([FINAL, *(tap for tap in taps if tap != EMBED), *([] if lookup else [EMBED])])
-        info = TapInfo(target.dtype, target.hidden_size)
-        header = replace(header, taps={tap: info for tap in stored}, embed="lookup" if lookup else "stored")
+        kept = kept_of(options, requests, taps, then, lookup=lookup)
+        infos = kept.tap_infos(target.dtype, target.hidden_size)
+        header = kept.announce(replace(header, taps=infos, embed="lookup" if lookup else "stored"))
         begin = TraceWriter.resume if options.resume else partial(TraceWriter.create, force=options.force)
         with begin(options.out, header) as writer:
             if weights is not None and options.weights:
                 writer.write_target_weights(*weights)
-            return client.run(requests, writer, stored)
+            return client.run(requests, writer, kept)
 
 
-def _room(options: ServerOptions, header: TraceHeader, requests: Sequence[EncodedRequest], fed: Sequence[str]) -> Room:
+def _room(
+    options: ServerOptions,
+    header: TraceHeader,
+    kept: Kept,
+    requests: Sequence[EncodedRequest],
+    fed: Sequence[str],
+) -> Room:
     """What will be written at most, the server's own rows aside, which go as they are joined."""
     target = header.target
     item_bytes = ITEM_BYTES.get(target.dtype, 4)
-    size = RowSize(without_embed([FINAL, *header.taps]), target.hidden_size, item_bytes, header.topk)
+    size = RowSize(kept.taps, target.hidden_size, item_bytes, header.topk, options.rows)
     tables = 1 if target.tie_word_embeddings else 2
     weights = tables * target.vocab_size * target.hidden_size * item_bytes if options.weights else 0
     return expect(
-        options.out, size, requests, layers=target.layers, beside=weights, needed_taps=fed, replaces=options.force
-    )
+        options.out, size, requests, kept=kept, layers=target.layers, beside=weights, needed_taps=fed,
+        replaces=options.force,
+    )  # fmt: skip
 
 
 def _wanted_taps(options: ServerOptions, facts: ServerFacts, layers: int) -> tuple[str, ...]:
@@ -150,16 +165,38 @@ def _wanted_taps(options: ServerOptions, facts: ServerFacts, layers: int) -> tup
     if options.taps is None:
         return facts.taps
     wanted = parse_taps(options.taps, layers=layers)
-    lacking = [tap for tap in wanted if tap not in facts.taps]
-    if lacking:
-        raise UsageError(
-            f"--taps {','.join(lacking)} are not recorded by the server (it records {','.join(facts.taps)}): start it "
-            "by replay serve with these taps"
-        )
+    _check_recorded("--taps", wanted, facts)
     return sort_taps([FINAL, *wanted, *facts.manifests[0].wiring])
 
 
-def _header(options: ServerOptions, prompts: PromptFile, facts: ServerFacts, taps: Sequence[str]) -> TraceHeader:
+def _then_taps(options: ServerOptions, facts: ServerFacts, layers: int) -> tuple[str, ...]:
+    """What goes into the trace of the requests after the first ones: where nobody says, what the draft is fed.
+
+    Raises UsageError.
+    """
+    fed = facts.manifests[0].wiring
+    if options.taps_for is not None and options.then_taps is None and not fed:
+        raise UsageError(
+            f"--taps-for {options.taps_for} leaves the other requests what the server's draft is fed, and it has none: "
+            "type --then-taps T"
+        )
+    wanted = then_taps_of(options, fed, layers=layers)
+    _check_recorded("--then-taps", wanted, facts)
+    return wanted
+
+
+def _check_recorded(option: str, wanted: Sequence[str], facts: ServerFacts) -> None:
+    lacking = [tap for tap in wanted if tap not in facts.taps]
+    if lacking:
+        raise UsageError(
+            f"{option} {','.join(lacking)} are not recorded by the server (it records {','.join(facts.taps)}): start "
+            "it by replay serve with these taps"
+        )
+
+
+def _header(
+    options: ServerOptions, prompts: PromptFile, facts: ServerFacts, taps: Sequence[str], then: Sequence[str]
+) -> TraceHeader:
     target = facts.target()
     missing = [
         "for each request, the target's choices beyond its last verify (those within it are its tail_ids)",
@@ -173,7 +210,7 @@ def _header(options: ServerOptions, prompts: PromptFile, facts: ServerFacts, tap
         engine=facts.engine(),
         taps={tap: TapInfo(target.dtype, target.hidden_size) for tap in taps},
         topk=min(facts.manifests[0].topk, target.vocab_size),
-        capture=settings_of(options, prompts),
+        capture=settings_of(options, prompts, then),
         missing=tuple(missing),
     )
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from replay.capture.client.api import ServerApi
+from replay.capture.client.api import NoSuchPathError, ServerApi
 from replay.capture.manifest import Manifest, read_manifests
 from replay.capture.spool import launch_folder
 from replay.errors import CaptureError, TraceCorruptError, TraceError
-from replay.printable import one_line
+from replay.printable import counted, one_line
 from replay.traces.fields import Fields, show
 from replay.traces.files import as_path
 from replay.traces.header import MAX_COUNT, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, EngineInfo, TargetInfo
@@ -92,8 +92,14 @@ def ask_facts(api: ServerApi, recording: Path | None) -> ServerFacts:
     Raises CaptureError: no answer, not ready, no SGLang, a recording that is refused, has failed, lacks a rank, or
     lies where this process cannot read it.
     """
-    model = api.get("/model_info", "/get_model_info")  # the latter: their names of old
-    info = api.get("/server_info", "/get_server_info")
+    try:
+        model = api.get("/model_info", "/get_model_info")  # the latter: their names of old
+        info = api.get("/server_info", "/get_server_info")
+    except NoSuchPathError:
+        _refuse_router(api)
+        raise
+    if isinstance(info, dict) and "router_manager" in info:
+        _refuse_router(api)
     if not isinstance(model, dict) or not isinstance(info, dict):
         raise CaptureError(f"{api.url} answers no JSON objects: --server takes the address of an SGLang server")
     if model.get("is_generation") is False:
@@ -112,6 +118,24 @@ def ask_facts(api: ServerApi, recording: Path | None) -> ServerFacts:
         spool=folder,
         manifests=manifests,
     )
+
+
+def _refuse_router(api: ServerApi) -> None:
+    """Raises CaptureError where a router answers: rows lie with the server that a request happens to go to.
+
+    sglang-router 0.3.2: ``/workers`` lists its servers, and a page of a server's own facts it has not.
+    """
+    try:
+        told = api.get("/workers")
+    except CaptureError:
+        return
+    workers = _list(told.get("workers")) if isinstance(told, dict) else []
+    urls = [one_line(str(one.get("url")), 100) for one in workers if isinstance(one, dict) and one.get("url")]
+    if urls:
+        raise CaptureError(
+            f"{api.url} is a router of {counted(len(urls), 'server')}: give --server the address of one that records, "
+            f"as {urls[0]}"
+        )
 
 
 def _target_fields(manifest: Manifest) -> Fields:
@@ -160,12 +184,12 @@ def _recording(
     if not told:
         return None, ()
     if len(told) != len(states):
-        raise CaptureError(f"{len(told)} of {len(states)} schedulers of {url} record: restart it by replay serve")
+        raise CaptureError(f"{len(told)} of {len(states)} schedulers of {url} record: start it anew")
     for one in told:
         if one.get("state") != "recording":
             raise CaptureError(
                 f"{url} does not record ({one_line(str(one.get('state')), 60)}: "
-                f"{one_line(str(one.get('reason')), 300)}): mend this and restart it by replay serve"
+                f"{one_line(str(one.get('reason')), 300)}): mend this and start it anew"
             )
     there, launch, host = (str(told[0].get(name)) for name in ("folder", "launch", "host"))
     folder = launch_folder(as_path(seen_here or there), launch)
@@ -183,22 +207,21 @@ def _check_manifests(manifests: Sequence[Manifest], launch: str, states: Sequenc
     world = states[0].get("world_size")
     if isinstance(world, int) and len(manifests) != world:
         raise CaptureError(
-            f"{url} has {world} ranks, {len(manifests)} of them wrote a manifest: see its log and restart it by replay "
-            "serve"
+            f"{url} has {world} ranks, {len(manifests)} of them wrote a manifest: see its log and start it anew"
         )
     first = manifests[0]
     for one in manifests:
         if one.launch != launch or one.state != "recording":
             raise CaptureError(
                 f"rank {json.dumps(dict(one.ranks))} of {url} does not record ({one.state}: {one.reason}): see its log "
-                "and restart it by replay serve"
+                "and start it anew"
             )
         if (one.taps, one.wiring, one.topk, one.dtype) != (first.taps, first.wiring, first.topk, first.dtype):
-            raise CaptureError(f"the ranks of {url} record different taps: restart it by replay serve")
+            raise CaptureError(f"the ranks of {url} record different taps: start it anew")
     if FINAL not in first.taps:
         raise TraceCorruptError(f"the manifests of {url} name no tap {FINAL}")
     if not any(one.writer for one in manifests):
-        raise CaptureError(f"no rank of {url} writes rows: see its log and restart it by replay serve")
+        raise CaptureError(f"no rank of {url} writes rows: see its log and start it anew")
 
 
 def _context(states: Sequence[Mapping[str, Any]], manifests: Sequence[Manifest]) -> int | None:

@@ -24,6 +24,7 @@ from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.client.watch import RecordingStoppedError, RecordingWatch
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Noted, Planned
+from replay.capture.kept import Kept
 from replay.capture.options import ServerOptions
 from replay.errors import CaptureError, OutputError, TraceCorruptError
 from replay.printable import counted
@@ -84,7 +85,7 @@ class ServerClient:
             f"see its log{_also(self.spool.problems)}"
         )
 
-    def run(self, requests: Sequence[EncodedRequest], writer: "TraceWriter", taps: tuple[str, ...]) -> CaptureResult:
+    def run(self, requests: Sequence[EncodedRequest], writer: "TraceWriter", kept: Kept) -> CaptureResult:
         """Everything that is not in the trace yet; completes it."""
         done = writer.done_ids
         todo = [one for one in requests if one.request_id not in done]
@@ -93,7 +94,7 @@ class ServerClient:
         self.on_event(Planned(len(requests), len(done), prompt_tokens, self.most_left))
         self.asker.start(todo)
         try:
-            self._gather(todo, len(requests), writer, taps)
+            self._gather(todo, len(requests), writer, kept)
         except KeyboardInterrupt:
             raise CaptureError(
                 f"interrupted: {len(writer.done_ids)} of {counted(len(requests), 'request')} are safe in "
@@ -113,18 +114,16 @@ class ServerClient:
         seconds = time.monotonic() - self.started
         result = CaptureResult(
             self.options.out, len(requests), len(todo) - len(self.refused), prompt_tokens, self.output_tokens, seconds,
-            taps, writer.header.embed, dict(self.refused),
+            kept.taps, writer.header.embed, dict(self.refused),
         )  # fmt: skip
         self.on_event(Finished(result))
         return result
 
-    def _gather(
-        self, todo: Sequence[EncodedRequest], requests: int, writer: "TraceWriter", taps: Sequence[str]
-    ) -> None:
+    def _gather(self, todo: Sequence[EncodedRequest], requests: int, writer: "TraceWriter", kept: Kept) -> None:
         """Until each of ``todo`` is in the trace or refused; what is whole is kept, whatever ends it."""
         waiting: list[Answered] = []
         passes = PassNumbers(writer.next_verify_pass(), sum(one.writer for one in self.facts.manifests))
-        shard = NextShard(self.options, passes)
+        shard = NextShard(self.options, kept, passes)
         left = len(todo)
         try:
             while left:
@@ -132,7 +131,7 @@ class ServerClient:
                 self.spool.poll()
                 for one in list(waiting):
                     if self._is_whole(one):
-                        self._finish(one, shard, taps)
+                        self._finish(one, shard, kept)
                         left -= 1
                     elif time.monotonic() - one.since > _ROWS_SECONDS:
                         self.watch.check()
@@ -144,7 +143,7 @@ class ServerClient:
                     self._tell(writer, requests, self.spool.output_tokens(shard.rids))
                 if shard.is_full or (shard and not left):
                     self._write(shard, writer, requests)
-                    shard = NextShard(self.options, passes)
+                    shard = NextShard(self.options, kept, passes)
                 if waiting and time.monotonic() - waiting[0].since > 1:
                     self.watch.check()
         finally:
@@ -172,10 +171,11 @@ class ServerClient:
             return True
         return not lacks_feed([it.entry for it in recorded])
 
-    def _finish(self, one: Answered, shard: NextShard, taps: Sequence[str]) -> None:
+    def _finish(self, one: Answered, shard: NextShard, kept: Kept) -> None:
         request, answer = one.request, one.answer
         name = f"request {request.request_id!r}"
         try:
+            taps = kept.taps_of(request.request_id)
             joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps)
         except TraceCorruptError:
             self.watch.check()  # rows that vanish while they are read are those of a server started anew

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -111,23 +111,50 @@ def ask(request: urllib.request.Request, limits: Limits) -> Body:
     Raises SlowError, LargeError, urllib.error.HTTPError with the beginning of what it says as its ``msg``, OSError,
     ValueError or http.client.HTTPException where the connection or the answer fails.
     """
-    with _Watch(limits) as watch, _as_slow(watch):
-        opener = urllib.request.OpenerDirector()
-        for handler in (urllib.request.ProxyHandler(), _Web(watch), urllib.request.HTTPDefaultErrorHandler(),
-                        urllib.request.HTTPErrorProcessor()):  # fmt: skip
-            opener.add_handler(handler)
-        for _ in range(_MOST_REDIRECTS):
-            try:
-                with opener.open(request, timeout=limits.whole) as response:
-                    return _read(response, limits.size)
-            except urllib.error.HTTPError as error:
-                moved = _moved(request, error)
-                if moved is None:
-                    error.msg = _beginning(error)
-                    raise
-                error.close()
-                request = moved
-        raise ValueError(f"it redirects more than {_MOST_REDIRECTS} times")
+    with _Watch(limits) as watch, _as_slow(watch), _opened(request, limits, watch) as response:
+        return _read(response, limits.size)
+
+
+def ask_lines(request: urllib.request.Request, limits: Limits, clock: Callable[[], float]) -> list[tuple[float, bytes]]:
+    """The lines of an answer that comes bit by bit, each with when its end came by ``clock``. Raises as ``ask``."""
+    with _Watch(limits) as watch, _as_slow(watch), _opened(request, limits, watch) as response:
+        return list(_lines(response, limits.size, clock))
+
+
+def _lines(response: http.client.HTTPResponse, most: int, clock: Callable[[], float]) -> Iterator[tuple[float, bytes]]:
+    size, rest = 0, b""
+    while block := response.read1(_BLOCK):
+        at = clock()
+        size += len(block)
+        if size > most:
+            raise LargeError
+        *whole, rest = (rest + block).split(b"\n")
+        yield from ((at, line) for line in whole)
+    if rest:
+        yield clock(), rest
+
+
+@contextmanager
+def _opened(request: urllib.request.Request, limits: Limits, watch: _Watch) -> Iterator[http.client.HTTPResponse]:
+    opener = urllib.request.OpenerDirector()
+    for handler in (urllib.request.ProxyHandler(), _Web(watch), urllib.request.HTTPDefaultErrorHandler(),
+                    urllib.request.HTTPErrorProcessor()):  # fmt: skip
+        opener.add_handler(handler)
+    for _ in range(_MOST_REDIRECTS):
+        try:
+            response = opener.open(request, timeout=limits.whole)
+        except urllib.error.HTTPError as error:
+            moved = _moved(request, error)
+            if moved is None:
+                error.msg = _beginning(error)
+                raise
+            error.close()
+            request = moved
+            continue
+        with response:
+            yield response
+        return
+    raise ValueError(f"it redirects more than {_MOST_REDIRECTS} times")
 
 
 def _moved(request: urllib.request.Request, error: urllib.error.HTTPError) -> urllib.request.Request | None:

@@ -19,7 +19,7 @@ class RecordingStoppedError(CaptureError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"the server goes on but has stopped recording ({reason}): mend this, restart it by replay serve and type "
+            f"the server goes on but has stopped recording ({reason}): mend this, start it anew and type "
             "the same command with --resume"
         )
         self.reason = reason

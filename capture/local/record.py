@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING
 import replay
 from replay.capture.encode import EncodedRequest, encode_prompts
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Loading, Noted, Planned, Sized
+from replay.capture.kept import Kept, kept_of
 from replay.capture.local.prefixes import Prefixes
 from replay.capture.local.sampling import Sampling
-from replay.capture.options import CaptureOptions, check_options, check_output_folder, check_resumed, settings_of
+from replay.capture.options import (
+    CaptureOptions,
+    check_options,
+    check_output_folder,
+    check_resumed,
+    settings_of,
+    then_taps_of,
+)
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.size import ITEM_BYTES, Room, RowSize, expect
 from replay.capture.target_files import fingerprint_target
 from replay.errors import CaptureError
 from replay.printable import counted
-from replay.traces.header import EngineInfo, TapInfo, TargetInfo, TraceHeader
+from replay.traces.header import EngineInfo, TargetInfo, TraceHeader
 from replay.traces.place import check_equal
-from replay.traces.taps import EMBED, FINAL, default_taps, parse_taps, sort_taps
+from replay.traces.taps import default_taps, parse_taps
 
 if TYPE_CHECKING:
     from replay.capture.local.target import LocalTarget
@@ -55,7 +63,8 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
         prompts, files.tokenizer, files.limits, raw=options.raw, max_new_tokens=options.max_new_tokens
     )
     requests = encoded.requests
-    on_event(Sized(_room(options, files, taps, requests)))
+    then = then_taps_of(options, layers=files.layers)
+    on_event(Sized(_room(options, files, kept_of(options, requests, taps, then, lookup=True), requests)))
     on_event(Loading(files.name, len(requests)))
     for note in (*prompts.notes, *encoded.notes(), *_notes(requests, options)):
         on_event(Noted(note))
@@ -63,9 +72,8 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
         with TransformersCalls(files.folder):
             target = load_target(files, dtype=options.dtype, device=options.device)
             lookup = check_target(target, requests[0].prompt_ids[:_CHECK_TOKENS])
-        # A lookup is not stored: a reader makes it from the token ids. Anything else always is, or it would be lost.
-        taps = sort_taps([FINAL, *(tap for tap in taps if tap != EMBED), *([] if lookup else [EMBED])])
-        header = _header(options, prompts, files, target, taps, lookup)
+        kept = kept_of(options, requests, taps, then, lookup=lookup)
+        header = _header(options, prompts, files, target, kept, lookup)
     except KeyboardInterrupt:
         raise CaptureError(f"interrupted while the target was loaded: {options.go_on}") from None
     if options.resume:
@@ -73,26 +81,23 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     else:
         begin = partial(TraceWriter.create, force=options.force, go_on=options.go_on)
     with begin(options.out, header) as writer:
-        result = _Recorder(options, target, writer, taps, on_event).run(requests, header.embed)
+        result = _Recorder(options, target, writer, kept, on_event).run(requests, header.embed)
         return replace(result, left_out=encoded.left_out)
 
 
-def _room(
-    options: CaptureOptions, files: "TargetFiles", taps: Sequence[str], requests: Sequence[EncodedRequest]
-) -> Room:
+def _room(options: CaptureOptions, files: "TargetFiles", kept: Kept, requests: Sequence[EncodedRequest]) -> Room:
     """What will be written at most. The embedding is taken for a lookup, which it mostly is, and not counted."""
     config = files.config
     dtype = options.dtype if options.dtype != "auto" else str(getattr(config, "dtype", None) or "float32")
     item_bytes = ITEM_BYTES.get(dtype.removeprefix("torch."), 4)
     size = RowSize(
-        tuple(tap for tap in sort_taps([FINAL, *taps]) if tap != EMBED), int(config.hidden_size), item_bytes,
-        min(options.topk, files.limits.vocab_size),
-    )  # fmt: skip
+        kept.taps, int(config.hidden_size), item_bytes, min(options.topk, files.limits.vocab_size), options.rows
+    )
     tables = 1 if getattr(config, "tie_word_embeddings", False) else 2
     weights = tables * files.limits.vocab_size * int(config.hidden_size) * item_bytes
     return expect(
         options.out, size, requests, layers=files.layers, beside=weights if options.weights else 0,
-        replaces=options.force,
+        kept=kept, replaces=options.force,
     )  # fmt: skip
 
 
@@ -110,7 +115,7 @@ def _header(
     prompts: PromptFile,
     files: "TargetFiles",
     target: "LocalTarget",
-    taps: Sequence[str],
+    kept: Kept,
     lookup: bool,
 ) -> TraceHeader:
     import torch
@@ -118,7 +123,7 @@ def _header(
 
     config, dtype = files.config, str(target.embed_weight.dtype).removeprefix("torch.")
     vocab_size, hidden_size = target.embed_weight.shape
-    return TraceHeader(
+    header = TraceHeader(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         replay_version=replay.__version__,
         target=TargetInfo(
@@ -144,12 +149,13 @@ def _header(
                 "concurrency": str(options.concurrency),
             },
         ),
-        taps={tap: TapInfo(dtype, hidden_size) for tap in taps},
+        taps=kept.tap_infos(dtype, hidden_size),
         topk=min(options.topk, vocab_size),
         capture=settings_of(options, prompts),
         embed="lookup" if lookup else "stored",
         missing=("the target's choice after the last output token of each request", "verify rounds of a server"),
     )
+    return kept.announce(header)
 
 
 def plan_batches(
@@ -184,10 +190,10 @@ class _Recorder:
         options: CaptureOptions,
         target: "LocalTarget",
         writer: "TraceWriter",
-        taps: tuple[str, ...],
+        kept: Kept,
         on_event: Callable[[Event], None],
     ) -> None:
-        self.options, self.target, self.writer, self.taps, self.on_event = options, target, writer, taps, on_event
+        self.options, self.target, self.writer, self.kept, self.on_event = options, target, writer, kept, on_event
         self.sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)
         self.started = time.monotonic()
         self.requests = self.requests_done = 0
@@ -206,13 +212,12 @@ class _Recorder:
             if self.options.weights:
                 self.writer.write_target_weights(self.target.embed_weight, self.target.lm_head_weight)
             # Planned over all requests, so that a resumed capture has the batches it would have had.
-            weight = self.target.embed_weight
-            row_bytes = len(self.taps) * weight.shape[1] * weight.element_size()
-            most_tokens = min(_BATCH_TOKENS, _BATCH_BYTES // row_bytes)
-            for batch in plan_batches(requests, most_requests=self.options.concurrency, most_tokens=most_tokens):
-                missing = [one for one in batch if one.request_id not in done]
-                if missing:
-                    self._record(missing, prefixes)
+            # The first requests have all taps of the others, so prefixes that they computed serve these too.
+            for taps, alike in self.kept.tiers(requests):
+                for batch in self._batches(taps, alike):
+                    missing = [one for one in batch if one.request_id not in done]
+                    if missing:
+                        self._record(missing, taps, prefixes)
             self.writer.finish()
         except KeyboardInterrupt:
             raise CaptureError(
@@ -221,12 +226,25 @@ class _Recorder:
             ) from None
         seconds = time.monotonic() - self.started
         result = CaptureResult(
-            self.options.out, self.requests, len(todo), prompt_tokens, self.output_tokens, seconds, self.taps, embed
+            self.options.out,
+            self.requests,
+            len(todo),
+            prompt_tokens,
+            self.output_tokens,
+            seconds,
+            self.kept.taps,
+            embed,
         )
         self.on_event(Finished(result))
         return result
 
-    def _record(self, batch: Sequence[EncodedRequest], prefixes: Prefixes) -> None:
+    def _batches(self, taps: Sequence[str], requests: Sequence[EncodedRequest]) -> list[list[EncodedRequest]]:
+        weight = self.target.embed_weight
+        row_bytes = len(taps) * weight.shape[1] * weight.element_size()
+        most_tokens = min(_BATCH_TOKENS, _BATCH_BYTES // row_bytes)
+        return plan_batches(requests, most_requests=self.options.concurrency, most_tokens=most_tokens)
+
+    def _record(self, batch: Sequence[EncodedRequest], taps: Sequence[str], prefixes: Prefixes) -> None:
         import torch
 
         from replay.capture.local.generate import run_batch
@@ -240,7 +258,7 @@ class _Recorder:
 
         try:
             rows = run_batch(
-                self.target, batch, self.taps, sampling=self.sampling, topk=self.options.topk, on_step=on_step,
+                self.target, batch, taps, sampling=self.sampling, topk=self.options.topk, on_step=on_step,
                 prefixes=prefixes,
             )  # fmt: skip
         except torch.cuda.OutOfMemoryError as error:
@@ -248,7 +266,7 @@ class _Recorder:
                 f"the device has no memory for a batch of {counted(len(batch), 'request')}, {self.requests_done} of "
                 f"{self.requests} are safe: {self.options.go_on} and a smaller --concurrency"
             ) from error
-        self.writer.add(rows)
+        self.writer.add([self.kept.cut(one) for one in rows])
         self.requests_done += len(batch)
         self.most_output_tokens = most_later
         self._tell(most_later)

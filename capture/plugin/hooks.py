@@ -1,7 +1,8 @@
 """The entry point of the SGLang plugin (group ``sglang.srt.plugins``), and the places of SGLang that it hooks.
 
-Idle unless ``replay serve`` asked for it by the environment. In every scheduler process of SGLang (seams.py has the
-places, and what is done where one is not there):
+Idle unless the environment asks for it: by what ``replay serve`` sets, or by a folder in REPLAY_RECORD, which
+by_environment.py takes care of. In every scheduler process of SGLang (seams.py has the places, and what is done where
+one is not there):
 
 - after ``ModelRunner.init_attention_backends``, before graphs are captured: the target captures the wanted taps beside
   those the draft is fed, and keeps its final hidden states;
@@ -17,23 +18,37 @@ Every process of a server imports this module, so it imports nothing heavy.
 
 import functools
 import logging
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from replay.capture.plugin import seams
-from replay.capture.plugin.recording import RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import Recording, asked_here, is_folder
 
 logger = logging.getLogger(__name__)
 
+_ENGINE = "sglang.srt.entrypoints.engine"  # which starts schedulers
+_START = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"  # of a scheduler, before its model is loaded
+
 
 def activate() -> None:
-    """The entry point, called in every process of a server."""
-    if RECORD_VARIABLE not in os.environ:
+    """The entry point, called in every process of a server, first in the one that starts it."""
+    asked = asked_here(os.environ)
+    if not asked:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_model_worker", _install, HookType.BEFORE)
+    if is_folder(asked) and multiprocessing.parent_process() is not None and _ENGINE not in sys.modules:
+        return  # the child of a server that starts none, as its detokenizer
+    if is_folder(asked):
+        from replay.capture.plugin.by_environment import begin, not_begun
+
+        begin(lambda place, hook: HookRegistry.register(place, hook, HookType.AROUND))
+        HookRegistry.register(_START, not_begun, HookType.BEFORE)
+    else:
+        HookRegistry.register(_START, _install, HookType.BEFORE)
 
 
 def _install(scheduler: Any) -> None:
@@ -47,7 +62,7 @@ def _install(scheduler: Any) -> None:
     from replay.capture.plugin.plugin import Plugin
     from replay.capture.plugin.reporter import Reporter
 
-    recording = Recording.from_json(os.environ[RECORD_VARIABLE])
+    recording = Recording.from_json(asked_here(os.environ))
     found = seams.find_seams(sglang.__version__)
     plugin = Plugin(recording, Reporter(recording, sglang.__version__), found)
     try:

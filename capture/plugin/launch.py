@@ -81,7 +81,8 @@ def prepare(options: ServeOptions, environment: Mapping[str, str]) -> Launch:
     if not has_option(arguments, "--speculative-algorithm"):
         arguments.append("--enable-return-hidden-states")
         notes.append("no draft: added --enable-return-hidden-states, which lets SGLang keep hidden states of decodes")
-    notes += _room_notes(options)
+    model = typed_value(options.arguments, "--model-path", "--model")
+    notes += room_notes(model, options.trace, options.taps, options.topk)
     launch = secrets.token_hex(8)
     folder = launch_folder(options.trace.resolve(), launch)
     made = _environment(options, environment, launch, arguments)
@@ -89,24 +90,35 @@ def prepare(options: ServeOptions, environment: Mapping[str, str]) -> Launch:
     return Launch((*PYTHON, "-m", "sglang.launch_server", *arguments), made, folder, tuple(notes))
 
 
-def _room_notes(options: ServeOptions) -> list[str]:
-    """How far the disk will reach, as the target's config tells; nothing where that is not here to be read."""
-    path = typed_value(options.arguments, "--model-path", "--model")
-    if path is None or not os.path.isfile(config := Path(path) / "config.json"):
+def room_notes(model: str | None, folder: Path, taps: str | None, topk: int) -> list[str]:
+    """How far the disk of ``folder`` will reach, as the config of the target ``model`` tells; nothing where that is
+    not here to be read."""
+    shape = target_shape(model)
+    if shape is None:
         return []
+    layers, width = shape
+    try:
+        names = default_taps(layers) if taps is None else parse_distinct_taps(taps, layers=layers)
+    except UsageError:  # the plugin says what is wrong with them
+        return []
+    size = RowSize(without_embed([FINAL, *names]), width, 2, topk)
+    a_token, free = size.of(1, 1), free_bytes(folder)
+    return [
+        f"an output token takes about {spell_bytes(a_token)} in 16 bits, {spell_bytes(free)} are free in "
+        f"{folder}: room for some {free // a_token:,} tokens"
+    ]
+
+
+def target_shape(model: str | None) -> tuple[int, int] | None:
+    """Layers and hidden size, by the config in the folder ``model``; None where it is not here, or says none."""
+    if model is None or not os.path.isfile(config := Path(model) / "config.json"):
+        return None
     try:
         root = Fields(str(config), read_json(config, _MOST_CONFIG, follow=True))
         values = root.object("text_config") if "text_config" in root.values else root
-        layers, width = values.integer("num_hidden_layers", 1, MAX_LAYERS), values.integer("hidden_size", 1, MAX_WIDTH)
-        taps = default_taps(layers) if options.taps is None else parse_distinct_taps(options.taps, layers=layers)
-    except (TraceCorruptError, UsageError):  # SGLang says what is wrong with it
-        return []
-    size = RowSize(without_embed([FINAL, *taps]), width, 2, options.topk)
-    a_token, free = size.of(1, 1), free_bytes(options.trace)
-    return [
-        f"an output token takes about {spell_bytes(a_token)} in 16 bits, {spell_bytes(free)} are free in "
-        f"{options.trace}: room for some {free // a_token:,} tokens"
-    ]
+        return values.integer("num_hidden_layers", 1, MAX_LAYERS), values.integer("hidden_size", 1, MAX_WIDTH)
+    except TraceCorruptError:  # SGLang says what is wrong with it
+        return None
 
 
 def _environment(
@@ -184,9 +196,16 @@ def _check_typed(options: ServeOptions, environment: Mapping[str, str]) -> None:
     nodes = typed_nodes(options.arguments)
     if nodes > 1:
         raise UsageError(f"--nnodes {nodes} was given, recording works with servers of one node: leave --nnodes out")
-    simulated = environment.get(SIMULATED, "")
-    if simulated and not re.fullmatch(r"-?0*\.?0*", simulated.strip()) and not simulated.strip().startswith("-"):
-        raise UsageError(f"{SIMULATED} is {simulated}, so every accept length of the server would be made up: unset it")
+    if (problem := simulated_lengths(environment)) is not None:
+        raise UsageError(problem)
+
+
+def simulated_lengths(environment: Mapping[str, str]) -> str | None:
+    """What is wrong where SGLang would make the accept lengths up."""
+    simulated = environment.get(SIMULATED, "").strip()
+    if not simulated or re.fullmatch(r"-?0*\.?0*", simulated) or simulated.startswith("-"):
+        return None
+    return f"{SIMULATED} is {simulated}, so every accept length of the server would be made up: unset it"
 
 
 def _check_version() -> list[str]:
@@ -200,7 +219,7 @@ def _check_version() -> list[str]:
         raise CaptureError(
             "sglang is not installed here: type pip install '.[sglang]' in a checkout of replay"
         ) from error
-    lacking = _lacking_start()
+    lacking = lacking_start()
     if lacking is not None:
         raise CaptureError(
             f"SGLang {version} is installed and has no {lacking}, where recording begins: pip install "
@@ -209,7 +228,7 @@ def _check_version() -> list[str]:
     return [] if version in TRIED else [untried_note(version)]
 
 
-def _lacking_start() -> str | None:
+def lacking_start() -> str | None:
     """What of the start is not in the installed SGLang: that it loads plugins, and the method that is hooked first."""
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:

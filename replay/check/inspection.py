@@ -45,6 +45,7 @@ class TraceFacts(_Table):
     dtype: str
     engine: str
     taps: tuple[str, ...]
+    tap_requests: dict[str, int]
     topk: int
     requests: int
     prompt_tokens: int
@@ -181,6 +182,7 @@ def trace_facts(trace: "Trace") -> TraceFacts:
         dtype=header.target.dtype,
         engine=f"{header.engine.name} {header.engine.version}",
         taps=tuple(trace.taps),
+        tap_requests=trace.tap_requests,
         topk=header.topk,
         requests=len(requests),
         prompt_tokens=int(requests["prompt_tokens"].sum()),

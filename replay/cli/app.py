@@ -32,6 +32,7 @@ from replay.cli.serve import serve
 from replay.cli.show import show
 from replay.cli.simulate import simulate
 from replay.cli.terminal import say
+from replay.cli.time import time_command
 from replay.cli.trace import trace
 from replay.cli.typed import refuse_repeats
 from replay.errors import ReplayError
@@ -106,7 +107,8 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    serve, capture, import_dumps, simulate, faults, report, show, compare, plan, inspect, diagnose, check, demo, trace,
+    serve, capture, import_dumps, simulate, faults, report, show, compare, time_command, plan, inspect, diagnose, check,
+    demo, trace,
 )  # fmt: skip
 for _command in _COMMANDS:
     assert _command.name is not None

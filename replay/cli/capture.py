@@ -1,15 +1,16 @@
 """`replay capture`: run prompts through a target, and record a trace."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from replay.cli.options import PATH, api_key_option, json_option
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_text
-from replay.errors import CaptureError
+from replay.errors import CaptureError, UsageError
 from replay.printable import counted, one_line
+from replay.traces.fields import count_of, show_name
 
 if TYPE_CHECKING:
     from replay.capture.events import CaptureResult
@@ -21,7 +22,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @click.command()
 @click.option("--model", metavar="PATH_OR_ID", help="Target in this process: a checkpoint folder or a hub id.")
-@click.option("--server", metavar="URL", help="Target in a server that `replay serve` started (others: answers only).")
+@click.option("--server", metavar="URL", help="Target in a server that records (others: answers only).")
 @api_key_option
 @click.option(
     "--recording",
@@ -43,6 +44,26 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     metavar="T",
     help="Taps to record, e.g. embed,3,31,final.  "
     "[default: the engines' default taps with their neighbours, embed and final]",
+)
+@click.option(
+    "--taps-for", type=int, metavar="N", help="All taps of the first N requests only; of the others --then-taps."
+)
+@click.option(
+    "--then-taps",
+    metavar="T",
+    help="Taps of the requests after --taps-for; final beside them.  [default: what the server's draft is fed]",
+)
+@click.option(
+    "--rows",
+    type=click.Choice(["exact", "fp8"]),
+    default="exact",
+    show_default=True,
+    help="How rows are stored: as computed, or in fp8 but for final. Then no replay is exact.",
+)
+@click.option(
+    "--prompt-rows",
+    metavar="last:W",
+    help="Rows of a prompt to record: the last W, as far as a head with an attention window sees.  [default: all]",
 )
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Most output tokens per request.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
@@ -71,7 +92,8 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 @json_option
 def capture(
     model: str | None, server: str | None, api_key: str | None, recording: Path | None, prompts: Path, output: Path,
-    taps: str | None, max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed: int, dtype: str,
+    taps: str | None, taps_for: int | None, then_taps: str | None, rows: str, prompt_rows: str | None,
+    max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed: int, dtype: str,
     device: str, concurrency: int | None, raw: bool, no_weights: bool, resume: bool, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run prompts through a target, in this process or in a server, and record a trace."""
@@ -80,16 +102,19 @@ def capture(
     from replay.capture.options import CaptureOptions, ServerOptions
 
     options: CaptureOptions | ServerOptions
+    choices: dict[str, Any] = {
+        "taps_for": taps_for, "then_taps": then_taps, "rows": rows, "prompt_rows": _last_rows(prompt_rows),
+    }  # fmt: skip
     if model is not None and server is None:
         options = CaptureOptions(
-            model=model, prompts=prompts, out=output, taps=taps, max_new_tokens=max_new_tokens,
+            model=model, prompts=prompts, out=output, taps=taps, **choices, max_new_tokens=max_new_tokens,
             temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, raw=raw, dtype=_DTYPES.get(dtype, dtype),
             device=device, concurrency=64 if concurrency is None else concurrency, weights=not no_weights,
             resume=resume, force=force,
         )  # fmt: skip
     elif server is not None and model is None:
         options = ServerOptions(
-            server=server, prompts=prompts, out=output, taps=taps, max_new_tokens=max_new_tokens,
+            server=server, prompts=prompts, out=output, taps=taps, **choices, max_new_tokens=max_new_tokens,
             temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, raw=raw,
             concurrency=16 if concurrency is None else concurrency, weights=not no_weights, resume=resume,
             force=force, api_key=api_key, recording=recording,
@@ -111,6 +136,16 @@ def capture(
             f"kept in {result.path / RESPONSES}; start it by replay serve for a trace, or give this file to replay "
             "capture --model as --prompts"
         )
+
+
+def _last_rows(text: str | None) -> int | None:
+    """Raises UsageError."""
+    if text is None:
+        return None
+    word, _, number = text.partition(":")
+    if word != "last" or not count_of(number):
+        raise UsageError(f"--prompt-rows {show_name(text)} cannot be: type last:W, W rows, for example last:2048")
+    return count_of(number)
 
 
 def run_capture(options: "CaptureOptions | ServerOptions") -> "CaptureResult":

@@ -24,6 +24,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "replay report rounds.parquet --sort length --top 5",
         "replay report rounds.parquet --format csv > variants.csv",
         "replay report rounds.parquet --peers --html report.html",
+        "replay report epoch-1.parquet epoch-9.parquet --html heads.html",
     ),
     "show": (
         "replay show rounds.parquet --request code-1",
@@ -33,6 +34,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "replay compare before.parquet after.parquet",
         "replay compare rounds.parquet --variant-a embed,3,31",
         "replay compare rounds.parquet --format csv > pairs.csv",
+    ),
+    "time": (
+        "replay time --server http://127.0.0.1:30000 -o timings.jsonl",
+        "replay time --server http://127.0.0.1:30000 -o timings.jsonl --prompts prompts.jsonl --batch 1,8,32",
     ),
     "plan": (
         "replay plan rounds.parquet --time batch=1,tok/s=90 --time batch=1,steps=5,accept=1.8,tok/s=54.8",

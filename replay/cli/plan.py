@@ -7,6 +7,7 @@ import click
 
 from replay.cli.options import (
     PATH,
+    api_key_option,
     json_option,
     no_verify_option,
     open_whole,
@@ -16,12 +17,13 @@ from replay.cli.options import (
 )
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
+from replay.cli.web_page import page_options, refuse_page, write_page_file
 from replay.errors import UsageError
 
 if TYPE_CHECKING:
     from replay.analysis.plan.lengths import Length
     from replay.analysis.plan.policies import Played
-    from replay.simulator.simulation import ReplayProgress
+    from replay.simulator.progress import ReplayProgress
 
 
 _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are typed
@@ -41,9 +43,11 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
     "--bench",
     "benches",
     multiple=True,
-    metavar="FILE[:steps=N]",
-    help="Timings from a benchmark's JSON or an SGLang log. Repeat for more.",
+    metavar="FILE|URL[:steps=N]",
+    help="Timings from `replay time`, a benchmark's JSON, an SGLang log, two /metrics pages (EARLIER,LATER), or the "
+    "address of one. Repeat for more.",
 )
+@api_key_option
 @click.option(
     "--cost", "costs", multiple=True, metavar="TERM=MS", help="A cost in ms, e.g. pass=37.7,rest=35,draft=26."
 )
@@ -62,11 +66,13 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
 @click.option("--variant", metavar="NAME", help="The variant of ROUNDS whose depths are planned.")
 @target_option
 @no_verify_option
+@page_options
 @json_option
 def plan(
     source: Path | None,
     times: tuple[str, ...],
     benches: tuple[str, ...],
+    api_key: str | None,
     costs: tuple[str, ...],
     lengths: tuple[str, ...],
     batch: str,
@@ -77,6 +83,8 @@ def plan(
     variant: str | None,
     target: Path | None,
     no_verify: bool,
+    html: Path | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Say whether speculation pays, and at which depth and batch.
@@ -88,7 +96,8 @@ def plan(
     from replay.analysis.plan.report import render_plan
     from replay.traces.rounds import read_rounds
 
-    asked = Question(times, benches, costs, lengths, batch, context, steps, variant)
+    refuse_page(html, force)
+    asked = Question(times, benches, costs, lengths, batch, context, steps, variant, _pages(benches, api_key))
     told = read_costs(asked)  # before anything is replayed
     if draft is not None and (lengths or variant is not None):
         raise UsageError("--length and --variant go without a trace; leave them out, or --draft and the trace")
@@ -108,6 +117,24 @@ def plan(
         print_json(found.to_json())
     else:
         print_rich(render_plan(found.plan, found.provenance, found.requests))
+    if html is not None:
+        from replay.analysis.page.planned import write_plan
+
+        shown = render_plan(found.plan, found.provenance, found.requests)
+        write_page_file(html, lambda text: write_plan(found, text), shown)
+
+
+def _pages(benches: tuple[str, ...], api_key: str | None) -> dict[str, list[str]]:
+    """The /metrics pages of the addresses among ``benches``."""
+    from replay.analysis.plan.benchmarks import address_of_pages
+    from replay.capture.client.metrics import poll_pages
+
+    found = {}
+    for bench in benches:
+        if (place := address_of_pages(bench)) is not None:
+            with show_progress("looking at the server's counters"):
+                found[bench] = poll_pages(*place, api_key=api_key)
+    return found
 
 
 def _played(

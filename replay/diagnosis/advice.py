@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from replay.analysis.diagnosis.breakdown import Profile, profile, separate
 from replay.analysis.diagnosis.evidence import (
-    MEASURED,
     RoundDraft,
     RoundKey,
     accepted_gain,
@@ -18,9 +17,9 @@ from replay.analysis.diagnosis.evidence import (
 from replay.analysis.diagnosis.limits import limits
 from replay.analysis.diagnosis.scored import AS_GOOD, Scored, rank
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge, without_name
-from replay.analysis.followed import agreement
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
+from replay.diagnosis.elsewhere import agreement_of_all, follow_elsewhere, held_doubts, judge_elsewhere
 from replay.diagnosis.hypotheses import Hypothesis, nothing_wrong, rewired, singles
 from replay.diagnosis.plausible import implausible
 from replay.diagnosis.progress import Tell
@@ -77,6 +76,9 @@ def conclude(
     odd = implausible(case.observation, case.served.steps, summary.accept_length)
     if odd is not None and found.verdict not in ("healthy", "head"):
         found = without_name(found, odd)
+    elsewhere = None if reference is None else follow_elsewhere(case, reference)
+    if reference is not None and elsewhere is not None:
+        found = judge_elsewhere(found, reference, elsewhere)
     if found.verdict == "engine" and reference is not None:
         others, taken_by_any = _unknowable(case, reference, tried, final, tell)
         ranked, unknown = rank([*scores, *others], taken_by_any=taken_by_any)
@@ -88,7 +90,7 @@ def conclude(
     open_gains = bool({gain.label for gain in found.gains} & {*named})
     return replace(
         advised,
-        doubts=case.trace.doubts,
+        doubts=(*case.every.doubts, *held_doubts(case)),
         separate=tuple(
             separate(
                 case.observation.kind, found.verdict, named if found.undecided else (),
@@ -98,7 +100,7 @@ def conclude(
         limits=_limits(case, rounds, summary.name) if found.verdict == "head" else (),
         profile=_profile(case, reference) if found.verdict == "engine" and reference is not None else None,
         feeding=case.feeding,
-        agreement=None if reference is None else agreement(reference.healthy, reference.noise, MEASURED),
+        agreement=agreement_of_all(case, reference, elsewhere),
         mending=_mending(case, found, mended),
         values=_values(found),
     )  # fmt: skip
@@ -230,7 +232,7 @@ def _fix(case: Case, item: Scored | Gain, name: str, wirings: set[str]) -> str:
 
 
 def _limits(case: Case, rounds: "Rounds", variant: str) -> tuple[str, ...]:
-    return tuple(limits(rounds, variant, unknown_share=_unknown_share(case.trace, case.checkpoint)))
+    return tuple(limits(rounds, variant, unknown_share=_unknown_share(case.every, case.checkpoint)))
 
 
 def _unknown_share(trace: Trace, checkpoint: Checkpoint) -> float:

@@ -21,6 +21,7 @@ from replay.errors import TraceCorruptError
 from replay.faults.table import FAULTS
 from replay.simulator.binding import bind
 from replay.simulator.variant import ResolvedVariant
+from replay.traces.fp8 import dequantise, quantise
 from replay.traces.tensors import tensor_bytes
 
 if TYPE_CHECKING:
@@ -121,15 +122,17 @@ class _Tally:
         values_FSH = fed_FSH.view(np.float32)
         self.zeros.update(dict(enumerate((values_FSH == 0).all(2).sum(0).tolist())))
         self.broken.update(dict(enumerate((~np.isfinite(values_FSH)).any(2).sum(0).tolist())))
+        rounded = self.trace.rounded_taps
+        in_fp8_FSH = _through_fp8(fed_FSH, self.trace.header.target.dtype) if rounded else fed_FSH
         for place, there_F, rows_NH in self._places(index, row_F, len(tokens_T) - 1):
-            self._compare(place, rows_NH, fed_FSH[there_F])
+            self._compare(place, rows_NH, (in_fp8_FSH if place[0] in rounded else fed_FSH)[there_F])
 
     def _places(
         self, index: int, row_F: npt.NDArray[np.int32], rows: int
     ) -> Iterator[tuple[Place, npt.NDArray[np.bool_], Bits]]:
         """Of each place which of the fed rows have such a neighbour among the request's ``rows``, and these bits."""
         around = row_F + np.array(SHIFTS)[:, None]
-        there = (around >= 0) & (around < rows)
+        there = (around >= self.trace.records[index].rows_left_out) & (around < rows)
         needed = np.unique(around[there])
         for tap in self.trace.taps:
             tap_NH = _bits(self.trace.tap_rows(index, tap, needed.tolist()))
@@ -166,6 +169,14 @@ class _Tally:
 def _bits(tensor: "torch.Tensor") -> Bits:
     """The bits of a float tensor widened to float32, which loses nothing: equal where the values and signs are."""
     return np.frombuffer(tensor_bytes(tensor.float()), dtype=np.uint32).reshape(tuple(tensor.shape))
+
+
+def _through_fp8(bits_FSH: Bits, dtype: str) -> Bits:
+    """What a trace whose rows are in fp8 would say of these: equal where the rows are."""
+    import torch
+
+    rows = torch.from_numpy(bits_FSH.view(np.float32).reshape(-1, bits_FSH.shape[-1]).copy())
+    return _bits(dequantise(*quantise(rows), getattr(torch, dtype))).reshape(bits_FSH.shape)
 
 
 def _cosines(one_FH: Bits, other_FH: Bits) -> float:

@@ -2,7 +2,7 @@
 rounding moves it, and the rounds on which all are tried."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,11 +10,11 @@ import numpy as np
 from replay.analysis.diagnosis.evidence import noise_scales, outliers_allowed
 from replay.analysis.followed import BOTH_SIDES, Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
-from replay.diagnosis.kept import asked_of, find_followed, keep_followed
 from replay.diagnosis.observed import count_by_request
 from replay.diagnosis.progress import Tell, Told, say_nothing, within
 from replay.simulator.cache import simulate_kept
 from replay.simulator.following import follow_server
+from replay.simulator.kept import asked_of, find_followed, keep_followed
 from replay.simulator.rounding import noise_between, other_orders
 from replay.simulator.variant import ResolvedVariant
 
@@ -53,21 +53,33 @@ def measure(case: Case, tell: Tell = say_nothing) -> Reference:
     """
     rounds = case.observation.rounds
     assert rounds is not None
-    orders = other_orders(case.served, case.trace)
+    orders = _orders(case, case.served)
     passes = len(orders) + 2
 
-    def passed(variant: ResolvedVariant, number: int, scales: tuple[float, ...] = ()) -> Followed:
+    def passed(of: Case, variant: ResolvedVariant, number: int, scales: tuple[float, ...] = ()) -> Followed:
         told = within(tell, "measuring how far rounding goes", number, 1, passes, "passes")
-        return follow(case, [variant], rounds, scales, on_event=told)[0]
+        return follow(of, [variant], rounds, scales, on_event=told)[0]
 
-    healthy = passed(case.served, 0)
-    noise = noise_between(healthy, *(passed(one, number) for number, one in enumerate(orders, start=1)))
+    healthy = passed(case, case.served, 0)
+    noise = noise_between(healthy, *(passed(of, one, number) for number, (of, one) in enumerate(orders, start=1)))
     scales = noise_scales(noise.scale)
-    healthy = passed(case.served, passes - 1, scales)
+    healthy = passed(case, case.served, passes - 1, scales)
     told = _unexplained_rounds(case, healthy, noise)
     ordered = _most_telling(told)
     glance, screening = (_some_rounds(rounds, ordered, told, *few) for few in (_GLANCE, _SCREENING))
     return Reference(healthy, noise, scales, glance, screening)
+
+
+def _orders(case: Case, variant: ResolvedVariant) -> list[tuple[Case, ResolvedVariant]]:
+    """What the noise of ``variant`` is measured against: other orders, and where rows are in fp8 other such rows."""
+    orders = [(case, one) for one in other_orders(variant, case.trace)]
+    return [*orders, (_shaken(case), variant)] if case.trace.rounded_taps else orders
+
+
+def _shaken(case: Case) -> Case:
+    """The case with its rows in fp8 rounded once more, about as far from those that are stored as these from the
+    target's own. Workers have the stored ones."""
+    return replace(case, trace=case.trace.shaken(), cache=None, workers=None)
 
 
 def measure_discordance(case: Case) -> float:
@@ -75,16 +87,23 @@ def measure_discordance(case: Case) -> float:
 
     Twice what is seen, because server and replay are both rounded (analysis/followed.py), with one round added.
     """
-    orders = [case.served, other_orders(case.served, case.trace)[0]]
-    heads = {case.served.draft: case.checkpoint}
-    played = simulate_kept(case.cache, case.trace, heads, orders, served_products=False)
-    ours, exact = (
-        count_by_request(played.table.filter(played.table["variant"] == info.name), case.served.steps)
-        for info in played.variants
-    )
+    exactly = other_orders(case.served, case.trace)[0]
+    ours, exact = _walked(case, [case.served, exactly])
+    if case.trace.rounded_taps:
+        (exact,) = _walked(_shaken(case), [exactly])
     rounds = sum(sum(counts) for counts in ours.values())
     matched = sum(min(pair) for name in ours for pair in zip(ours[name], exact.get(name, ours[name]), strict=True))
     return min(0.5, BOTH_SIDES * (rounds - matched + 1) / (rounds + 2))
+
+
+def _walked(case: Case, variants: list[ResolvedVariant]) -> list[dict[str, list[int]]]:
+    """Of each variant's own walk the rounds of each request by accepted tokens."""
+    heads = {case.served.draft: case.checkpoint}
+    played = simulate_kept(case.cache, case.trace, heads, variants, served_products=False, workers=case.workers)
+    return [
+        count_by_request(played.table.filter(played.table["variant"] == info.name), case.served.steps)
+        for info in played.variants
+    ]
 
 
 def follow(
@@ -102,7 +121,14 @@ def follow(
     if missing := [one for one, kept in found.items() if kept is None]:
         heads = {case.served.draft: case.checkpoint}
         made = follow_server(
-            case.trace, heads, missing, rounds, scales=scales, served_products=served_products, on_event=on_event
+            case.trace,
+            heads,
+            missing,
+            rounds,
+            scales=scales,
+            served_products=served_products,
+            workers=case.workers,
+            on_event=on_event,
         )
         for one, followed in zip(missing, made, strict=True):
             found[one] = followed
@@ -117,8 +143,7 @@ def _kept(case: Case, variant: ResolvedVariant, asked: str) -> Followed | None:
 
 def noise_of(case: Case, variant: ResolvedVariant, followed: Followed, rounds: "pl.DataFrame") -> Noise:
     """How far rounding moves ``variant``, which ``followed`` the drafts of these rounds."""
-    orders = other_orders(variant, case.trace)
-    return noise_between(followed, *(follow(case, [one], rounds, ())[0] for one in orders))
+    return noise_between(followed, *(follow(of, [one], rounds, ())[0] for of, one in _orders(case, variant)))
 
 
 def _unexplained_rounds(case: Case, healthy: Followed, noise: Noise) -> dict[str, list[bool]]:

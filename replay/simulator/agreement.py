@@ -16,9 +16,10 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.simulator.binding import resolve, target_precision
 from replay.simulator.fit import samples_drafts
 from replay.simulator.following import follow_server
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.rounding import EXACT, noise_between, other_orders
 from replay.simulator.served_drafts import served_shape
-from replay.simulator.simulation import ReplayProgress
+from replay.simulator.tasks import Workers
 from replay.simulator.variant import ResolvedVariant, Variant
 from replay.traces.agreement import Agreement
 from replay.traces.fields import count_of
@@ -42,6 +43,7 @@ def with_agreement(
     variants: Sequence[Variant | ResolvedVariant],
     *,
     device: str = "cpu",
+    workers: Workers | None = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> Rounds:
     """What ``simulate`` made of ``variants``, with the ``agreement`` of each that drafts as the trace's server did.
@@ -50,6 +52,7 @@ def with_agreement(
     sampled, or whose head knows fewer tokens than the server drafted. The other arguments are those of ``simulate``,
     and so is what is raised.
     """
+    trace = trace.only([request.request_id for request in rounds.requests])
     served = trace.served_rounds()
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     drafting = {
@@ -59,7 +62,7 @@ def with_agreement(
     }
     distinct = list(dict.fromkeys(drafting.values()))
     lots = [distinct[start : start + _AT_ONCE] for start in range(0, len(distinct), _AT_ONCE)]
-    follow = _Following(trace, checkpoints, served, device, on_event, len(lots) * _PASSES)
+    follow = _Following(trace, checkpoints, served, device, workers, on_event, len(lots) * _PASSES)
     found = {variant: one for lot in lots for variant, one in follow.agree(lot)}
     agreed = [found[drafting[variant]] if variant in drafting else None for variant in resolved]
     infos = zip(rounds.variants, agreed, strict=True)
@@ -71,9 +74,10 @@ def drafts_as_the_server(
 ) -> bool:
     """Whether the rounds of ``served`` can be held against what the variant drafts.
 
-    Chains have to be as long as the server's; trees have to have its topk, steps and number of draft tokens.
+    Chains have to be as long as the server's; trees have to have its topk, steps and number of draft tokens. Rows in
+    fp8 draft other tokens than those that the server had.
     """
-    if not len(served) or samples_drafts(variant.verify, trace):
+    if not len(served) or samples_drafts(variant.verify, trace) or not set(variant.wiring.taps) <= set(_exact(trace)):
         return False
     trees, most = served_shape(served["drafted"].to_list(), served["parents"].to_list())
     if trees != (variant.topk > 1) or variant.num_draft_tokens != most + 1:
@@ -81,6 +85,10 @@ def drafts_as_the_server(
     if trees and (variant.steps, variant.topk) != _told_shape(trace):
         return False
     return max(map(max, filter(None, served["drafted"].to_list())), default=0) < checkpoint.config.vocab_size
+
+
+def _exact(trace: Trace) -> list[str]:
+    return [tap for tap in trace.taps if tap not in trace.rounded_taps]
 
 
 def _told_shape(trace: Trace) -> tuple[int | None, ...]:
@@ -97,6 +105,7 @@ class _Following:
     checkpoints: Mapping[str, Checkpoint]
     served: "pl.DataFrame"
     device: str
+    workers: Workers | None
     on_event: Callable[[ReplayProgress], None]
     passes: int
     passed: int = 0
@@ -123,7 +132,7 @@ class _Following:
             return {}
         found = follow_server(
             self.trace, self.checkpoints, variants, self.served, scales=scales, device=self.device,
-            served_products=served_products,
+            served_products=served_products, workers=self.workers,
             on_event=lambda event: self.on_event(ReplayProgress(before + event.done, total, _STAGE, event.part)),
         )  # fmt: skip
         return dict(zip(variants, found, strict=True))

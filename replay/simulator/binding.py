@@ -16,7 +16,7 @@ from replay.faults.table import TREE_FAULT, apply_faults
 from replay.head.model import Head, TargetTables
 from replay.head.products import WHOLE_PROMPTS, Execution
 from replay.simulator.blocks import check_blocks
-from replay.simulator.fit import check_fit, check_precision, check_topk, samples_drafts
+from replay.simulator.fit import check_fit, check_precision, check_prompt_rows, check_topk, samples_drafts
 from replay.simulator.variant import ResolvedVariant, Variant, draft_tokens, kv_layout
 from replay.targets.rules import release_of
 from replay.traces.fields import count_of
@@ -111,6 +111,7 @@ def bind(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Subj
     healthy = Subject(variant.wiring, checkpoint, replace(HEALTHY, window=window), layers, variant.precision)
     subject = apply_faults(healthy, variant.all_faults)
     check_fit(subject.checkpoint, subject.wiring, trace)
+    check_prompt_rows(subject, trace)
     check_topk(subject.checkpoint, variant.topk)
     check_precision(subject.precision, subject.config, variant.draft)
     check_blocks(subject, variant, trace)

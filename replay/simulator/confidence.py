@@ -17,8 +17,9 @@ from replay.drafting.confidence import draft_with_confidence
 from replay.drafting.product_sizes import served_spans
 from replay.errors import UsageError
 from replay.simulator.binding import build_head, resolve
+from replay.simulator.held import requests_with_taps
 from replay.simulator.inputs import draft_input, read_packs
-from replay.simulator.simulation import ReplayProgress
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.variant import CHAIN_KV, ResolvedVariant, Variant
 from replay.traces.reader import RequestRows, Trace
 from replay.verify.accept import continuations, count_accepted, served_walk
@@ -54,6 +55,7 @@ def draft_anchors(
     CheckpointError where head, wiring and trace do not fit.
     """
     resolved = resolve(variant, checkpoint, trace)
+    trace = requests_with_taps(trace, [resolved], {resolved.draft: checkpoint})
     if checkpoint.config.block is not None:
         raise UsageError(
             f"draft head {checkpoint.name} drafts blocks, and a shorter block is no beginning of a longer one; plan "

@@ -6,6 +6,7 @@ from replay.checkpoint.tensor_table import LATENT_KV_B, expected_tensors, linear
 from replay.engines.precision import Format, Precision, fused_name
 from replay.engines.wiring import Wiring, check_wiring
 from replay.errors import CheckpointError, UsageError
+from replay.faults.change import Subject
 from replay.traces.reader import Trace
 from replay.traces.taps import EMBED
 from replay.verify.rules import Rule
@@ -31,6 +32,35 @@ def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
     if EMBED in wiring.taps and EMBED not in trace.taps and trace.header.embed == "lookup":
         trace.embed_weight()  # raises what keeps it from being looked up
     check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=config.features_width)
+
+
+def check_prompt_rows(subject: Subject, trace: Trace) -> None:
+    """Refuse a head that sees rows of prompts that the trace does not have. Raises UsageError."""
+    kept = trace.prompt_rows
+    if kept is None:
+        return
+    seen = _rows_seen(subject)
+    if seen is None or seen > kept:
+        sees = "all rows of a prompt" if seen is None else f"the last {seen} rows of a prompt"
+        raise UsageError(
+            f"draft head {subject.checkpoint.name} sees {sees}, {trace.path} has the last {kept} of some; capture "
+            f"again {'without --prompt-rows' if seen is None else f'with --prompt-rows last:{seen}'}"
+        )
+
+
+def _rows_seen(subject: Subject) -> int | None:
+    """How many rows before an anchor decide what is drafted there, the anchor's own included; None: all of them.
+
+    A row's draft KV is of its own features alone in the first layer, in each later one of what the layer before saw.
+    """
+    config, behaviour = subject.config, subject.behaviour
+    windows = [behaviour.window] * config.num_layers
+    if config.block is not None:  # whose context rows see no others
+        widest = None if None in config.block.windows else max(filter(None, config.block.windows), default=None)
+        narrow = [one for one in (widest, behaviour.window) if one is not None]
+        windows = [min(narrow)] if narrow else [None]
+    known = [window for window in windows if window is not None]
+    return sum(known) + (behaviour.pairing == "earlier-features") if len(known) == len(windows) else None
 
 
 def check_topk(checkpoint: Checkpoint, topk: int) -> None:

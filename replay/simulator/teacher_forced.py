@@ -21,8 +21,9 @@ from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.rows import DraftInput
 from replay.errors import UsageError
 from replay.simulator.binding import build_head, resolve
+from replay.simulator.held import requests_with_taps
 from replay.simulator.inputs import draft_input, read_packs
-from replay.simulator.simulation import ReplayProgress
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant
 from replay.traces.reader import RequestRows, Trace
 from replay.verify.accept import continuations
@@ -63,6 +64,7 @@ def score_anchors(
     import polars as pl
 
     resolved = resolve(variant, checkpoint, trace)
+    trace = requests_with_taps(trace, [resolved], {resolved.draft: checkpoint})
     head = build_head(checkpoint, resolved, trace, device, served_products=False)
     if variant.topk > 1 or head.behaviour.follows_walk or head.behaviour.crosses:
         raise UsageError("training runs chains over committed rows; score anchors with topk 1 and without faults")

@@ -1,6 +1,7 @@
 """capture --server against a stand-in whose every row is known; the real one is in test_sglang_plugin.py."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -576,6 +577,28 @@ def test_taps_that_cannot_be_are_refused_before_the_server_is_asked(
     assert server.keys == [] and not options.out.exists()
 
 
+def test_fewer_taps_after_the_first_requests(options: ServerOptions, server: FakeServer) -> None:
+    """The server hands over all of its taps of all requests; the trace keeps what was asked for."""
+    capture(options)
+    whole = Trace.open(options.out)
+    less = replace(options, out=options.out.with_name("less"), taps_for=2, then_taps="embed", rows="fp8", prompt_rows=2)
+    capture(less)
+    trace = Trace.open(less.out)
+    held = {record.request_id: (record.taps, record.first_row) for record in trace.records}
+    assert held == {"r0": (None, 3), "r1": (None, None), "r2": (("final",), 1), "r3": (("final",), 2)}
+    assert not [finding for finding in check_trace(trace) if finding.severity == "error"]
+    for name, index in by_id(trace).items():
+        mine, theirs = trace.read(index, ["final"]), whole.read(by_id(whole)[name], ["final"])
+        assert torch.equal(mine.tokens, theirs.tokens)
+        assert torch.equal(mine.taps["final"][mine.first_row :], theirs.taps["final"][mine.first_row :])
+    capture(replace(less, resume=True))
+    # Without --then-taps the others keep what the draft is fed, which is all that this server records.
+    capture(replace(options, out=options.out.with_name("fed"), taps_for=2))
+    assert Trace.open(options.out.with_name("fed")).header.capture.then_taps == ("embed", "2")
+    with pytest.raises(UsageError, match=r"--then-taps 3 are not recorded by the server \(it records embed,2,final\)"):
+        capture(replace(less, force=True, then_taps="3"))
+
+
 def test_last_line_names_every_tap_that_inspect_does(options: ServerOptions) -> None:
     """Also embed, of which no row is stored: it is looked up."""
     command = ["capture", "--server", options.server, "--prompts", str(options.prompts), "-o", str(options.out)]
@@ -706,3 +729,11 @@ def test_a_stock_server_may_refuse_a_prompt(options: ServerOptions, server: Fake
 
 def test_vocabulary_of_the_stand_in_fits_its_rows() -> None:
     assert VOCABULARY == 16 and sorted(next_token(token) for token in range(16)) == list(range(16))
+
+
+def test_a_router_is_refused_by_the_address_of_a_server_behind_it(options: ServerOptions, server: FakeServer) -> None:
+    """The pages of sglang-router 0.3.2 in front of two servers: it has none of a server's own facts."""
+    server.router = True
+    said = f"{server.url} is a router of 2 servers: give --server the address of one that records, as http://10.0.0.1"
+    with pytest.raises(CaptureError, match=re.escape(said)):
+        capture(options)

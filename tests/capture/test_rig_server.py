@@ -6,7 +6,7 @@ What rounding may do is measured: how far the lead of one likely token over anot
 and in bf16. The server's choice may lie below the best of fp32 by twice the largest such change.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ import pytest
 import torch
 from rig.server import Generated, ServerError, start_server
 from torch import Tensor
+
+from replay.capture.client.rounds_timed import LEAST_ROUNDS
+from replay.capture.client.timed_prompts import TimingOptions
+from replay.capture.client.timing import time_server
+from replay.traces.timings import Measured
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -30,12 +35,16 @@ LIKELY = 4  # tokens of a position whose leads over each other are measured
 DRAFTING = {"tree": (4, 3, 8)}  # chains: test_predict_server.py, test_sglang_plugin.py
 
 
+TIMED = TimingOptions("", batches=(2,), contexts=(40,), tokens=40, repeats=1)
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Answers of one server to the prompts, and the processes that it had."""
+    """Answers of one server to the prompts, the processes that it had, and how long its rounds took."""
 
     answers: list[Generated]
     processes: list[psutil.Process]
+    timing: Measured
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +80,8 @@ def served(
                 processes = [main, *main.children(recursive=True)]
                 rids = [f"{kind}-{row}" for row in range(len(prompts))]
                 answers = server.generate(prompts, rids=rids, max_new_tokens=NEW_TOKENS, concurrency=3)
-            cache[kind] = Served(answers, processes)
+                (timing,) = time_server(replace(TIMED, server=server.url))
+            cache[kind] = Served(answers, processes, timing)
         return cache[kind]
 
     return of
@@ -142,6 +152,15 @@ def test_drafting_changes_no_answer_but_at_near_ties(served: Any, leads: Any, ki
             assert alone.output_ids == drafted.output_ids
         else:
             assert below_NV[parted, drafted.output_ids[parted]] <= given.most, (alone.text, drafted.text)
+
+
+@pytest.mark.parametrize("kind", ["alone", *DRAFTING])
+def test_its_rounds_are_timed(served: Any, kind: str) -> None:
+    """Those that share nothing with a prefill or an end; each brings a token at least."""
+    timing, (topk, steps, rows) = served(kind).timing, DRAFTING.get(kind, (1, 0, 1))
+    assert (timing.steps, timing.topk, timing.num_draft_tokens) == (steps, topk, rows)
+    assert 2 * LEAST_ROUNDS <= timing.rounds < 2 * 40 and timing.round_ms[0] > 0
+    assert (timing.batch, timing.context) == (2, 40) and timing.engine.startswith("sglang ")
 
 
 @pytest.mark.parametrize("kind", list(DRAFTING))

@@ -213,7 +213,10 @@ def test_a_server_that_is_not_there_is_said_at_once(
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waited"))
     for url in ("127.0.0.1:9", "http://no-such-host.invalid:9"):
         said = refused("capture", "--server", url, "--prompts", prompts, "-o", tmp_path / "out")
-        assert "gave no answer" in said and "start a server there by replay serve, or mend --server" in said
+        assert (
+            "gave no answer" in said
+            and "start the server (replay serve starts one that records), or mend --server" in said
+        )
 
 
 def test_a_trace_without_a_whole_request_is_waited_for_or_captured_with_resume(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from support.heads import write_head
 from support.served_maker import HEAD, WIRING, make_checkpoint, make_served
 
 from replay.analysis.counts import ACCEPTED, ROUNDS, per_request
-from replay.analysis.plan.policies import Played, mean_round, with_lengths
+from replay.analysis.plan.costs import Machines
+from replay.analysis.plan.policies import Played, judge_rules, mean_round, with_lengths
 from replay.analysis.plan.settings import Load
 from replay.cli.app import cli
 from replay.drafting.confidence import draft_with_confidence
@@ -84,6 +85,34 @@ def test_a_batch_drafts_until_its_last_request_stops() -> None:
         assert found[1] == pytest.approx(batch * (1 + (4 * 1 + 2 * 3) / 10))
 
 
+@pytest.mark.parametrize("threshold", [0.02, 0.05, 0.2])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_verifying_fewer_costs_all_draft_steps_and_the_rows_that_are_sure(
+    anchors: list[AnchorDrafts], threshold: float, batch: int
+) -> None:
+    """Against a loop that adds up what each round costs: 20 ms a pass, 3 a row, 2 a draft step, 1 a drafted row."""
+    (played,) = play_thresholds(anchors, [threshold], 4)
+    ms, rounds, tokens = 0.0, 0, 0
+    for one in anchors:
+        anchor = one.prompt_tokens
+        while anchor < one.tokens - 1:
+            place, verified = anchor - one.prompt_tokens, 0
+            while verified < 4 and one.product_AK[place, verified] >= threshold:
+                verified += 1
+            ms += 20 + batch * 3 * (verified + 1) + 4 * (2 + batch * 1)
+            taken = min(verified, int(one.accepted_A[place]))
+            rounds, tokens, anchor = rounds + 1, tokens + taken + 1, anchor + taken + 1
+    machine = Machines(np.array([[0.020, 0.003, 0.0, 0.0, 0.002, 0.001]]), 0.0, ())
+    judged = with_lengths([*play_depths(anchors, [4]), played])
+    (rule,) = judge_rules(judged, [Load(batch)], machine, drafting_on=True)
+    (stop,) = judge_rules(judged, [Load(batch)], machine)
+    assert rule.accept_length == pytest.approx(tokens / rounds) and rule.drafted == 4
+    assert rule.verified == stop.verified and stop.drafted <= 4
+    middle = float(np.median(batch * judged[1][1].draws / (ms / rounds / 1000)))
+    assert rule.tokens_per_second[0] == pytest.approx(middle)
+    assert rule.tokens_per_second[0] <= stop.tokens_per_second[0]  # what is drafted in vain costs time
+
+
 def test_lengths_are_over_the_same_resampled_requests(anchors: list[AnchorDrafts]) -> None:
     (deepest,) = play_depths(anchors, [4])
     (one, first), (_, again) = with_lengths([deepest, deepest])
@@ -107,6 +136,7 @@ def test_the_command_plans_from_a_trace(trace: Trace, tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli, [*typed, "--steps", "1,3"])
     assert shown.exit_code == 0, shown.output
     assert "Stopping by the head's own confidence" in shown.stdout
+    assert "Verifying fewer, drafting all, by the head's own confidence" in shown.stdout
     for wrong in (typed[:2] + typed[6:], [typed[0], *typed[2:]]):
         done = CliRunner().invoke(cli, wrong)
         assert done.exit_code == 1 and "--draft" in done.stderr

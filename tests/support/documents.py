@@ -18,6 +18,7 @@ from support.heads import INVENTED, tiny_config, write_head
 from support.report_cases import nothing, sweep
 from support.rounds_maker import make_rounds, make_variant
 from support.served_maker import HEAD, STEPS, WIDTH, WIRING, make_checkpoint, make_served
+from support.timed_server import TimedServer, timed_server
 from support.trace_maker import V, changed, make_four, make_header, make_request, make_weights, write_trace
 
 from replay.analysis.diagnosis.breakdown import Depth, Profile, Stratum
@@ -126,7 +127,8 @@ def simulate_documents(folder: Path) -> list[Document]:
 def report_documents(folder: Path) -> list[Document]:
     """Of a sweep, and of rounds that are none, where every ratio lacks its denominator."""
     paths = [written(rounds, folder / f"{name}.parquet") for name, rounds in (("s", sweep()), ("n", nothing()))]
-    return [run("report", path, *more) for path in paths for more in ((), ("--peers",))]
+    joined = [paths[0], written(sweep(), folder / "other.parquet")]
+    return [run("report", *joined), *(run("report", path, *more) for path in paths for more in ((), ("--peers",)))]
 
 
 def compare_documents(folder: Path) -> list[Document]:
@@ -163,6 +165,17 @@ def plan_documents(folder: Path) -> list[Document]:
         run("plan", "--time", "ms=10", "--time", "steps=3,accept=2,ms=20.1", "--steps", "1,2"),
         run("plan", served.path, "--draft", made, "--wiring", WIRING, "--cost", "pass=20,draft=1", "--steps", "1,3"),
     ]
+
+
+def time_documents(folder: Path) -> list[Document]:
+    """Of a server that drafts, asked for texts, and of one that does not."""
+    (prompts := folder / "prompts.jsonl").write_text('{"input_ids": [1, 2, 3]}')
+    found = []
+    for steps, typed in ((3, ("--prompts", prompts)), (0, ())):
+        with timed_server(TimedServer(steps, paced=True)) as server:
+            out = folder / f"{steps}.jsonl"
+            found.append(run("time", "--server", server.url, "-o", out, "--batch", 1, "--repeats", 1, *typed))
+    return found
 
 
 def diagnose_documents(folder: Path) -> list[Document]:
@@ -280,6 +293,7 @@ _MAKERS: Mapping[str, Callable[[Path], list[Document]]] = {
     "compare": compare_documents,
     "show": show_documents,
     "plan": plan_documents,
+    "time": time_documents,
     "diagnose": diagnose_documents,
     "check": check_documents,
     "inspect": inspect_documents,

@@ -54,6 +54,7 @@ class FakeServer:
     aborted: int = 0  # the next so many end by abort, when they are under way
     refused: tuple[int, ...] = ()  # prompts that begin with one of these are answered 400
     cut: int = 0  # the next so many answers end in their middle
+    router: bool = False  # it is none, but sends what it is asked to others
     redirect: str = ""  # a server that every page is moved to
     rowless: int = 0  # the next so many leave no rows
     reported_state: str = "recording"
@@ -83,6 +84,16 @@ class FakeServer:
         folder = launch_folder(self.folder, LAUNCH)
         folder.mkdir(parents=True, exist_ok=True)
         write_manifest(folder, Manifest(**(values | changes)))
+
+    def state(self) -> dict[str, Any]:
+        """What its scheduler says of itself."""
+        state: dict[str, Any] = {"world_size": self.world, "context_length": 64}
+        if self.folder is not None:
+            state["replay"] = {
+                "folder": str(self.folder), "launch": LAUNCH, "host": "here", "state": self.reported_state,
+                "reason": self.reported_reason,
+            }  # fmt: skip
+        return state
 
     def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Status and JSON of one generation."""
@@ -236,17 +247,14 @@ def fake_server(server: FakeServer) -> Iterator[FakeServer]:
             if server.redirect:
                 self.send(307, {})
                 return
-            state: dict[str, Any] = {"world_size": server.world, "context_length": 64}
-            if server.folder is not None:
-                state["replay"] = {
-                    "folder": str(server.folder), "launch": LAUNCH, "host": "here", "state": server.reported_state,
-                    "reason": server.reported_reason,
-                }  # fmt: skip
             get = "get_" if server.old_paths else ""
             pages: dict[str, Any] = {
                 f"/{get}model_info": {"model_path": str(server.target), "tokenizer_path": str(server.target)},
-                f"/{get}server_info": {"version": "0.5.23", "internal_states": [state]},
+                f"/{get}server_info": {"version": "0.5.23", "internal_states": [server.state()]},
             }
+            if server.router:
+                workers = [{"url": f"http://10.0.0.{host}:30000"} for host in (1, 2)]
+                pages = {"/get_server_info": {"router_manager": True}, "/workers": {"workers": workers}}
             if self.path in pages:
                 self.send(200, pages[self.path])
             else:

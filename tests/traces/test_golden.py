@@ -81,6 +81,8 @@ def test_requests(trace: Trace) -> None:
         "prefix_requests": [None, None, None],  # and before rows were shared
         "prefix_rows": [None, None, None],
         "shard_bytes": [1420, 1420, 956],
+        "taps": [None, None, None],  # it is of version 1
+        "first_row": [None, None, None],
     }
     assert table.drop("shard_sha256").to_dict(as_series=False) == expected
 

@@ -70,7 +70,7 @@ def test_a_part_is_what_holds_of_all_that_is_asked(part: Part, ids: str, tmp_pat
     ],
 )
 def test_a_part_without_requests_is_refused(part: Part, said: str) -> None:
-    requests = [one.record() for one in named(("a", "code"), ("b", None))]  # type: ignore[attr-defined]
+    requests = [one.record(make_header()) for one in named(("a", "code"), ("b", None))]  # type: ignore[attr-defined]
     with pytest.raises(UsageError) as raised:
         choose(part, requests)
     assert said in str(raised.value)

@@ -236,7 +236,7 @@ def test_the_owner_must_store_the_rows_itself() -> None:
     """Not as its own prefix: readers follow no chains."""
 
     def record(name: str, **prefix: tuple[int, ...]) -> RequestRecord:
-        return dataclasses.replace(make_request(name, 0, prompt=100).record(), **prefix)  # type: ignore[arg-type]
+        return dataclasses.replace(make_request(name, 0, prompt=100).record(make_header()), **prefix)  # type: ignore[arg-type]
 
     b = record("b", prefix_requests=(0,), prefix_rows=(80,))
     check_prefixes([record("a"), b, record("c", prefix_requests=(0, 1), prefix_rows=(70, 20))][:2], "here")
@@ -321,7 +321,7 @@ def test_any_family_is_read_as_it_was_written(
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), max_size=6), st.data())
 def test_stretches_are_what_following_each_position_gives(parents: list[tuple[int, int]], data: st.DataObject) -> None:
     """Of any tree of prefixes, each stretch of positions lies where each of its positions does."""
-    plain = make_request("r", 0, prompt=25, output=1).record()
+    plain = make_request("r", 0, prompt=25, output=1).record(make_header())
     records = [plain]
     owner: list[list[int]] = [[0] * plain.tokens]
     for parent, rows in parents:

@@ -5,6 +5,7 @@ A ```python block in README.md or docs/ runs as written, in order, one namespace
     TRACE    a finished trace of a 30-layer target with taps embed, 3, 16 and final
     DRAFT    the folder of a head wired embed,3,16 that fits it
     TARGET   SmolLM2-135M-Instruct, and PROMPTS, a prompt file of one row: for capture
+    ENGINE   a stand-in for an sgl.Engine that records, for a target of 16 tokens
 
 A docstring example (>>>) may use these as well, and what they open to: trace, head, config, tensors, rounds.
 """
@@ -23,6 +24,8 @@ from typing import Any
 import click
 import pytest
 import torch
+from support.fake_engine import FakeEngine, fake_engine
+from support.fake_server import FakeServer, make_target
 from support.heads import random_tensors, tiny_config, write_head
 from support.trace_maker import H, V, changed, make_header, make_request, write_trace
 
@@ -58,7 +61,14 @@ def _tests_of(name: str, names: dict[str, Any] | None = None) -> list[doctest.Do
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> dict[str, Any]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeEngine]:
+    folder = tmp_path_factory.mktemp("engine")
+    with fake_engine(FakeServer(make_target(folder / "target"), folder / "recording")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, engine: FakeEngine) -> dict[str, Any]:
     """The variables that examples may use."""
     folder = tmp_path_factory.mktemp("docs")
     tensors = random_tensors(parse_config(WIRED_EMBED_3_16))
@@ -72,6 +82,7 @@ def names(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> dict[st
         "DRAFT": str(draft),
         "TARGET": str(target_dir),
         "PROMPTS": str(prompts),
+        "ENGINE": engine,
         "replay": replay,
         "trace": trace,
         "head": head,
@@ -193,7 +204,7 @@ def test_python_blocks_run(
     document: Path, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = {name: names[name] for name in ("TRACE", "DRAFT", "TARGET", "PROMPTS")}
+    given = {name: names[name] for name in ("TRACE", "DRAFT", "TARGET", "PROMPTS", "ENGINE")}
     for number, code in enumerate(_blocks(document, "python"), start=1):
         if code.lstrip().startswith(">>>"):
             test = doctest.DocTestParser().get_doctest(code, given, f"{document.name} block {number}", None, None)

@@ -1,0 +1,64 @@
+"""Beyond what hypotheses are tried on: the requests with fewer taps, and rows that are not exact.
+
+A trace of version 2 may have the neighbours of the taps of its first requests alone (traces/SPEC.md). Hypotheses are
+tried on these. What is then said of the server has to hold of the others as well.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from replay.analysis.diagnosis.evidence import MEASURED, outliers_allowed
+from replay.analysis.diagnosis.verdict import Diagnosis, without_name
+from replay.analysis.followed import Followed, agreement, join, judge_rounds
+from replay.diagnosis.case import Case
+from replay.diagnosis.observed import FINAL_ROUNDS, first_rounds
+from replay.diagnosis.reference import Reference, follow
+from replay.printable import counted
+from replay.traces.agreement import Agreement
+
+
+def follow_elsewhere(case: Case, reference: Reference) -> Followed | None:
+    """What was served along the server's rounds of the requests that lack taps; None where there are none of them, or
+    where they lack what was served."""
+    tried = {record.request_id for record in case.trace.records}
+    rest = case.every.only([record.request_id for record in case.every.records if record.request_id not in tried])
+    rounds = rest.served_rounds()
+    if not len(rounds) or not set(case.served.wiring.taps) <= set(rest.taps):
+        return None
+    some = first_rounds(rest, rounds, FINAL_ROUNDS)
+    return follow(replace(case, trace=rest, cache=None), [case.served], some, reference.scales)[0]
+
+
+def judge_elsewhere(found: Diagnosis, reference: Reference, elsewhere: Followed) -> Diagnosis:
+    """A server that is as configured has to be so in the other requests too."""
+    unexplained = int(judge_rounds(elsewhere, reference.noise)[1].sum())
+    if found.verdict not in ("healthy", "head") or unexplained <= outliers_allowed(elsewhere.rounds):
+        return found
+    return without_name(
+        found,
+        "the requests with the most taps show nothing wrong, and in the others rounding does not explain "
+        f"{unexplained} of {counted(elsewhere.rounds, 'round')}; record all taps of these others too (--taps-for)",
+    )
+
+
+def agreement_of_all(case: Case, reference: Reference | None, elsewhere: Followed | None) -> Agreement | None:
+    """The rounds of the healthy replay counted; None where none were told, or where rows are not exact."""
+    if reference is None or case.trace.rounded_taps:
+        return None
+    every = reference.healthy if elsewhere is None else join([reference.healthy, elsewhere])
+    return agreement(every, reference.noise, MEASURED)
+
+
+def held_doubts(case: Case) -> Iterator[str]:
+    """What fewer taps and rows in fp8 mean for the verdict."""
+    tried, every = len(case.trace.records), len(case.every.records)
+    if tried < every:
+        yield (
+            f"{tried} of {counted(every, 'request')} have the taps {', '.join(case.trace.taps)}: hypotheses are tried "
+            "on these, and what the head accepts by itself is of all that have its taps."
+        )
+    if case.trace.rounded_taps:
+        yield (
+            "What fp8 moves counts as rounding here: a fault that moves the drafts less than fp8 does is not seen, and "
+            "a number format is told from another one only where it moves them more."
+        )

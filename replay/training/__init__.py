@@ -1,0 +1,1 @@
+"""Heads that are being trained: their accept length between two steps of a training loop."""

@@ -1,0 +1,80 @@
+"""Diagnoses of traces that hold less by choice: taps of the first requests only, rows in fp8."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+from support.less_maker import make_less
+from support.served_maker import WIRING, make_checkpoint, make_served
+
+from replay.analysis.diagnosis.verdict import Diagnosis
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.diagnosis.diagnose import diagnose_server, served_variant
+from replay.faults.table import FAULTS
+from replay.traces.copying import captured_request
+from replay.traces.reader import Trace
+from replay.traces.writer import TraceWriter
+
+REQUESTS, FIRST = 8, 4
+
+
+@pytest.fixture(scope="module")
+def head() -> Checkpoint:
+    return make_checkpoint()
+
+
+def run(trace: Trace, head: Checkpoint, *kinds: str, ladder: bool = False) -> Diagnosis:
+    """Of these kinds of faults alone: the others take long."""
+    without = frozenset(FAULTS) - {*kinds}
+    return diagnose_server(trace, head, served_variant(trace, "h"), ladder=ladder, without=without)
+
+
+def test_a_healthy_server_is_held_against_all_requests(tmp_path: Path, head: Checkpoint) -> None:
+    whole = make_served(tmp_path, head, requests=REQUESTS)
+    tiered = make_less(tmp_path / "tiered", whole, taps_for=FIRST, then=WIRING.taps)
+    found, every = (run(one, head, "attn.scale", ladder=True) for one in (tiered, whole))
+    assert found.verdict in ("healthy", "head") and found.agreement == every.agreement
+    assert found.agreement is not None and found.agreement.rounds == len(whole.served_rounds())
+    assert found.healthy.accept_length == every.healthy.accept_length  # its own walk, over all requests
+    assert found.ladder == every.ladder  # which starts and ends at the same, for all requests
+    assert found.doubts[-1].startswith("4 of 8 requests have the taps embed, 1, 2, 3, 4, 5, 6, final: hypotheses are")
+
+
+def test_a_wrong_wiring_is_named_from_the_requests_that_have_its_taps(tmp_path: Path, head: Checkpoint) -> None:
+    whole = make_served(tmp_path, head, "wiring.aux-layer-id=1", requests=REQUESTS)
+    tiered = make_less(tmp_path / "tiered", whole, taps_for=FIRST, then=WIRING.taps)
+    found = run(tiered, head, "wiring.aux-layer-id")
+    assert (found.verdict, found.named) == ("fault", "wiring.aux-layer-id=1")
+    best = found.ranked[0].evidence
+    assert best.alike == best.rounds < len(whole.served_rounds())
+
+
+def test_a_fault_of_the_other_requests_leaves_no_healthy_verdict(tmp_path: Path, head: Checkpoint) -> None:
+    """Their rounds are those of a server with a fault, the first ones' those of a healthy one."""
+    good = make_served(tmp_path / "good", head, requests=REQUESTS)
+    bad = make_served(tmp_path / "bad", head, "kv.rollback=stale", requests=REQUESTS)
+    first = [record.request_id for record in good.records[:FIRST]]
+    rounds = [good.served_rounds().filter(pl.col("request_id").is_in(first))]
+    rounds.append(bad.served_rounds().filter(~pl.col("request_id").is_in(first)))
+    with TraceWriter.create(tmp_path / "mixed", replace(good.header, weights=None)) as writer:
+        writer.write_target_weights(good.embed_weight(), None)
+        writer.add_rounds(pl.concat(rounds))
+        writer.add([captured_request(good, index) for index in range(REQUESTS)])
+        writer.finish()
+    tiered = make_less(tmp_path / "tiered", Trace.open(tmp_path / "mixed"), taps_for=FIRST, then=WIRING.taps)
+    found = run(tiered, head, "attn.scale")
+    assert found.verdict == "undetermined" and found.named is None
+    assert "in the others rounding does not explain" in found.why
+
+
+@pytest.mark.parametrize("fault", ["none", "vocab.d2t=absolute"])
+def test_rows_in_fp8_accuse_nobody_and_name_what_is_large(tmp_path: Path, head: Checkpoint, fault: str) -> None:
+    whole = make_served(tmp_path, head, fault, requests=REQUESTS, fed=WIRING.taps)
+    less = make_less(tmp_path / "fp8", whole, rows="fp8")
+    found = run(less, head, "vocab.d2t")
+    assert found.agreement is None and any("What fp8 moves counts as rounding" in doubt for doubt in found.doubts)
+    verdicts = ("healthy", "head") if fault == "none" else ("fault",)
+    assert found.verdict in verdicts and found.named == (None if fault == "none" else fault)
+    # What the draft was fed is told in fp8 as well, slot by slot.
+    assert found.feeding is not None and found.feeding.wiring == WIRING.taps
