@@ -1,10 +1,11 @@
-"""A trace of format version 1, written once (tests/golden/README.md says how): every later version must read it.
+"""Traces of each format version, written once (tests/golden/README.md says how): every later version must read them.
 
 Expected values stand here literally. The logits follow from the script's rule by hand: log-sum-exp of s * [4, 2, 2, 2,
 0, 0, 0, -2] is 8.05444978375343 for s = 2, 6.145762054721226 for 1.5, 2.9397850625546686 for 0.5 (Python's math).
 """
 
 import hashlib
+import itertools
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from replay.traces.header import CaptureSettings, EngineInfo, TapInfo, TargetInf
 from replay.traces.reader import Trace
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trace-v1"
+SHARING = GOLDEN.with_name("trace-v2")
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +26,18 @@ def trace() -> Trace:
     return Trace.open(GOLDEN)
 
 
-def test_nobody_wrote_it_anew() -> None:
+@pytest.mark.parametrize(
+    ("folder", "sha256"),
+    [
+        (GOLDEN, "c67f9e3483514424eee62dcce1df962ea923370dc36979fead8e111403eee58a"),
+        (SHARING, "5e9d6aa75dfba731c9f532cc1e797c64356a148a185dec6441d252459709486d"),
+    ],
+)
+def test_nobody_wrote_it_anew(folder: Path, sha256: str) -> None:
     digest = hashlib.sha256()
-    for path in sorted(GOLDEN.iterdir()):
+    for path in sorted(folder.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
-    assert digest.hexdigest() == "c67f9e3483514424eee62dcce1df962ea923370dc36979fead8e111403eee58a"
+    assert digest.hexdigest() == sha256
 
 
 def test_header(trace: Trace) -> None:
@@ -130,17 +139,40 @@ def test_check(trace: Trace) -> None:
     ]
 
 
-def test_the_script_still_writes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: Trace) -> None:
+def test_shared_rows_of_version_2() -> None:
+    """Its rows follow from the script by hand: tap 1 counts positions, final is the code of the next token."""
+    trace = Trace.open(SHARING)
+    prefixes = [(record.request_id, record.prefix_requests, record.prefix_rows) for record in trace.records]
+    assert trace.header.version == 2
+    assert prefixes == [("a", None, None), ("b", (0,), (69,)), ("c", (0, 1), (69, 60)), ("d", None, None)]
+    assert trace.requests["token_start"].to_list() == [0, 72, 0, 4]
+    assert trace.requests["row_start"].to_list() == [0, 71, 0, 3]
+    text, longer = [(3 * i + i // 8) % 8 for i in range(70)], [(5 + i // 9) % 8 for i in range(60)]
+    for index, rest in enumerate(([3, 4], [*longer, 7], [*longer, 1, 2, 0], [3])):
+        rows, scale = trace.read(index, ["1", "final"]), 1.0 if index == 3 else 2.0
+        assert rows.tokens.tolist() == [*text, *rest]
+        assert rows.taps["1"][:, 2].tolist() == [scale * (position + 0.5) for position in range(69 + len(rest))]
+        signs = [[scale if token >> bit & 1 else -scale for bit in range(3)] for token in [*text, *rest][1:]]
+        assert rows.taps["final"][:, :3].tolist() == signs
+    # Of eight tokens each has one row of final, so that requests with other tokens have some of them in common.
+    found = [finding.severity for finding in check_trace(trace) if "bit for bit" not in finding.what]
+    assert found == ["note", "note"]
+
+
+def test_the_script_still_writes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value by value: other processors round log_softmax otherwise, other versions of polars write other parquet."""
     text = (GOLDEN.parent / "README.md").read_text()
-    script = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert script is not None
+    first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(compile(script[1], "tests/golden/README.md", "exec"), {})
-    for name in ("shard-00000.safetensors", "shard-00001.safetensors", "target.safetensors"):
-        made, golden = (load_file(folder / name) for folder in (tmp_path / "trace-v1", GOLDEN))
-        assert made.keys() == golden.keys()
-        for tensor, values in golden.items():
+    exec(compile(first + second, "tests/golden/README.md", "exec"), {})
+    names = ("shard-00000.safetensors", "shard-00001.safetensors", "target.safetensors")
+    for name, golden in itertools.product(names, (GOLDEN, SHARING)):
+        made, kept = (load_file(folder / name) for folder in (tmp_path / golden.name, golden))
+        assert made.keys() == kept.keys()
+        for tensor, values in kept.items():
             torch.testing.assert_close(made[tensor], values, rtol=0, atol=1e-6 if values.dtype == torch.float32 else 0)
-    made_table = Trace.open(tmp_path / "trace-v1").requests
-    assert made_table.drop("shard_sha256").equals(trace.requests.drop("shard_sha256"))
+    for golden in (GOLDEN, SHARING):
+        told, kept_table = (
+            Trace.open(folder).requests.drop("shard_sha256") for folder in (tmp_path / golden.name, golden)
+        )
+        assert told.equals(kept_table)
