@@ -141,8 +141,8 @@ class Trace:
             return self
         if not kept:
             raise WiringError(
-                f"no request of {self.path} has {named} at once; there are {self.say_tiers()}: choose among the taps of "
-                "one"
+                f"no request of {self.path} has {named} at once; there are {self.say_tiers()}: choose among the taps "
+                "of one"
             )
         taken = self._of(kept)
         told = f"{len(kept)} of {counted(len(self.records), 'request')}"
