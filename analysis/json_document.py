@@ -1,7 +1,8 @@
 """Results as JSON: the one way in which every command makes its document. docs/json.md says what is in each.
 
 null stands for what is not known: a number that is not finite, a missing interval, None. An interval is two numbers. In
-a dataclass it is a field of the type ``tuple[float, float]``; elsewhere ``interval_json`` says that one is meant.
+a dataclass it is a field of the type ``tuple[float, float]``, or of several of these; elsewhere ``interval_json`` says
+that one is meant.
 """
 
 import math
@@ -51,6 +52,8 @@ def interval_json(bounds: tuple[float, float]) -> list[float] | None:
 
 
 def _field(value: object, kind: object) -> Any:
+    if kind == tuple[tuple[float, float], ...]:
+        return [interval_json(one) for one in value]  # type: ignore[attr-defined]
     return interval_json(value) if kind == tuple[float, float] else json_value(value)  # type: ignore[arg-type]
 
 

@@ -25,6 +25,7 @@ from replay.analysis.counts import (
 )
 from replay.analysis.expected_length import ExpectedSummary, summarise_expected
 from replay.analysis.json_document import JsonObject, object_json
+from replay.analysis.positions import Interval, position_intervals, reached_by_request
 from replay.printable import html_table
 from replay.traces.agreement import Agreement
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
@@ -52,9 +53,9 @@ class VariantSummary(VariantSettings):
     """One variant, its counts and ratios; the fields down to ``agreement`` are the JSON of ``replay simulate --json``.
 
     ``position_joint[j-1]`` = rounds with at least j accepted / rounds; ``position_conditional[j-1]`` = the same
-    over the rounds with at least j-1. ``accept_length_server`` = completion tokens / verify rounds as SGLang's
-    ``meta_info`` counts it (requests without a round are left out; the first token of a request comes from prefill and
-    counts, tokens past the end do not).
+    over the rounds with at least j-1, ``position_conditional_ci95`` its interval (positions.py).
+    ``accept_length_server`` = completion tokens / verify rounds as SGLang's ``meta_info`` counts it (requests without a
+    round are left out; the first token of a request comes from prefill and counts, tokens past the end do not).
     """
 
     requests: int
@@ -68,6 +69,7 @@ class VariantSummary(VariantSettings):
     histogram: tuple[int, ...]
     position_joint: tuple[float, ...]
     position_conditional: tuple[float, ...]
+    position_conditional_ci95: tuple[Interval, ...]
     all_anchors_accept_length: float
     ties: int
     seconds: float
@@ -163,7 +165,7 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
     (nan, nan) when fewer than two requests have one.
     """
     counts = per_request(rounds)
-    intervals = _intervals(rounds, counts, seed=seed, resamples=resamples)
+    intervals, positions = _intervals(rounds, counts, seed=seed, resamples=resamples)
     spread = histograms(rounds)
     return Summaries(
         _summary(
@@ -172,6 +174,7 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
             counts[variant.name],
             spread[variant.name],
             intervals[variant.name],
+            positions[variant.name],
             _expected(variant, seed=seed, resamples=resamples),
         )
         for variant in rounds.variants
@@ -190,13 +193,16 @@ def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
 
 def _intervals(
     rounds: Rounds, counts: dict[str, Counts], *, seed: int, resamples: int
-) -> dict[str, tuple[float, float]]:
-    """By variant the interval of its accept length."""
-    found: dict[str, tuple[float, float]] = {}
+) -> tuple[dict[str, Interval], dict[str, tuple[Interval, ...]]]:
+    """By variant the interval of its accept length, and those of its positions."""
+    found: dict[str, Interval] = {}
+    positions: dict[str, tuple[Interval, ...]] = {}
+    reached = reached_by_request(rounds)
     for names, played in alike({name: rows[:, ROUNDS] > 0 for name, rows in counts.items()}):
         sums = stacked_sums([counts[name][played] for name in names], seed=seed, resamples=resamples)
         found |= {name: length_interval(lengths(sums[i]), played) for i, name in enumerate(names)}
-    return found
+        positions |= position_intervals(reached, names, played, seed=seed, resamples=resamples)
+    return found, positions
 
 
 def _summary(
@@ -204,7 +210,8 @@ def _summary(
     requests: Sequence[RequestInfo],
     counts: Counts,
     histogram: Counts,
-    interval: tuple[float, float],
+    interval: Interval,
+    positions: tuple[Interval, ...],
     expected: ExpectedSummary | None,
 ) -> VariantSummary:
     rounds, accepted, drafted, cut = (int(total) for total in counts.sum(axis=0))
@@ -235,6 +242,7 @@ def _summary(
         histogram=tuple(int(count) for count in histogram),
         position_joint=joint,
         position_conditional=conditional,
+        position_conditional_ci95=positions,
         all_anchors_accept_length=ratio(variant.anchors_accepted + variant.anchors, variant.anchors),
         ties=variant.ties,
         seconds=variant.seconds,

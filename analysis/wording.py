@@ -73,7 +73,7 @@ def fact(summary: VariantSummary, name: str) -> str:
     if name == "faults":
         return ", ".join(value) or "none"
     if name == "draft":
-        return PurePath(value).name or value
+        return (PurePath(value).name or value) if PurePath(value).is_absolute() else value
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -99,6 +99,12 @@ def varying(summaries: Sequence[VariantSummary]) -> tuple[str, ...]:
         facts.remove("num_draft_tokens")
     told = {tuple(fact(summary, name) for name in facts) for summary in summaries}
     return tuple(facts) if len(told) == len(summaries) else ("name", *facts)
+
+
+def joined(summaries: Sequence[VariantSummary]) -> tuple[str, ...]:
+    """``varying`` of rounds from several files: the name, which says the file, and what no name says already."""
+    facts = [name for name in varying(summaries) if name != "name"]
+    return ("name", *(name for name in facts if not all(fact(row, name) in row.name for row in summaries)))
 
 
 def label(summary: VariantSummary, facts: Sequence[str]) -> str:

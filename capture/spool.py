@@ -209,8 +209,18 @@ def _places(counts: Sequence[int]) -> tuple[list[int], int]:
 
 
 def lock_launch(folder: Path) -> int:
-    """The lock of a launch folder: while the descriptor is open, no other start deletes it. Raises OSError."""
-    return files.take_lock(folder / files.LOCK)
+    """The lock of a launch folder: while the descriptor is open, no other start deletes it.
+
+    Raises FileNotFoundError where another start has just deleted it, BlockingIOError where it does so now, OSError.
+    """
+    lock = files.take_lock(folder / files.LOCK)
+    try:
+        if os.path.samestat(os.fstat(lock), os.stat(folder / files.LOCK)):
+            return lock
+        raise FileNotFoundError(folder)
+    except OSError:
+        os.close(lock)
+        raise
 
 
 def drop_launches(folder: Path, keep: str) -> None:
@@ -220,14 +230,25 @@ def drop_launches(folder: Path, keep: str) -> None:
     """
     spool = folder / SPOOL
     for name in names_in(spool):
-        mine = _LAUNCH.fullmatch(name) and name != keep and not (spool / name).is_symlink()
-        if mine and not files.is_locked(spool / name):
-            for file in names_in(spool / name):
-                kinds = (_ROWS, _RANK, _LOCK)
-                if file == files.LOCK or any(kind.fullmatch(file.removesuffix(files.TEMPORARY)) for kind in kinds):
-                    (spool / name / file).unlink(missing_ok=True)
-            if not names_in(spool / name):
-                (spool / name).rmdir()
+        if _LAUNCH.fullmatch(name) and name != keep and not (spool / name).is_symlink():
+            try:
+                lock = lock_launch(spool / name)
+            except (BlockingIOError, FileNotFoundError, NotADirectoryError):
+                continue
+            try:
+                _drop_launch(spool / name)
+            finally:
+                os.close(lock)
+
+
+def _drop_launch(folder: Path) -> None:
+    """Delete a launch folder whose lock is held here, the lock last; what is not ours stays."""
+    for file in names_in(folder):
+        if any(kind.fullmatch(file.removesuffix(files.TEMPORARY)) for kind in (_ROWS, _RANK, _LOCK)):
+            (folder / file).unlink(missing_ok=True)
+    (folder / files.LOCK).unlink(missing_ok=True)
+    if not names_in(folder):
+        folder.rmdir()
 
 
 def storable(dtype: str) -> bool:

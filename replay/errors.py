@@ -7,6 +7,7 @@ ReplayError
 ├── PromptError         a prompt file or a row of it
 ├── CaptureError        the target or its engine could not be recorded
 ├── OutputError         the place to write to: exists already, is full, cannot be written
+├── WorkerError         processes or a cluster that replay a sweep: ended, cannot be reached, unlike each other
 └── TraceError          a trace or rounds file that cannot be trusted
     ├── TraceVersionError     another format or version
     ├── TraceIncompleteError  recording has not ended
@@ -47,6 +48,10 @@ class CaptureError(ReplayError):
 
 class OutputError(ReplayError):
     """The place to write to exists already, is full, or cannot be written."""
+
+
+class WorkerError(ReplayError):
+    """Processes or a cluster that replay a sweep ended, cannot be reached, or are unlike each other."""
 
 
 class TraceError(ReplayError):

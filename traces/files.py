@@ -45,13 +45,14 @@ def is_ours(name: str) -> bool:
     return final in (HEADER, REQUESTS, ROUNDS, WEIGHTS) or shard_number(final) is not None
 
 
-def write_whole(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+def write_whole(path: Path, blocks: Iterable[bytes | memoryview], *, apart: str = "") -> None:
     """Write ``blocks`` to ``path`` so that it is there whole or not at all, whenever the process or machine dies.
 
     A temporary neighbour is written, synced and renamed, then the folder is synced. The old file stays as it was for
-    whoever has it mapped. Raises OSError; the temporary file is removed then, and on Ctrl-C.
+    whoever has it mapped. Where several processes may write ``path`` at once, each gives a word of its own that keeps
+    their temporary files ``apart``. Raises OSError; the temporary file is removed then, and on Ctrl-C.
     """
-    temporary = path.with_name(path.name + TEMPORARY)
+    temporary = path.with_name(path.name + apart + TEMPORARY)
     try:
         with open(temporary, "wb") as file:
             for block in blocks:

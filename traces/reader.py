@@ -204,6 +204,11 @@ class Trace:
         names = ("category", "requests", "prompt tokens", "output tokens")
         return html_table(repr(self), names, [[name, *map(str, counts)] for name, counts in rows.items()])
 
+    def __getstate__(self) -> dict[str, object]:
+        """For another process: what was mapped or worked out stays behind, and is there again when it is asked for."""
+        own = self.__dict__.items()
+        return {name: value for name, value in own if not isinstance(getattr(type(self), name, None), cached_property)}
+
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """The parsed headers of its shards, in order."""

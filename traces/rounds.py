@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -208,7 +209,7 @@ def write_rounds(rounds: Rounds, path: Path, *, force: bool = False) -> None:
     }
     buffer = io.BytesIO()
     rounds.table.write_parquet(buffer, metadata={METADATA_KEY: _text(head)})
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")  # also on a disk of many machines
     try:
         with part.open("wb") as file:
             file.write(buffer.getbuffer())

@@ -167,4 +167,6 @@ def _bits(tensor: "Tensor") -> "Tensor":
     """Values as integers: -0.0 is not 0.0."""
     import torch
 
-    return tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return (
+        tensor.detach().cpu().contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    )

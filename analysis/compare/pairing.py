@@ -5,12 +5,14 @@ With the texts of two traces, they may be two recordings of the same prompts (te
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from replay.analysis.compare.texts import Texts, check_told, shared_tokens
 from replay.analysis.json_document import JsonObject
 from replay.errors import TraceError, UsageError
 from replay.traces.rounds import Rounds, VariantInfo, VariantSettings
+from replay.traces.rounds_join import tell_heads
 
 if TYPE_CHECKING:
     import polars as pl
@@ -61,6 +63,8 @@ def pair_rounds(
     Raises UsageError for a variant that is not there or not named where there are several, and where there is nothing
     to compare; TraceError where the two are not of one trace.
     """
+    if second is not None:
+        first, second = _told_heads(first, second)
     a = _choose_a(first, variant_a, called[0], alone=second is None)
     if second is None:
         others = _choose_others(first, variant_b, called[0], leave=a.name)
@@ -100,18 +104,49 @@ def pair_rounds(
     return PairedRounds(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1], files, texts, shared, traces)
 
 
+def _told_heads(first: Rounds, second: Rounds) -> tuple[Rounds, Rounds]:
+    """Both with names of heads that tell those of the two files apart."""
+    heads, called = tell_heads({"first file": first, "second file": second})
+
+    def renamed(rounds: Rounds, file: str) -> Rounds:
+        own = tuple(replace(one, draft=called[file, one.draft]) for one in rounds.variants)
+        return replace(rounds, variants=own, drafts=heads)
+
+    return renamed(first, "first file"), renamed(second, "second file")
+
+
 def _own_names(variants: Sequence[VariantInfo]) -> list[str]:
-    """Their names; files name their variants each by itself, so two of them may use one name for different ones."""
-    names = []
-    for variant in variants:
-        alike = [other for other in variants if other.name == variant.name]
-        apart = [
-            field.name
-            for field in fields(VariantSettings)
-            if field.name != "name" and any(_setting(one, field.name) != _setting(variant, field.name) for one in alike)
-        ]
-        names.append(" ".join([variant.name, *(_setting(variant, name) for name in apart)]))
-    return names
+    """Their names; files name their variants each by itself, so two of them may use one name for different ones.
+
+    Where they are of several heads each name has its head, unless it says it already.
+    """
+    heads = _head_names(variants)
+    return [
+        " · ".join(
+            filter(None, [heads[one.draft], _apart(one, [other for other in variants if other.name == one.name])])
+        )
+        for one in variants
+    ]
+
+
+def _head_names(variants: Sequence[VariantInfo]) -> dict[str, str]:
+    """What stands in front of a name for its head: nothing where there is one head, or every name says its own."""
+    drafts = dict.fromkeys(variant.draft for variant in variants)
+    if len(drafts) == 1 or all(variant.draft in variant.name for variant in variants):
+        return dict.fromkeys(drafts, "")
+    short = [PurePath(draft).name for draft in drafts]
+    return dict(zip(drafts, short if len(set(short)) == len(short) else drafts, strict=True))
+
+
+def _apart(variant: VariantInfo, alike: Sequence[VariantInfo]) -> str:
+    """Its name, and what it differs in from others of that name beside the head."""
+    apart = [
+        field.name
+        for field in fields(VariantSettings)
+        if field.name not in ("name", "draft")
+        and any(_setting(one, field.name) != _setting(variant, field.name) for one in alike)
+    ]
+    return " ".join([variant.name, *(_setting(variant, name) for name in apart)])
 
 
 def _setting(variant: VariantInfo, name: str) -> str:

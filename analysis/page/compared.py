@@ -5,43 +5,46 @@ import math
 from replay.analysis import wording
 from replay.analysis.compare.compare import Comparison
 from replay.analysis.compare.report import answer, doubts
-from replay.analysis.page.chart_parts import BLUE, GREY, MOST_LABEL, Chart, Spec, above, framed
-from replay.analysis.page.document import bullets, document
-from replay.printable import shorten
+from replay.analysis.page.chart_parts import BLUE, GREY, Chart, Spec, mark, rows
+from replay.analysis.page.document import document
+from replay.analysis.page.names import numbered
+from replay.analysis.page.parts import doubts_section
 
 
 def write_comparison(comparison: Comparison, text: str) -> str:
     """The HTML; ``text`` is the comparison as the terminal shows it. Raises UsageError where charts cannot be drawn."""
-    sections = bullets("Doubts", tuple(doubts(comparison)) or ("none of the checks raised one",))
+    sections = doubts_section(doubts(comparison))
     return document(answer(comparison), (), comparison_charts(comparison), sections, text)
 
 
 def comparison_charts(comparison: Comparison) -> list[Chart]:
     """A dot and an interval for each pair that shares requests; none where no pair does."""
-    told = [pair for pair in comparison.pairs if math.isfinite(pair.difference)]
+    told = [(place, pair) for place, pair in enumerate(comparison.pairs) if math.isfinite(pair.difference)]
     if not told:
         return []
+    names = numbered([pair.b.variant for pair in comparison.pairs])
     values: list[Spec] = []
-    for place, pair in enumerate(told, 1):
+    for place, pair in told:
         low, high = pair.ci95
-        name = shorten(pair.b.variant, MOST_LABEL)
         bounds = {} if math.isnan(low) else {"low": low, "high": high}
-        values.append({"variant": f"{place}. {name}", "difference": pair.difference, **bounds})
-    y = {"field": "variant", "type": "nominal", "sort": None, "axis": above("variant B")}
+        within = f" ({low:+.3f} to {high:+.3f})" if bounds else ""
+        said = (
+            f"{pair.b.variant} against {pair.a.variant}, {wording.counted(pair.requests, 'request')}: "
+            f"{pair.difference:+.3f}{within}, {pair.verdict}"
+        )
+        values.append({"variant": names[place], "difference": pair.difference, **bounds, "said": said})
     layers: list[Spec] = [
-        {"data": {"values": [{"none": 0}]}, "mark": {"type": "rule", "color": GREY, "strokeDash": [4, 3]},
-         "encoding": {"x": _x("none"), "y": None}},
-        {"mark": {"type": "rule", "color": BLUE, "strokeWidth": 2},
-         "encoding": {"x": _x("low"), "x2": {"field": "high"}}},
-        {"mark": {"type": "point", "color": BLUE, "filled": True, "size": 70}, "encoding": {"x": _x("difference")}},
+        {"data": {"values": [{"none": 0, "said": "no difference"}]}, "mark": {"type": "rule", "color": GREY,
+         "strokeDash": [4, 3]}, "encoding": {"x": _x("none"), "y": None}},
+        {"mark": mark("rule", color=BLUE, strokeWidth=2), "encoding": {"x": _x("low"), "x2": {"field": "high"}}},
+        {"mark": mark("point", color=BLUE), "encoding": {"x": _x("difference")}},
     ]  # fmt: skip
-    spec = {"data": {"values": values}, "encoding": {"y": y}, "layer": layers}
-    requests = wording.counted(max(pair.requests for pair in told), "request")
+    requests = wording.counted(max(pair.requests for _, pair in told), "request")
     caption = (
-        f"Accept length of B minus that of A ({told[0].a.variant}), paired over at most {requests}; the line is the "
+        f"Accept length of B minus that of A ({told[0][1].a.variant}), paired over at most {requests}; the line is the "
         "95 % interval. Right of 0, B accepts more."
     )
-    return [Chart("Difference in accept length", caption, framed(spec, 80 + 22 * len(values)))]
+    return [Chart("Difference in accept length", caption, rows(values, "variant", "variant B", layers))]
 
 
 def _x(field: str) -> Spec:

@@ -7,9 +7,10 @@ from replay.analysis import wording
 from replay.analysis.diagnosis.verdict import Diagnosis
 from replay.analysis.ladder.ladder import Ladder
 from replay.analysis.ladder.report import answer as ladder_answer
-from replay.analysis.page.chart_parts import BLUE, GREEN, GREY, MOST_LABEL, RED, Chart, Spec, above, framed
-from replay.analysis.page.document import bullets, document
-from replay.printable import shorten
+from replay.analysis.page.chart_parts import BLUE, GREEN, GREY, RED, Chart, Spec, mark, rows
+from replay.analysis.page.document import document
+from replay.analysis.page.names import numbered
+from replay.analysis.page.parts import bullets
 
 _SHOWN = 10  # hypotheses
 _ENDS = ("level", "lost", "gained")
@@ -39,32 +40,35 @@ def diagnosis_charts(diagnosis: Diagnosis) -> Iterator[Chart]:
 
 def _ranking(diagnosis: Diagnosis) -> Chart:
     ranked = diagnosis.ranked[:_SHOWN]
-    names = [shorten(f"{place}. {one.name}", MOST_LABEL) for place, one in enumerate(ranked, 1)]
+    names = numbered([one.name for one in ranked])
     values = [
-        {"hypothesis": name, "probability": 100 * one.probability, "said": wording.percent(one.probability)}
+        {"hypothesis": name, "probability": 100 * one.probability, "said": f"{one.name}: "
+         f"{wording.percent(one.probability)}"}
         for name, one in zip(names, ranked, strict=True)
-    ]
+    ]  # fmt: skip
     x = {
         "field": "probability",
         "type": "quantitative",
         "scale": {"domain": [0, 100]},
-        "axis": {"title": f"probability (%, of {len(diagnosis.ranked)} hypotheses)"},
+        "axis": {"title": f"probability (%, of {len(diagnosis.ranked)} hypotheses)", "tickCount": 5},
     }
-    y = {"field": "hypothesis", "type": "nominal", "sort": names, "axis": above("hypothesis")}
-    spec = {"data": {"values": values}, "mark": {"type": "bar", "color": BLUE}, "encoding": {"x": x, "y": y}}
+    bar: Spec = {"mark": mark("bar", color=BLUE), "encoding": {"x": x}}
     rounds = wording.counted(diagnosis.healthy.evidence.rounds, "round")
     caption = f"How likely each hypothesis is after {rounds} of the server; the {len(ranked)} likeliest are shown."
-    return Chart("Hypotheses", caption, framed(spec, 80 + 22 * len(values)))
+    return Chart("Hypotheses", caption, rows(values, "hypothesis", "hypothesis", [bar]))
 
 
 def _waterfall(ladder: Ladder) -> Chart:
     values = list(_bars(ladder))
-    names = [value["rung"] for value in values]
     title = "accept length (tokens / round)"
     encoding: Spec = {
-        "x": {"field": "from", "type": "quantitative", "scale": {"domainMin": 1}, "axis": {"title": title}},
+        "x": {
+            "field": "from",
+            "type": "quantitative",
+            "scale": {"domainMin": 1},
+            "axis": {"title": title, "tickCount": 5},
+        },
         "x2": {"field": "to"},
-        "y": {"field": "rung", "type": "nominal", "sort": names, "axis": above("rung")},
         "color": {
             "field": "kind",
             "type": "nominal",
@@ -72,9 +76,9 @@ def _waterfall(ladder: Ladder) -> Chart:
             "legend": {"title": None, "orient": "bottom"},
         },
     }
-    spec = {"data": {"values": values}, "mark": {"type": "bar", "minBandSize": 4}, "encoding": encoding}
+    bar: Spec = {"mark": mark("bar", stroke=GREY), "encoding": encoding}
     caption = f"{ladder_answer(ladder)} Each bar reaches from the rung before to this one."
-    return Chart("From the training metric to the server", caption, framed(spec, 100 + 24 * len(values)))
+    return Chart("From the training metric to the server", caption, rows(values, "rung", "rung", [bar]))
 
 
 def _bars(ladder: Ladder) -> Iterator[Spec]:
@@ -83,9 +87,11 @@ def _bars(ladder: Ladder) -> Iterator[Spec]:
     for rung in ladder.rungs:
         level = rung.accept_length
         if math.isfinite(level) and math.isnan(rung.change):
-            yield {"rung": rung.name, "from": 1.0, "to": level, "kind": "level"}
+            said = f"{rung.name}: accept length {wording.decimal(level)}"
+            yield {"rung": rung.name, "from": 1.0, "to": level, "kind": "level", "said": said}
         elif math.isfinite(rung.change):
             end = level if math.isfinite(level) else before  # what is unexplained leads to what was observed
             kind = "lost" if rung.change < 0 else "gained" if rung.change > 0 else "level"
-            yield {"rung": rung.name, "from": end - rung.change, "to": end, "kind": kind}
+            said = f"{rung.name}: {rung.change:+.3f}, to accept length {wording.decimal(end)}"
+            yield {"rung": rung.name, "from": end - rung.change, "to": end, "kind": kind, "said": said}
         before = level if math.isfinite(level) else before

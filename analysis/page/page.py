@@ -1,13 +1,13 @@
 """A report as one HTML file that needs nothing beside it: charts, tables, the text of the terminal, and the tokens."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 
 from replay.analysis import wording
-from replay.analysis.page.charts import charts
-from replay.analysis.page.document import bullets, document, own_file
+from replay.analysis.page.charts import charts, full_label
+from replay.analysis.page.document import document, own_file
+from replay.analysis.page.parts import doubts_section, pairs_section, section, sentence, table
 from replay.analysis.page.token_data import token_data
 from replay.analysis.report.answer import answer
 from replay.analysis.report.assessment import Report
@@ -15,7 +15,6 @@ from replay.analysis.report.expected import expected_sentence
 from replay.analysis.report.report import observed_sentence
 from replay.analysis.summary import VariantSummary
 from replay.analysis.tokens.view import View
-from replay.printable import one_line
 
 _LESS = "\\u003c"  # in JSON: a plain one could end the script that holds the data
 
@@ -35,8 +34,8 @@ def write_page(page: Page) -> str:
     said = (expected_sentence(report.summaries), observed_sentence(report), *report.layouts)
     sections = [
         *_variants(report),
-        *bullets("Doubts", report.doubts or ("none of the checks raised one",)),
-        *_provenance(report.provenance),
+        *doubts_section(report.doubts),
+        *pairs_section("Provenance", report.provenance),
     ]
     tokens = () if page.tokens is None else _tokens(page.tokens)
     return document(answer(report), said, charts(report), sections, page.text, tokens)
@@ -45,24 +44,15 @@ def write_page(page: Page) -> str:
 def _variants(report: Report) -> Iterator[str]:
     """The table: each ratio with what was divided."""
     heads = ("variant", "accept length", "95 % interval", "lost", "accepted / drafted", "rounds", "requests")
-    yield '<section>\n<h2>Variants</h2>\n<div class="wide"><table>\n<thead><tr>'
-    yield "".join(f"<th>{head}</th>" for head in heads) + "</tr></thead>\n<tbody>"
-    for row in report.summaries:
-        first, *cells = _cells(report, row)
-        yield (
-            f'<tr><th scope="row">{escape(first)}</th>'
-            + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            + "</tr>"
-        )
-    yield "</tbody></table></div>"
-    yield "<p>lost: accept length below the best's, paired over the same requests; "
-    yield "≈ where the two cannot be told apart.</p>"
-    yield "</section>"
+    several = len(report.summaries) > 1
+    rows = [_cells(report, row, f"{place}. " if several else "") for place, row in enumerate(report.summaries, 1)]
+    lost = "lost: accept length below the best's, paired over the same requests; ≈ where the two cannot be told apart."
+    return section("Variants", table(heads, rows, "the variants"), sentence(lost, "dim") if several else "")
 
 
-def _cells(report: Report, row: VariantSummary) -> tuple[str, ...]:
+def _cells(report: Report, row: VariantSummary, place: str) -> tuple[str, ...]:
     return (
-        one_line(wording.label(row, report.facts) or "replay"),
+        place + full_label(report, row),
         wording.decimal(row.accept_length),
         wording.interval(row.accept_length_ci95),
         _lost(report, row),
@@ -79,12 +69,6 @@ def _lost(report: Report, row: VariantSummary) -> str:
     if gap is None or gap.verdict == "equal":
         return wording.NOTHING if gap is None else "equal"
     return ("≈ " if gap.verdict == "cannot tell" else "") + wording.decimal(-gap.difference)
-
-
-def _provenance(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
-    yield "<section>\n<h2>Provenance</h2>\n<dl>"
-    yield from (f"<dt>{escape(word)}</dt><dd>{escape(said)}</dd>" for word, said in pairs)
-    yield "</dl></section>"
 
 
 def _tokens(view: View) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """A plan → what a person reads: what to do at each load, tables, schedules, doubts, provenance. Nothing is computed."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -12,9 +11,10 @@ from replay.analysis.plan.plan import MISFIT, Choice, Plan, Range, Row, untimed_
 from replay.analysis.plan.policies import Rule
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
 from replay.analysis.plan.settings import PLAIN
+from replay.analysis.plan.shares import best_drafting, share
 from replay.analysis.tables import Fitted, bullet, column, heading, pairs
 
-_TERMS = {
+TERM_WORDS = {
     "pass": "the target's pass, however many rows",
     "row": "each row in the target's pass",
     "kv": "each token of context, by request",
@@ -22,7 +22,7 @@ _TERMS = {
     "draft": "each draft step",
     "draft-row": "each row in a draft step",
 }
-_SOURCES = {"rounds": "", "timing": "measured", "bounds": "bounded"}
+SOURCE_WORDS = {"rounds": "", "timing": "measured", "bounds": "bounded"}
 
 
 def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]], requests: int | None = None) -> RenderableType:
@@ -58,7 +58,7 @@ def answer(plan: Plan, choice: Choice) -> str:
         more = "" if choice.measure is None else f" Time {choice.measure.spelled} there: it would tell most."
         return f"{place}: cannot tell. {others} cannot be told apart.{more}"
     if choice.advice == "do not speculate":
-        drafting = _best_drafting(plan, choice)
+        drafting = best_drafting(plan, choice)
         against = "" if drafting is None else f", the best depth ({drafting.setting.spelled}) {_speed(drafting)}"
         return f"{place}: do not speculate. Without it {_speed(plain)}{against}."
     gain = "" if best.speedup is None else f", {_times(best.speedup)} without speculation"
@@ -69,15 +69,15 @@ def answer(plan: Plan, choice: Choice) -> str:
 
 def shares(plan: Plan, choice: Choice) -> str:
     """How much of the loss is the head and how much the machine; empty where the time without is not known."""
-    row = _best_drafting(plan, choice)
-    if row is None or row.break_even is None:
+    found = share(plan, choice)
+    if found is None:
         return ""
-    even = row.break_even.value
     return (
-        f"At {row.setting.spelled} a round takes as long as {_about(row.break_even, 2)} plain steps, so speculation "
-        f"breaks even at that accept length; the head gives {_about(row.accept_length, 2)}. With every draft accepted "
-        f"it would be {row.setting.most / even:.2f} times as fast as without, with drafting and verifying for free "
-        f"{row.accept_length.value:.2f} times."
+        f"At {found.setting.spelled} a round takes as long as {_about(found.break_even, 2)} plain steps, so "
+        f"speculation breaks even at that accept length; the head gives {_about(found.free_machine, 2)}. With every "
+        "draft accepted "
+        f"it would be {_about(found.perfect_head, 2)} times as fast as without, with drafting and verifying for free "
+        f"{_about(found.free_machine, 2)} times."
     )
 
 
@@ -120,7 +120,9 @@ def _table(rows: Sequence[Row]) -> Fitted:
     names = column("setting", labels, left=True)
     first = (
         column("accept\nlength", [_about(row.accept_length, 3) for row in rows]),
-        column("", [_SOURCES.get(row.length_source, "") if row.setting.speculates else "" for row in rows], left=True),
+        column(
+            "", [SOURCE_WORDS.get(row.length_source, "") if row.setting.speculates else "" for row in rows], left=True
+        ),
         column("tok/s", [_about(row.tokens_per_second, 1) for row in rows]),
         column("range", [_between(row.tokens_per_second, 1) for row in rows]),
         column("times\nplain", ["" if row.speedup is None else _about(row.speedup, 2) for row in rows]),
@@ -139,7 +141,7 @@ def _costs(plan: Plan) -> Fitted:
     names = column("term", [term.name for term in plan.costs], left=True)
     columns = (
         column("ms", [_between(term.ms, 3) for term in plan.costs]),
-        column("what", [_TERMS[term.name] + (" (typed)" if term.typed else "") for term in plan.costs], left=True),
+        column("what", [TERM_WORDS[term.name] + (" (typed)" if term.typed else "") for term in plan.costs], left=True),
     )
     return Fitted((names,), (columns,), tuple(term.name for term in plan.costs))
 
@@ -179,12 +181,6 @@ def rule_sentence(rule: Rule) -> str:
         f"{place}: {told} the best fixed depth ({rule.against.spelled}), {value:.3f} times its tok/s "
         f"({low:.3f} to {high:.3f})."
     )
-
-
-def _best_drafting(plan: Plan, choice: Choice) -> Row | None:
-    rows = [row for row in plan.rows if row.load == choice.load and row.setting.speculates]
-    told = [row for row in rows if not math.isnan(row.tokens_per_second.value)]
-    return max(told, key=lambda row: row.tokens_per_second.value, default=None)
 
 
 def _speed(row: Row) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from replay.analysis.gaps import Gap
+from replay.analysis.report.curve import Curve
 from replay.analysis.summary import VariantSummary
 
 
@@ -15,7 +16,7 @@ class Report:
 
     ``together`` are ``best`` and those that are not told apart from it (``gaps.verdicts``), the largest accept length
     first; empty without rounds. ``layouts`` say what a tree's KV layout costs, ``facts`` name what differs between the
-    variants.
+    variants. ``curves`` are those of training runs of which several checkpoints were replayed.
     """
 
     summaries: tuple[VariantSummary, ...]
@@ -28,3 +29,4 @@ class Report:
     facts: tuple[str, ...]
     doubts: tuple[str, ...]
     provenance: tuple[tuple[str, str], ...]
+    curves: tuple[Curve, ...] = ()

@@ -15,6 +15,7 @@ from replay.analysis.gaps import Gap, gaps, observed_gaps, verdicts
 from replay.analysis.report.agreement import agreement_legend, agreement_sentence
 from replay.analysis.report.answer import answer
 from replay.analysis.report.assessment import Report
+from replay.analysis.report.curve import curves, render_curves
 from replay.analysis.report.doubts import Results, doubts
 from replay.analysis.report.expected import expected_sentence
 from replay.analysis.report.provenance import provenance
@@ -24,6 +25,7 @@ from replay.analysis.summary import VariantSummary
 from replay.analysis.tables import bullet, heading, pairs
 from replay.analysis.view import LONG, WHOLE, View
 from replay.traces.rounds import Rounds
+from replay.traces.rounds_join import FILES
 
 _LOST = (
     "lost: accept length below the best's, over the same requests; ≈ where the two are not told apart, by the rule of "
@@ -57,9 +59,10 @@ def assess(
         gaps=against,
         observed_gaps=seen,
         layouts=layout_sentences(rounds, summaries, seed=seed, resamples=resamples),
-        facts=wording.varying(summaries),
+        facts=wording.joined(summaries) if rounds.trace.get(FILES) else wording.varying(summaries),
         doubts=doubts(Results(rounds, summaries, best, nearest, seen)),
         provenance=tuple(provenance(rounds, summaries, seed=seed, resamples=resamples)),
+        curves=curves(rounds, summaries),
     )
 
 
@@ -99,6 +102,8 @@ def lay_out(report: Report, view: View = WHOLE) -> RenderableType:
     if left := len(report.summaries) - len(shown):
         more = "variant is" if left == 1 else "variants are"
         parts += [Text(), Text(f"{wording.count(left)} more {more} not shown")]
+    if report.curves:
+        parts += [Text(), heading("By step"), render_curves(report.curves, report.together)]
     if len(report.summaries) > 1:
         legends = [_LOST, agreement_legend(report.summaries)]
         parts += [Text(), *(Text(legend, style="dim") for legend in legends if legend)]
@@ -142,7 +147,8 @@ def _shared(report: Report) -> str:
         return ""
     elsewhere = ("numerics", "engine")  # said under provenance
     first = report.summaries[0]
-    facts = [name for name in wording.FACTS if name not in report.facts and name not in elsewhere]
+    differ = {*report.facts, *wording.varying(report.summaries)}  # a name may say what differs
+    facts = [name for name in wording.FACTS if name not in differ and name not in elsewhere]
     if "steps" in report.facts and first.num_draft_tokens == first.steps + 1:
         facts.remove("num_draft_tokens")
     said = " · ".join(wording.phrase(first, name) for name in facts)

@@ -3,14 +3,16 @@
 Row i of a request is the target's state once it has consumed tokens x_0..x_i; with L prompt and n output tokens there
 are rows 0..L+n-2, and row L-1+j is the one that chose output token j. Rows are kept as they were computed on the way:
 the prompt's in one pass, then one a step. Prompts are padded on the left, so that a batch decodes in one cache slot.
+What a prompt has in common with others is computed once (prefixes.py), and its pass begins behind that.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from replay.capture.encode import EncodedRequest
+from replay.capture.local.prefixes import Prefix, Prefixes, stack_prefixes
 from replay.capture.local.sampling import Sampling, choose
 from replay.capture.local.target import LocalTarget
 from replay.capture.logits import summarise_logits
@@ -48,15 +50,17 @@ def run_batch(
     sampling: Sampling,
     topk: int,
     on_step: OnStep,
+    prefixes: Prefixes,
 ) -> list[CapturedRequest]:
     """Record a batch, all of it generated or all of it forced; the results stand in the order of ``requests``."""
     import torch
 
     with torch.inference_mode(), target.recording(taps):
+        begun = [prefixes.of(request.request_id, request.prompt_ids) for request in requests]
         if requests[0].forced_ids is not None:
-            return _force(target, requests, taps, topk, on_step)
+            return _force(target, requests, begun, taps, topk, on_step)
         growing = [_Growing(request, request_generator(sampling.seed, request.request_id), {}) for request in requests]
-        _generate(target, growing, sampling, topk, on_step)
+        _generate(target, growing, begun, sampling, topk, on_step)
     return [_captured(one, taps, sampling) for one in growing]
 
 
@@ -78,15 +82,39 @@ def _pad_left(target: LocalTarget, prompts: Sequence[Sequence[int]]) -> "tuple[T
     return ids_BS, mask_BS, (mask_BS.cumsum(1) - 1).clamp(min=0)
 
 
-def _generate(target: LocalTarget, growing: Sequence[_Growing], sampling: Sampling, topk: int, on_step: OnStep) -> None:
+def _rest(
+    target: LocalTarget, begun: Sequence[Prefix | None], texts: Sequence[Sequence[int]]
+) -> "tuple[Tensor, Tensor, Tensor, Any]":
+    """Ids and positions [B, S] of ``texts`` behind their prefixes, the mask [B, P + S] of both, the cache of these."""
     import torch
 
-    ids_BS, mask_BM, positions_BS = _pad_left(target, [one.request.prompt_ids for one in growing])
-    cache = target.new_cache()
+    cache, before_BP, lengths_B1 = stack_prefixes(target, begun)
+    rest = [ids[0 if one is None else one.length :] for ids, one in zip(texts, begun, strict=True)]
+    ids_BS, mask_BS, positions_BS = _pad_left(target, rest)
+    return ids_BS, torch.cat([before_BP, mask_BS], dim=1), positions_BS + lengths_B1 * mask_BS, cache
+
+
+def _rows(seen: "Mapping[str, Tensor]", b: int, length: int, prefix: Prefix | None) -> "dict[str, list[Tensor]]":
+    """Of request ``b`` of a batch the rows of a text of ``length`` tokens by tap, those of its prefix first."""
+    before = {} if prefix is None else prefix.rows
+    own = length - (0 if prefix is None else prefix.length)
+    return {name: [*before.get(name, ()), rows_BSW[b, -own:].cpu()] for name, rows_BSW in seen.items()}
+
+
+def _generate(
+    target: LocalTarget,
+    growing: Sequence[_Growing],
+    begun: Sequence[Prefix | None],
+    sampling: Sampling,
+    topk: int,
+    on_step: OnStep,
+) -> None:
+    import torch
+
+    ids_BS, mask_BM, positions_BS, cache = _rest(target, begun, [one.request.prompt_ids for one in growing])
     seen = target.forward(ids_BS, mask_BM, positions_BS, cache)
-    for b, one in enumerate(growing):
-        length = len(one.request.prompt_ids)
-        one.rows = {name: [rows_BSW[b, -length:].cpu()] for name, rows_BSW in seen.items()}
+    for b, (one, prefix) in enumerate(zip(growing, begun, strict=True)):
+        one.rows = _rows(seen, b, len(one.request.prompt_ids), prefix)
     live, position_B1, tokens = list(growing), positions_BS[:, -1:], 0
     while True:
         chosen = _choose_tokens(target, live, seen[FINAL][:, -1], sampling, topk)
@@ -128,20 +156,26 @@ def _choose_tokens(
 
 
 def _force(
-    target: LocalTarget, requests: Sequence[EncodedRequest], taps: Sequence[str], topk: int, on_step: OnStep
+    target: LocalTarget,
+    requests: Sequence[EncodedRequest],
+    begun: Sequence[Prefix | None],
+    taps: Sequence[str],
+    topk: int,
+    on_step: OnStep,
 ) -> list[CapturedRequest]:
     """All rows of given outputs in one pass."""
     import torch
 
     consumed = [(*request.prompt_ids, *(request.forced_ids or ()))[:-1] for request in requests]
-    seen = target.forward(*_pad_left(target, consumed), None)
+    ids_BS, mask_BM, positions_BS, cache = _rest(target, begun, consumed)
+    seen = target.forward(ids_BS, mask_BM, positions_BS, cache if any(begun) else None)
     result: list[CapturedRequest] = []
     for b, request in enumerate(requests):
         count = len(request.forced_ids or ())
         final_NH = seen[FINAL][b, -count:]
         parts = [summarise_logits(target.lm_head(part_NH), topk) for part_NH in torch.split(final_NH, _LOGIT_ROWS)]
         one = _Growing(request, torch.Generator(), {}, parts, list(request.forced_ids or ()), "forced")
-        one.rows = {name: [rows_BSW[b, -len(consumed[b]) :].cpu()] for name, rows_BSW in seen.items()}
+        one.rows = _rows(seen, b, len(consumed[b]), begun[b])
         result.append(_captured(one, taps, Sampling()))
     on_step(sum(request.max_new_tokens for request in requests), 0)
     return result

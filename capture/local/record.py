@@ -11,6 +11,7 @@ import replay
 from replay.capture.encode import EncodedRequest, encode_prompts
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Loading, Noted, Planned, Sized
 from replay.capture.kept import Kept, kept_of
+from replay.capture.local.prefixes import Prefixes
 from replay.capture.local.sampling import Sampling
 from replay.capture.options import (
     CaptureOptions,
@@ -204,16 +205,19 @@ class _Recorder:
         self.requests, self.requests_done = len(requests), len(requests) - len(todo)
         self.most_output_tokens = sum(one.max_new_tokens for one in todo)
         prompt_tokens = sum(len(one.prompt_ids) for one in todo)
+        # Of all requests, as are the batches below, so that a resumed capture computes what it would have computed.
+        prefixes = Prefixes(self.target, {one.request_id: one.prompt_ids for one in requests})
         self.on_event(Planned(self.requests, self.requests_done, prompt_tokens, self.most_output_tokens))
         try:
             if self.options.weights:
                 self.writer.write_target_weights(self.target.embed_weight, self.target.lm_head_weight)
             # Planned over all requests, so that a resumed capture has the batches it would have had.
+            # The first requests have all taps of the others, so prefixes that they computed serve these too.
             for taps, alike in self.kept.tiers(requests):
                 for batch in self._batches(taps, alike):
                     missing = [one for one in batch if one.request_id not in done]
                     if missing:
-                        self._record(missing, taps)
+                        self._record(missing, taps, prefixes)
             self.writer.finish()
         except KeyboardInterrupt:
             raise CaptureError(
@@ -240,7 +244,7 @@ class _Recorder:
         most_tokens = min(_BATCH_TOKENS, _BATCH_BYTES // row_bytes)
         return plan_batches(requests, most_requests=self.options.concurrency, most_tokens=most_tokens)
 
-    def _record(self, batch: Sequence[EncodedRequest], taps: Sequence[str]) -> None:
+    def _record(self, batch: Sequence[EncodedRequest], taps: Sequence[str], prefixes: Prefixes) -> None:
         import torch
 
         from replay.capture.local.generate import run_batch
@@ -253,7 +257,10 @@ class _Recorder:
             self._tell(most_later + left)
 
         try:
-            rows = run_batch(self.target, batch, taps, sampling=self.sampling, topk=self.options.topk, on_step=on_step)
+            rows = run_batch(
+                self.target, batch, taps, sampling=self.sampling, topk=self.options.topk, on_step=on_step,
+                prefixes=prefixes,
+            )  # fmt: skip
         except torch.cuda.OutOfMemoryError as error:
             raise CaptureError(
                 f"the device has no memory for a batch of {counted(len(batch), 'request')}, {self.requests_done} of "

@@ -2,7 +2,7 @@
 
 SGLang loads the plugin in the process that starts a server (its launchers, or a script with ``sgl.Engine``) before it
 starts schedulers. There what is asked is checked, and each launch gets a folder and a lock of its own. The schedulers
-then find the same variable with the form that ``replay serve`` gives it (recording.py).
+then find in REPLAY_LAUNCH what ``replay serve`` would tell them (recording.py).
 
 What is typed wrong ends the process before it loads a model. SystemExit, because SGLang 0.5.23 plugins/__init__.py logs
 every other error of a plugin and serves on. What can change by itself between two starts, as a full disk, does not: a
@@ -15,20 +15,21 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from replay.capture.options import parse_distinct_taps
+from replay.capture.plugin.arguments import has_option
 from replay.capture.plugin.facts import without_secrets
-from replay.capture.plugin.launch import lacking_start, room_notes, simulated_lengths
-from replay.capture.plugin.recording import LAUNCHER, RECORD_VARIABLE, Recording
+from replay.capture.plugin.launch import lacking_start, room_notes, simulated_lengths, target_shape
+from replay.capture.plugin.recording import LAUNCH_VARIABLE, RECORD_VARIABLE, Recording
 from replay.capture.plugin.seams import Place
 from replay.capture.spool import SPOOL, drop_launches, launch_folder, lock_launch
 from replay.errors import CaptureError, OutputError, ReplayError, UsageError
 from replay.traces.files import LOCK, take_lock
-from replay.traces.place import no_folder
 from replay.traces.taps import FINAL, parse_taps
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,9 @@ logger = logging.getLogger(__name__)
 TAPS, WIRING, TOPK = "REPLAY_TAPS", "REPLAY_WIRING", "REPLAY_TOPK"
 SCHEDULERS = Place("sglang.srt.entrypoints.engine", "Engine._launch_scheduler_processes", ("server_args",))
 _OPTIONS = {"--trace": RECORD_VARIABLE, "--taps": TAPS, "--wiring": WIRING, "--topk": TOPK}  # as messages call them
+_OTHER_WAYS = ("--use-ray", "--smg-grpc-mode", "--grpc-mode")  # of SGLang 0.5.23 launch_server.py
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)  # of a disk that may be well at the next start
-_TRIES = 3  # to make a launch folder that another server's start took for a dead one's
+_TRIES, _PAUSE = 5, 0.1  # to make a launch folder that another server's start takes for a dead one's, and seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,10 @@ def read_asked(environment: Mapping[str, str]) -> Asked:
     """What is asked for; ``REPLAY_RECORD`` is set. Raises UsageError, OutputError."""
     folder = Path(environment[RECORD_VARIABLE])
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise no_folder(folder)
+        raise OutputError(f"{RECORD_VARIABLE}={folder} is no folder: name one to record into, or a new one")
     taps, wiring, topk = (environment.get(name) or None for name in (TAPS, WIRING, TOPK))
-    for variable, value in ((TAPS, taps), (WIRING, wiring)):
-        _check_names(variable, value)
+    _check_names(TAPS, taps)
+    _check_names(WIRING, wiring)
     if topk is not None and not (re.fullmatch(r"\d{1,4}", topk, re.ASCII) and 1 <= int(topk) <= 4096):
         raise UsageError(f"{TOPK}={topk} cannot be: type a number from 1 to 4096")
     if (problem := simulated_lengths(environment)) is not None:
@@ -65,9 +67,10 @@ def read_asked(environment: Mapping[str, str]) -> Asked:
     return Asked(folder.absolute(), taps, wiring, 32 if topk is None else int(topk))
 
 
-def _check_names(variable: str, value: str | None) -> None:
+def _check_names(variable: str, value: str | None, layers: int | None = None) -> None:
+    parse = parse_distinct_taps if variable == TAPS else parse_taps
     try:
-        names = () if value is None else (parse_distinct_taps if variable == TAPS else parse_taps)(value)
+        names = () if value is None else parse(value, layers=layers)
     except UsageError as error:
         raise UsageError(f"{variable}={value} cannot be: {error}") from error
     if variable == WIRING and FINAL in names:
@@ -82,14 +85,12 @@ def begin(register: Callable[[str, Callable[..., Any]], None]) -> None:
     """
     try:
         asked = read_asked(os.environ)
-        lacking = SCHEDULERS.problem()
-        if lacking is None and (start := lacking_start()) is not None:
-            lacking = start
+        check_way(_typed())
+        lacking = SCHEDULERS.problem() or lacking_start()
         if lacking is not None:
             raise CaptureError(f"this SGLang has no {lacking}, where recording begins: unset {RECORD_VARIABLE}")
     except ReplayError as error:
         raise refusal(error) from error
-    os.environ[LAUNCHER] = str(os.getpid())
     register(f"{SCHEDULERS.module}.{SCHEDULERS.name}", Launcher(asked).launch)
 
 
@@ -116,12 +117,11 @@ class Launcher:
             recording = self._open(arguments)
         except ReplayError as error:
             raise refusal(error) from error
-        before = os.environ[RECORD_VARIABLE]
-        os.environ[RECORD_VARIABLE] = recording.to_json()
+        os.environ[LAUNCH_VARIABLE] = recording.to_json()
         try:
             return original(engine, server_args, *args, **kwargs)
         finally:
-            os.environ[RECORD_VARIABLE] = before  # for another server that this process starts
+            del os.environ[LAUNCH_VARIABLE]  # not for another server that this process starts
 
     def _open(self, arguments: Mapping[str, Any]) -> Recording:
         """A launch of its own, with its folder where the disk has room for one. Raises OutputError."""
@@ -143,6 +143,15 @@ class Launcher:
         return Recording(str(asked.folder), launch, asked.taps, asked.wiring, asked.topk, _typed())
 
 
+def check_way(typed: Sequence[str]) -> None:
+    """Refuse launchers that start schedulers in a way of their own, as far as that is ``typed``. Raises UsageError."""
+    way = next((flag for flag in _OTHER_WAYS if has_option(typed, flag)), None)
+    if way is not None:
+        raise UsageError(
+            f"{way} was given, and a server that starts so is not recorded: leave it out, or unset {RECORD_VARIABLE}"
+        )
+
+
 def check_server(asked: Asked, arguments: Mapping[str, Any]) -> None:
     """Refuse servers that cannot be recorded as asked, by their ``arguments``. Raises UsageError."""
     if (nodes := int(arguments.get("nnodes") or 1)) > 1:
@@ -152,6 +161,9 @@ def check_server(asked: Asked, arguments: Mapping[str, Any]) -> None:
         )
     if asked.wiring is not None and not arguments.get("speculative_draft_model_path"):
         raise UsageError(f"{WIRING}={asked.wiring} needs a draft: add --speculative-draft-model-path")
+    if (shape := target_shape(arguments.get("model_path"))) is not None:
+        _check_names(TAPS, asked.taps, shape[0])
+        _check_names(WIRING, asked.wiring, shape[0])
     kept = arguments.get("enable_return_hidden_states") or arguments.get("return_hidden_states_mode") == "full"
     if not arguments.get("speculative_algorithm") and not kept:
         raise UsageError(
@@ -185,14 +197,15 @@ def open_launch(folder: Path, launch: str) -> int:
 
 def _lock(folder: Path, launch: str) -> int:
     place = launch_folder(folder, launch)
-    for _ in range(_TRIES - 1):
+    for tries_left in reversed(range(_TRIES)):
         place.mkdir(exist_ok=True)
         try:
             return lock_launch(place)
-        except FileNotFoundError:  # taken for a dead one's between the two
-            continue
-    place.mkdir(exist_ok=True)
-    return lock_launch(place)
+        except (FileNotFoundError, BlockingIOError):  # taken for a dead one's between the two, and being deleted
+            if not tries_left:
+                raise
+            time.sleep(_PAUSE)
+    raise AssertionError("there is a try at least")
 
 
 def not_begun(*_: Any) -> None:

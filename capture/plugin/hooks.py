@@ -18,27 +18,30 @@ Every process of a server imports this module, so it imports nothing heavy.
 
 import functools
 import logging
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from replay.capture.plugin import seams
-from replay.capture.plugin.recording import LAUNCHER, RECORD_VARIABLE, Recording, is_folder
+from replay.capture.plugin.recording import Recording, asked_here, is_folder
 
 logger = logging.getLogger(__name__)
 
+_ENGINE = "sglang.srt.entrypoints.engine"  # which starts schedulers
 _START = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"  # of a scheduler, before its model is loaded
 
 
 def activate() -> None:
     """The entry point, called in every process of a server, first in the one that starts it."""
-    asked = os.environ.get(RECORD_VARIABLE, "")
+    asked = asked_here(os.environ)
     if not asked:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if is_folder(asked) and os.environ.get(LAUNCHER) == str(os.getppid()):
-        return  # one of its children that is no scheduler
+    if is_folder(asked) and multiprocessing.parent_process() is not None and _ENGINE not in sys.modules:
+        return  # the child of a server that starts none, as its detokenizer
     if is_folder(asked):
         from replay.capture.plugin.by_environment import begin, not_begun
 
@@ -59,7 +62,7 @@ def _install(scheduler: Any) -> None:
     from replay.capture.plugin.plugin import Plugin
     from replay.capture.plugin.reporter import Reporter
 
-    recording = Recording.from_json(os.environ[RECORD_VARIABLE])
+    recording = Recording.from_json(asked_here(os.environ))
     found = seams.find_seams(sglang.__version__)
     plugin = Plugin(recording, Reporter(recording, sglang.__version__), found)
     try:

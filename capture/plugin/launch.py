@@ -93,14 +93,13 @@ def prepare(options: ServeOptions, environment: Mapping[str, str]) -> Launch:
 def room_notes(model: str | None, folder: Path, taps: str | None, topk: int) -> list[str]:
     """How far the disk of ``folder`` will reach, as the config of the target ``model`` tells; nothing where that is
     not here to be read."""
-    if model is None or not os.path.isfile(config := Path(model) / "config.json"):
+    shape = target_shape(model)
+    if shape is None:
         return []
+    layers, width = shape
     try:
-        root = Fields(str(config), read_json(config, _MOST_CONFIG, follow=True))
-        values = root.object("text_config") if "text_config" in root.values else root
-        layers, width = values.integer("num_hidden_layers", 1, MAX_LAYERS), values.integer("hidden_size", 1, MAX_WIDTH)
         names = default_taps(layers) if taps is None else parse_distinct_taps(taps, layers=layers)
-    except (TraceCorruptError, UsageError):  # SGLang says what is wrong with it
+    except UsageError:  # the plugin says what is wrong with them
         return []
     size = RowSize(without_embed([FINAL, *names]), width, 2, topk)
     a_token, free = size.of(1, 1), free_bytes(folder)
@@ -108,6 +107,18 @@ def room_notes(model: str | None, folder: Path, taps: str | None, topk: int) -> 
         f"an output token takes about {spell_bytes(a_token)} in 16 bits, {spell_bytes(free)} are free in "
         f"{folder}: room for some {free // a_token:,} tokens"
     ]
+
+
+def target_shape(model: str | None) -> tuple[int, int] | None:
+    """Layers and hidden size, by the config in the folder ``model``; None where it is not here, or says none."""
+    if model is None or not os.path.isfile(config := Path(model) / "config.json"):
+        return None
+    try:
+        root = Fields(str(config), read_json(config, _MOST_CONFIG, follow=True))
+        values = root.object("text_config") if "text_config" in root.values else root
+        return values.integer("num_hidden_layers", 1, MAX_LAYERS), values.integer("hidden_size", 1, MAX_WIDTH)
+    except TraceCorruptError:  # SGLang says what is wrong with it
+        return None
 
 
 def _environment(

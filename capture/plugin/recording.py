@@ -1,13 +1,15 @@
 """What a launch asks the plugin to record, and which servers can be asked. Knows no engine."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from replay.traces.fields import Fields, parse_json
 
 RECORD_VARIABLE = "REPLAY_RECORD"
-LAUNCHER = "REPLAY_LAUNCHER"  # the process that lets each launch of its own be recorded; set by itself
+# What a launch asks of its schedulers, where RECORD_VARIABLE is the user's own: a script that sets it sets it again in
+# each process that is spawned, which runs the script's first lines too.
+LAUNCH_VARIABLE = "REPLAY_LAUNCH"
 TRIED = (
     "0.5.20",
     "0.5.22",
@@ -16,9 +18,14 @@ TRIED = (
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"  # of SGLang: a server that has it makes its accept lengths up
 
 
-def is_folder(value: str) -> bool:
-    """Whether the variable's value is a folder, as users type it, and not yet what schedulers are asked."""
-    return not value.startswith("{")
+def asked_here(environment: Mapping[str, str]) -> str:
+    """What this process is asked: a Recording, in schedulers, or a folder, as users type it; empty: nothing."""
+    return environment.get(LAUNCH_VARIABLE) or environment.get(RECORD_VARIABLE, "")
+
+
+def is_folder(asked: str) -> bool:
+    """Whether that is a folder."""
+    return not asked.startswith("{")
 
 
 @dataclass(frozen=True, slots=True)

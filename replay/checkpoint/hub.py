@@ -12,6 +12,7 @@ from replay.printable import one_line
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./-]{1,100}))?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--(.+)", re.ASCII | re.DOTALL)
+_STEP = re.compile(r"(?:^|[^a-z])(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_.=]?([0-9]{1,15})$", re.ASCII | re.I)
 _WANTED = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 _MOST_REASON = 200  # characters
 
@@ -50,6 +51,15 @@ def spoken_name(folder: Path) -> str:
     if folder.parent.name == "snapshots" and (found := _SNAPSHOT.fullmatch(folder.parent.parent.name)):
         return found[1].rpartition("--")[2]
     return folder.name or str(folder)
+
+
+def step_of(folder: str | Path | None) -> int | None:
+    """The step of training that a checkpoint's folder names at its end, as ``checkpoint-500`` or ``epoch_1_step_500``.
+
+    None where it names none, or is a snapshot of a hub.
+    """
+    found = None if folder is None else _STEP.search(Path(folder).name)
+    return None if found is None else int(found[1])
 
 
 def _is_whole(folder: Path) -> bool:

@@ -22,7 +22,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @click.command()
 @click.option("--model", metavar="PATH_OR_ID", help="Target in this process: a checkpoint folder or a hub id.")
-@click.option("--server", metavar="URL", help="Target in a server that `replay serve` started (others: answers only).")
+@click.option("--server", metavar="URL", help="Target in a server that records (others: answers only).")
 @api_key_option
 @click.option(
     "--recording",

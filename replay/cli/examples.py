@@ -24,6 +24,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "replay report rounds.parquet --sort length --top 5",
         "replay report rounds.parquet --format csv > variants.csv",
         "replay report rounds.parquet --peers --html report.html",
+        "replay report epoch-1.parquet epoch-9.parquet --html heads.html",
     ),
     "show": (
         "replay show rounds.parquet --request code-1",

@@ -51,6 +51,12 @@ no_verify_option = click.option(
 cache_option = click.option(
     "--cache", type=PATH, metavar="DIR", help="Keep what was replayed here, and replay nothing twice. Safe to delete."
 )
+workers_option = click.option(
+    "--workers",
+    type=int,
+    metavar="N",
+    help="Replay in N processes side by side, with the same result.  [default: 1, this process]",
+)
 sort_option = click.option(
     "--sort",
     type=click.Choice(("typed", "length")),

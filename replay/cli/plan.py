@@ -17,12 +17,13 @@ from replay.cli.options import (
 )
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
+from replay.cli.web_page import page_options, refuse_page, write_page_file
 from replay.errors import UsageError
 
 if TYPE_CHECKING:
     from replay.analysis.plan.lengths import Length
     from replay.analysis.plan.policies import Played
-    from replay.simulator.simulation import ReplayProgress
+    from replay.simulator.progress import ReplayProgress
 
 
 _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are typed
@@ -65,6 +66,7 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
 @click.option("--variant", metavar="NAME", help="The variant of ROUNDS whose depths are planned.")
 @target_option
 @no_verify_option
+@page_options
 @json_option
 def plan(
     source: Path | None,
@@ -81,6 +83,8 @@ def plan(
     variant: str | None,
     target: Path | None,
     no_verify: bool,
+    html: Path | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Say whether speculation pays, and at which depth and batch.
@@ -92,6 +96,7 @@ def plan(
     from replay.analysis.plan.report import render_plan
     from replay.traces.rounds import read_rounds
 
+    refuse_page(html, force)
     asked = Question(times, benches, costs, lengths, batch, context, steps, variant, _pages(benches, api_key))
     told = read_costs(asked)  # before anything is replayed
     if draft is not None and (lengths or variant is not None):
@@ -112,6 +117,11 @@ def plan(
         print_json(found.to_json())
     else:
         print_rich(render_plan(found.plan, found.provenance, found.requests))
+    if html is not None:
+        from replay.analysis.page.planned import write_plan
+
+        shown = render_plan(found.plan, found.provenance, found.requests)
+        write_page_file(html, lambda text: write_plan(found, text), shown)
 
 
 def _pages(benches: tuple[str, ...], api_key: str | None) -> dict[str, list[str]]:

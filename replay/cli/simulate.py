@@ -17,11 +17,11 @@ from replay.cli.options import (
     open_traces,
     parse_wiring_option,
     part_options,
-    read_draft,
     read_part,
     sort_option,
     target_option,
     top_option,
+    workers_option,
 )
 from replay.cli.progress import show_progress
 from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds
@@ -41,7 +41,13 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 
 @click.command()
 @click.argument("traces", type=PATH, metavar="TRACE...", nargs=-1, required=True)
-@_repeated("--draft", "drafts", type=PATH, metavar="DIR|ID", help="Draft head's folder or hub id; repeat for several.")
+@_repeated(
+    "--draft",
+    "drafts",
+    type=PATH,
+    metavar="DIR|ID",
+    help="Draft head's folder or hub id, or a quoted pattern, e.g. 'runs/*/checkpoint-*'; repeat for several.",
+)
 @_repeated(
     "--wiring",
     "wirings",
@@ -123,6 +129,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @target_option
 @no_verify_option
 @cache_option
+@workers_option
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @sort_option
@@ -136,8 +143,8 @@ def simulate(
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
-    observed: str | None, target: Path | None, no_verify: bool, cache: Path | None, output: Path | None, force: bool,
-    sort: str | None, top: int | None, table_format: str | None,
+    observed: str | None, target: Path | None, no_verify: bool, cache: Path | None, workers: int | None,
+    output: Path | None, force: bool, sort: str | None, top: int | None, table_format: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
@@ -147,15 +154,18 @@ def simulate(
     """
     from replay.capture.observed import read_observed
     from replay.checkpoint.hub import head_folder
+    from replay.cli.drafts import expand_drafts, name_heads, read_drafts
     from replay.engines.precision import with_kv
     from replay.faults.table import parse_faults
     from replay.simulator.binding import check_one_target, distinct, resolve
     from replay.simulator.cache import check_cache_folder
     from replay.simulator.groups import check_variants
     from replay.simulator.variant import default_steps, sweep
+    from replay.simulator.workers import check_workers
     from replay.traces.rounds import is_rounds_file
     from replay.traces.rounds_sets import pool_rounds
 
+    drafts = expand_drafts(drafts)
     if not drafts:
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 or DFlash head")
     refuse_two_forms(table_format, as_json)
@@ -168,6 +178,8 @@ def simulate(
         refuse_existing(output, force, ours=is_rounds_file)
     if cache is not None:
         check_cache_folder(cache, verify=not no_verify)
+    if workers is not None:
+        check_workers(workers)
     _check_device(device)
     seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)
@@ -186,7 +198,7 @@ def simulate(
         faults=[parse_faults(text) for text in faults] or [()],
     )
     sweep(draft=[str(drafts[0])], **choices)  # refuses what cannot be before a head is fetched from a hub
-    checkpoints = {name: read_draft(path) for name, path in _name_folders(tuple(map(head_folder, drafts))).items()}
+    checkpoints = read_drafts(name_heads([head_folder(path) for path in drafts]))
     variants = [
         variant
         for name, checkpoint in checkpoints.items()
@@ -213,7 +225,7 @@ def simulate(
             )
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
     apart = {
-        name: run_simulation(one, checkpoints, variants, device, agreement=agreement, cache=cache)
+        name: run_simulation(one, checkpoints, variants, device, agreement=agreement, cache=cache, workers=workers)
         for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
@@ -270,13 +282,16 @@ def run_simulation(
     *,
     agreement: bool = True,
     cache: Path | None = None,
+    workers: int | None = None,
 ) -> "Rounds":
     """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server.
 
-    ``cache`` is a folder of variants that were replayed before.
+    ``cache`` is a folder of variants that were replayed before, ``workers`` how many processes replay.
     """
     from replay.simulator.cache import open_cache, simulate_cached
-    from replay.simulator.simulation import ReplayProgress
+    from replay.simulator.kept import keep_tasks
+    from replay.simulator.progress import ReplayProgress
+    from replay.simulator.workers import threads_of_each, use_workers
 
     with show_progress("replaying") as progress:
 
@@ -287,12 +302,19 @@ def run_simulation(
             if found:
                 progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
 
-        kept = None if cache is None else open_cache(cache, trace, checkpoints, device, agreement=agreement)
+        threads = threads_of_each(workers or 1)
+        kept = (
+            None
+            if cache is None
+            else open_cache(cache, trace, checkpoints, device, agreement=agreement, threads=threads)
+        )
         if cache is not None and kept is None:
             progress.note(f"note: the recording of {trace.path} has not ended, so --cache keeps nothing of it")
-        return simulate_cached(
-            kept, trace, checkpoints, variants, device=device, agreement=agreement, on_event=on_event, on_found=on_found
-        )
+        with use_workers(workers, trace, checkpoints, device) as hands:
+            return simulate_cached(
+                kept, trace, checkpoints, variants, device=device, agreement=agreement,
+                workers=keep_tasks(kept, hands), on_event=on_event, on_found=on_found,
+            )  # fmt: skip
 
 
 def _check_device(device: str) -> None:

@@ -9,6 +9,7 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.observed import Observation
 from replay.engines.wiring import Wiring
 from replay.simulator.cache import Cache
+from replay.simulator.tasks import Workers
 from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import Trace
 
@@ -20,7 +21,7 @@ class Case:
     ``trace`` has the requests with the most taps, on which every hypothesis is tried; ``every`` all requests.
     ``trained``: the wiring that the head was made for, where it is known and is another one than that served.
     ``feeding``: what the draft of the trace's own server was fed, where that was recorded. ``without``: kinds of faults
-    that are not tried. ``cache`` keeps what was replayed.
+    that are not tried. ``cache`` keeps what was replayed; ``workers`` replay, where they are not this process.
     """
 
     trace: Trace
@@ -32,6 +33,7 @@ class Case:
     feeding: Feeding | None
     without: Collection[str] = ()
     cache: Cache | None = None
+    workers: Workers | None = None
 
     @property
     def right_wiring(self) -> Wiring:

@@ -24,8 +24,9 @@ from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.cache import open_cache
 from replay.simulator.held import richest_requests
-from replay.simulator.simulation import ReplayProgress
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant, default_steps
+from replay.simulator.workers import check_workers, threads_of_each, use_workers
 from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 
@@ -45,6 +46,7 @@ def diagnose_server(
     without: Collection[str] = (),
     ladder: bool = True,
     cache: Path | None = None,
+    workers: int | None = None,
     on_event: Tell = lambda _: None,
 ) -> Diagnosis:
     """Why a server that ran ``served`` accepted what it did.
@@ -52,14 +54,21 @@ def diagnose_server(
     ``trained`` is the wiring the head was made for, where known; ``observed`` an accept length from elsewhere, else
     the trace's own server is explained; kinds of faults in ``without`` are not tried. With ``ladder`` the way from the
     training metric down to what was observed follows (ladder.py). ``cache`` is a folder in which what was replayed is
-    kept, so that a diagnosis that was stopped goes on. Raises TraceError where nothing was observed,
+    kept, so that a diagnosis that was stopped goes on, and ``workers`` a number of processes that replay, as in
+    ``simulate``. Raises TraceError where nothing was observed,
     UsageError where the two differ in steps or for a cache of a trace that is not verified, and whatever ``simulate``
     raises.
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
+    heads = {case.served.draft: checkpoint}
     if cache is not None:
-        heads = {case.served.draft: checkpoint}
-        case = replace(case, cache=open_cache(cache, case.trace, heads, "cpu", agreement=False))
+        threads = threads_of_each(check_workers(workers or 1))
+        case = replace(case, cache=open_cache(cache, case.trace, heads, "cpu", agreement=False, threads=threads))
+    with use_workers(workers, trace, heads, "cpu") as hands:
+        return _explain(replace(case, workers=hands), ladder, on_event)
+
+
+def _explain(case: Case, ladder: bool, on_event: Tell) -> Diagnosis:
     if case.observation.kind == LENGTH:
         check_width(case, on_event)
     reference = measure(case, on_event) if case.observation.kind == DRAFTED else None
@@ -159,6 +168,7 @@ def _climb(case: Case, found: Diagnosis, tried: Sequence[Trial], tell: Tell) -> 
         observed=observe(case.every, case.served.steps, case.observation.given).accepted,
         served_products=False,
         cache=case.cache,
+        workers=case.workers,
         on_event=on_event,
     )
 
@@ -185,14 +195,15 @@ def diagnose(
     engine: str | None = None,
     ladder: bool = True,
     cache: Path | None = None,
+    workers: int | None = None,
     on_event: Tell = lambda _: None,
 ) -> Diagnosis:
     """What `replay diagnose` finds: why the server that ran ``head`` accepted what it did.
 
     ``observed``: an accept length or a file that has one (capture/observed.py), else the trace's own server is
     explained. ``trained``: the wiring that the head was made for, where known. What the server ran, ``wiring`` (what it
-    feeds) to ``engine``, is as the trace says where it is not given. ``cache`` as in ``diagnose_server``. Raises as
-    ``diagnose_server`` and CaptureError for an ``observed`` that says nothing.
+    feeds) to ``engine``, is as the trace says where it is not given. ``cache`` and ``workers`` as in
+    ``diagnose_server``. Raises as that, and CaptureError for an ``observed`` that says nothing.
     """
     from replay.capture.observed import read_observed
     from replay.capture.observed_number import Observed
@@ -203,5 +214,13 @@ def diagnose(
     )  # fmt: skip
     seen = observed if observed is None or isinstance(observed, Observed) else read_observed(str(observed))
     return diagnose_server(
-        trace, head, served, trained=trained, observed=seen, ladder=ladder, cache=cache, on_event=on_event
+        trace,
+        head,
+        served,
+        trained=trained,
+        observed=seen,
+        ladder=ladder,
+        cache=cache,
+        workers=workers,
+        on_event=on_event,
     )

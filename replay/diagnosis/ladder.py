@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from replay.checkpoint.checkpoint import Checkpoint
     from replay.engines.wiring import Wiring
     from replay.simulator.cache import Cache
-    from replay.simulator.simulation import ReplayProgress
+    from replay.simulator.progress import ReplayProgress
+    from replay.simulator.tasks import Workers
     from replay.simulator.variant import ResolvedVariant, Variant
     from replay.traces.reader import Trace
 
@@ -46,6 +47,7 @@ def climb(
     device: str = "cpu",
     served_products: bool = True,
     cache: "Cache | None" = None,
+    workers: "Workers | None" = None,
     seed: int = 0,
     resamples: int = DEFAULT_RESAMPLES,
     on_event: "Callable[[ReplayProgress], None]" = lambda _: None,
@@ -55,8 +57,9 @@ def climb(
     Every rung holds drafts against the recorded tokens, whatever acceptance rule ``served`` names; a note says so.
     ``trained_wiring`` and ``trained_steps`` (None: as many as the server's) are what training assumed, in fp32 and
     with nothing wrong. ``observed`` is an accept length, or by request id the server's rounds by accepted tokens (None:
-    what the trace holds of it); ``served_products`` as ``simulate`` takes it, ``cache`` keeps the replays. Up to
-    2^5 replays, which share what they can. Raises WiringError, CheckpointError, UsageError or TraceError.
+    what the trace holds of it); ``served_products`` as ``simulate`` takes it, ``cache`` keeps the replays and
+    ``workers`` do them. Up to 2^5 replays, which share what they can. Raises WiringError, CheckpointError,
+    UsageError or TraceError.
     """
     from replay.analysis.ladder.ladder import Replays, build_ladder
     from replay.simulator.binding import resolve
@@ -87,6 +90,7 @@ def climb(
         distinct,
         device=device,
         served_products=served_products,
+        workers=workers,
         on_event=lambda event: on_event(replace(event, done=event.total + event.done, total=total)),
     )
     names = {chosen: rounds.variants[distinct.index(variant)].name for chosen, variant in playable.items()}

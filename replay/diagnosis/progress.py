@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replay.simulator.simulation import ReplayProgress
+from replay.simulator.progress import ReplayProgress
 
 
 @dataclass(frozen=True, slots=True)

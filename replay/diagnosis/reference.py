@@ -10,11 +10,11 @@ import numpy as np
 from replay.analysis.diagnosis.evidence import noise_scales, outliers_allowed
 from replay.analysis.followed import BOTH_SIDES, Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
-from replay.diagnosis.kept import asked_of, find_followed, keep_followed
 from replay.diagnosis.observed import count_by_request
 from replay.diagnosis.progress import Tell, Told, say_nothing, within
 from replay.simulator.cache import simulate_kept
 from replay.simulator.following import follow_server
+from replay.simulator.kept import asked_of, find_followed, keep_followed
 from replay.simulator.rounding import noise_between, other_orders
 from replay.simulator.variant import ResolvedVariant
 
@@ -78,8 +78,8 @@ def _orders(case: Case, variant: ResolvedVariant) -> list[tuple[Case, ResolvedVa
 
 def _shaken(case: Case) -> Case:
     """The case with its rows in fp8 rounded once more, about as far from those that are stored as these from the
-    target's own."""
-    return replace(case, trace=case.trace.shaken(), cache=None)
+    target's own. Workers have the stored ones."""
+    return replace(case, trace=case.trace.shaken(), cache=None, workers=None)
 
 
 def measure_discordance(case: Case) -> float:
@@ -99,7 +99,7 @@ def measure_discordance(case: Case) -> float:
 def _walked(case: Case, variants: list[ResolvedVariant]) -> list[dict[str, list[int]]]:
     """Of each variant's own walk the rounds of each request by accepted tokens."""
     heads = {case.served.draft: case.checkpoint}
-    played = simulate_kept(case.cache, case.trace, heads, variants, served_products=False)
+    played = simulate_kept(case.cache, case.trace, heads, variants, served_products=False, workers=case.workers)
     return [
         count_by_request(played.table.filter(played.table["variant"] == info.name), case.served.steps)
         for info in played.variants
@@ -121,7 +121,14 @@ def follow(
     if missing := [one for one, kept in found.items() if kept is None]:
         heads = {case.served.draft: case.checkpoint}
         made = follow_server(
-            case.trace, heads, missing, rounds, scales=scales, served_products=served_products, on_event=on_event
+            case.trace,
+            heads,
+            missing,
+            rounds,
+            scales=scales,
+            served_products=served_products,
+            workers=case.workers,
+            on_event=on_event,
         )
         for one, followed in zip(missing, made, strict=True):
             found[one] = followed

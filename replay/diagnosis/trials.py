@@ -96,7 +96,9 @@ def own_walks(
         variants = [item.variant for item in batch]
         told = within(tell, "what it does by itself", len(found), len(batch), len(hypotheses))
         heads = {case.served.draft: case.checkpoint}
-        rounds = simulate_kept(case.cache, case.every, heads, variants, served_products=False, on_event=told)
+        rounds = simulate_kept(
+            case.cache, case.every, heads, variants, served_products=False, workers=case.workers, on_event=told
+        )
         for item, summary in zip(batch, summarise(rounds), strict=True):
             found[item.name] = (summary, rounds)
     return found
@@ -115,6 +117,7 @@ def own_drafts(
             [item.variant for item in batch],
             follow=rounds,
             served_products=False,
+            workers=case.workers,
             on_event=within(tell, "at the server's anchors", len(found), len(batch), len(hypotheses)),
         )
         for item, info in zip(batch, played.variants, strict=True):
@@ -170,6 +173,7 @@ def _walk(case: Case, batch: Sequence[Hypothesis], whole: bool, told: Told) -> I
         [item.variant for item in batch],
         only=None if whole else seen.screening_requests,
         served_products=whole,
+        workers=case.workers,
         on_event=told,
     )
     counts = per_request(played)

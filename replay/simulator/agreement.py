@@ -16,9 +16,10 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.simulator.binding import resolve, target_precision
 from replay.simulator.fit import samples_drafts
 from replay.simulator.following import follow_server
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.rounding import EXACT, noise_between, other_orders
 from replay.simulator.served_drafts import served_shape
-from replay.simulator.simulation import ReplayProgress
+from replay.simulator.tasks import Workers
 from replay.simulator.variant import ResolvedVariant, Variant
 from replay.traces.agreement import Agreement
 from replay.traces.fields import count_of
@@ -42,6 +43,7 @@ def with_agreement(
     variants: Sequence[Variant | ResolvedVariant],
     *,
     device: str = "cpu",
+    workers: Workers | None = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> Rounds:
     """What ``simulate`` made of ``variants``, with the ``agreement`` of each that drafts as the trace's server did.
@@ -60,7 +62,7 @@ def with_agreement(
     }
     distinct = list(dict.fromkeys(drafting.values()))
     lots = [distinct[start : start + _AT_ONCE] for start in range(0, len(distinct), _AT_ONCE)]
-    follow = _Following(trace, checkpoints, served, device, on_event, len(lots) * _PASSES)
+    follow = _Following(trace, checkpoints, served, device, workers, on_event, len(lots) * _PASSES)
     found = {variant: one for lot in lots for variant, one in follow.agree(lot)}
     agreed = [found[drafting[variant]] if variant in drafting else None for variant in resolved]
     infos = zip(rounds.variants, agreed, strict=True)
@@ -103,6 +105,7 @@ class _Following:
     checkpoints: Mapping[str, Checkpoint]
     served: "pl.DataFrame"
     device: str
+    workers: Workers | None
     on_event: Callable[[ReplayProgress], None]
     passes: int
     passed: int = 0
@@ -129,7 +132,7 @@ class _Following:
             return {}
         found = follow_server(
             self.trace, self.checkpoints, variants, self.served, scales=scales, device=self.device,
-            served_products=served_products,
+            served_products=served_products, workers=self.workers,
             on_event=lambda event: self.on_event(ReplayProgress(before + event.done, total, _STAGE, event.part)),
         )  # fmt: skip
         return dict(zip(variants, found, strict=True))

@@ -7,6 +7,7 @@ that differs is replayed again.
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.checkpoint.checkpoint import Checkpoint
+from replay.checkpoint.hub import step_of
 from replay.errors import OutputError, TraceError, UsageError
 from replay.simulator.agreement import with_agreement
 from replay.simulator.binding import resolve
@@ -27,8 +29,10 @@ from replay.simulator.cache_keys import (
 )
 from replay.simulator.groups import check_variants, without_drafting
 from replay.simulator.held import requests_with_taps
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.results import describe_trace, describe_wirings
-from replay.simulator.simulation import ReplayProgress, simulate
+from replay.simulator.simulation import simulate
+from replay.simulator.tasks import Workers
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
 from replay.traces import files
 from replay.traces.place import check_writable
@@ -43,7 +47,8 @@ if TYPE_CHECKING:
 class Cache:
     """Entries in ``folder`` for one trace, its heads and one way to replay them.
 
-    ``agreement``: whether the variants are held against the trace's own server as well.
+    ``agreement``: whether the variants are held against the trace's own server as well. ``threads`` of each process
+    that replays; None of this one.
     """
 
     folder: Path
@@ -51,6 +56,7 @@ class Cache:
     checkpoints: Mapping[str, Checkpoint]
     device: str
     agreement: bool
+    threads: int | None = None
 
     def find(self, variant: ResolvedVariant, also: str = "") -> Rounds | None:
         """The rounds of ``variant`` alone, ``also`` being what else was asked; None where they are not there whole."""
@@ -70,9 +76,13 @@ class Cache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
-            files.write_whole(path.with_suffix(".sha256"), [files.sha256_of(path).encode()])
+            self.write_bytes(path.with_suffix(".sha256"), files.sha256_of(path).encode())
         except OSError as error:
             raise OutputError(f"cannot write to {self.folder}: {error.strerror}; choose another --cache") from error
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        """A file of an entry, whoever else writes the same one at once. Raises OSError."""
+        files.write_whole(path, [data], apart=f".{os.getpid()}.{secrets.token_hex(4)}")
 
     def drafts_blocks(self, variant: ResolvedVariant) -> bool:
         """Whether the variant's head drafts blocks."""
@@ -93,12 +103,18 @@ class Cache:
     @cached_property
     def _common(self) -> str:
         """What all entries share, as text."""
-        parts = (program_sha256(), trace_sha256(self.trace), self.device, self.agreement, *kernels_of(self.device))
-        return json.dumps(parts)
+        kernels = kernels_of(self.device, self.threads)
+        return json.dumps((program_sha256(), trace_sha256(self.trace), self.device, self.agreement, *kernels))
 
 
 def open_cache(
-    folder: Path, trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str, *, agreement: bool
+    folder: Path,
+    trace: Trace,
+    checkpoints: Mapping[str, Checkpoint],
+    device: str,
+    *,
+    agreement: bool,
+    threads: int | None = None,
 ) -> Cache | None:
     """The cache in ``folder``; None for a trace whose recording has not ended, which no checksum names.
 
@@ -106,7 +122,7 @@ def open_cache(
     """
     _check_verified(trace.verifies)
     finished = trace.header.requests_sha256 is not None
-    return Cache(folder, trace, checkpoints, device, agreement) if finished else None
+    return Cache(folder, trace, checkpoints, device, agreement, threads) if finished else None
 
 
 def _check_verified(verifies: bool) -> None:
@@ -144,6 +160,7 @@ def simulate_kept(
     follow: "pl.DataFrame | None" = None,
     only: Collection[str] | None = None,
     served_products: bool = True,
+    workers: Workers | None = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> Rounds:
     """``simulate`` in one go of those that ``cache`` lacks, together with those that it has. Raises as it does."""
@@ -151,7 +168,7 @@ def simulate_kept(
         cache, trace = _of_those_with_taps(cache, trace, variants)
     ask = partial(
         simulate, trace, checkpoints, device=device, follow=follow, only=only, served_products=served_products,
-        on_event=on_event,
+        workers=workers, on_event=on_event,
     )  # fmt: skip
     if cache is None:
         return ask(variants)
@@ -172,6 +189,7 @@ def simulate_cached(
     *,
     device: str = "cpu",
     agreement: bool = True,
+    workers: Workers | None = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
     on_found: Callable[[int], None] = lambda _: None,
 ) -> Rounds:
@@ -181,7 +199,7 @@ def simulate_cached(
     many were there. The rounds are those of a run without a cache. Raises as these, and OutputError.
     """
     if cache is None:
-        return _replay(trace, checkpoints, variants, device, agreement, on_event)
+        return _replay(trace, checkpoints, variants, device, agreement, workers, on_event)
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     cache, trace = _of_those_with_taps(cache, trace, resolved)
     found = {variant: rounds for variant in dict.fromkeys(resolved) if (rounds := cache.find(variant)) is not None}
@@ -191,10 +209,12 @@ def simulate_cached(
         if variant not in found:
             missing.setdefault(without_drafting(variant, cache.drafts_blocks(variant)), []).append(variant)
     check_variants([variant for alike in missing.values() for variant in alike], checkpoints, trace)
-    for number, alike in enumerate(missing.values()):
-        played = _replay(
-            trace, checkpoints, alike, device, agreement, _counted(on_event, number, len(missing))
-        )  # fmt: skip
+    lots = list(missing.values())
+    if workers is not None and lots:  # who keeps each of their tasks, and share one sweep best
+        lots = [[variant for alike in lots for variant in alike]]
+    for number, alike in enumerate(lots):
+        told = _counted(on_event, number, len(lots))
+        played = _replay(trace, checkpoints, alike, device, agreement, workers, told)
         for variant, rounds in zip(alike, _apart(played), strict=True):
             cache.keep(variant, rounds)
             found[variant] = rounds
@@ -213,12 +233,13 @@ def _replay(
     variants: Sequence[Variant | ResolvedVariant],
     device: str,
     agreement: bool,
+    workers: Workers | None,
     on_event: Callable[[ReplayProgress], None],
 ) -> Rounds:
-    rounds = simulate(trace, checkpoints, variants, device=device, on_event=on_event)
+    rounds = simulate(trace, checkpoints, variants, device=device, workers=workers, on_event=on_event)
     if not agreement:
         return rounds
-    return with_agreement(rounds, trace, checkpoints, variants, device=device, on_event=on_event)
+    return with_agreement(rounds, trace, checkpoints, variants, device=device, workers=workers, on_event=on_event)
 
 
 def _counted(on_event: Callable[[ReplayProgress], None], number: int, lots: int) -> Callable[[ReplayProgress], None]:
@@ -263,7 +284,13 @@ def _together(
         requests=parts[0].requests,
         trace={**describe_trace(trace), "wirings": describe_wirings(variants, checkpoints, trace)},
         drafts={
-            name: {**said[0], "path": checkpoints[name].path, "notes": _notes(said)} for name, said in heads.items()
+            name: {
+                **said[0],
+                "path": checkpoints[name].path,
+                "step": step_of(checkpoints[name].path),
+                "notes": _notes(said),
+            }
+            for name, said in heads.items()
         },
     )
 

@@ -22,12 +22,21 @@ if TYPE_CHECKING:
 _PACKAGES = ("replay", "replay.traces", "replay.analysis")
 
 
-def kernels_of(device: str) -> tuple[str | int, ...]:
-    """What rounds differently elsewhere: torch, the CPU's instructions, its threads, and a GPU where it runs on one."""
+# What narrows the instructions that kernels of products use (oneDNN's and MKL's guides), beside what the CPU has.
+_NARROWING = (
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR",
+)  # fmt: skip
+
+
+def kernels_of(device: str, threads: int | None = None) -> tuple[str | int, ...]:
+    """What rounds differently elsewhere: torch, the CPU's instructions, what narrows them, the threads (None: of this
+    process), and a GPU where it runs on one."""
     import torch
 
     gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
-    return torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), gpu
+    narrowed = (os.environ.get(name, "") for name in _NARROWING)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return torch.__version__, capability, threads or torch.get_num_threads(), gpu, *narrowed
 
 
 def rows_sha256(table: "pl.DataFrame | None") -> str:

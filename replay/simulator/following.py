@@ -2,39 +2,29 @@
 
 Two replays part at their first differing token, and what follows compares nothing; a replay that follows the server
 stays on the server's drafts, so that each of its tokens is evidence (analysis/followed.py).
-
-Suffixes: A rounds of one request, K steps, N nodes of a tree, Z noise scales.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from replay.analysis.followed import Floats, Followed, Ints, join
+from replay.analysis.followed import Followed, join
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.drafting.crossed import known_steps
-from replay.drafting.first_pass import FirstPass
-from replay.drafting.margins import Margins, margins_along
-from replay.drafting.product_sizes import served_spans
-from replay.drafting.round_by_round import walk
-from replay.drafting.rows import DraftInput
-from replay.drafting.tree_margins import ServedTrees, TreeMargins, tree_margins_along
 from replay.errors import UsageError
-from replay.simulator.batches import Batches, Together, batches_for, gather
+from replay.simulator.along import Served, follow_pack
 from replay.simulator.binding import resolve
+from replay.simulator.fit import samples_drafts
 from replay.simulator.groups import Group, group_variants
 from replay.simulator.held import requests_with_taps
-from replay.simulator.inputs import FollowedRounds, read_packs
-from replay.simulator.play import shared_first_pass, stem_inputs
+from replay.simulator.inputs import read_packs
+from replay.simulator.packs import spans_of, taps_of
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.served_drafts import ServedDrafts, served_drafts, served_shape
-from replay.simulator.simulation import ReplayProgress, taps_of
+from replay.simulator.tasks import Result, Task, Workers, plan_tasks, replay_tasks
 from replay.simulator.variant import ResolvedVariant, Variant
-from replay.traces.reader import RequestRows, Trace
+from replay.simulator.workers import use_workers
+from replay.traces.reader import Trace
 
 if TYPE_CHECKING:
     import polars as pl
@@ -49,55 +39,69 @@ def follow_server(
     scales: Sequence[float] = (),
     device: str = "cpu",
     served_products: bool = True,
+    workers: Workers | None = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> list[Followed]:
     """Every variant against the drafts of ``rounds`` (``Trace.served_rounds`` or some of them), token by token.
 
     Requests without a round there are left out; ``scales`` are the noise scales of ``Followed``. A variant drafts
-    chains or trees as the rounds do; its steps and topk are the server's. ``served_products`` as in ``simulate``.
+    chains or trees as the rounds do; its steps and topk are the server's. ``served_products`` and ``workers`` as in
+    ``simulate``.
     Raises UsageError for a variant of another shape, or whose drafts are sampled, and what ``simulate`` raises.
     """
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     trace = requests_with_taps(trace, resolved, checkpoints)
-    groups = group_variants(resolved, checkpoints, trace, device, served_products=served_products)
     served = served_drafts(rounds)
-    _check_shapes(resolved, groups, served)
-    stems = [list(alike) for _, alike in groupby(groups, key=lambda group: group.stem)]
-    found: list[list[Followed]] = [[] for _ in resolved]
-    done, total = 0, len(served)
-    places = {record.request_id: place for place, record in enumerate(trace.records)}
-    batches = batches_for(groups, trace)
-    spans = served_spans((trace if batches is None else trace.whole).served_rounds()) if served_products else {}
-    beside = None if batches is None else _Beside.of(batches, trace, rounds)
+    with use_workers(workers, trace, checkpoints, device) as hands:
+        if hands is not None:
+            _check_shapes(resolved, [samples_drafts(one.verify, trace) for one in resolved], served)
+            planned = plan_tasks(
+                trace, checkpoints, resolved, set(served), hands.count,
+                rounds=rounds, scales=tuple(scales), served_products=served_products,
+            )  # fmt: skip
+            return [join(parts) for parts in _by_variant(len(resolved), replay_tasks(hands, planned, on_event))]
+    groups = group_variants(resolved, checkpoints, trace, device, served_products=served_products)
+    _check_shapes(resolved, [group.sampled for group in groups], served)
+    return [join(parts) for parts in _follow_here(groups, trace, rounds, tuple(scales), on_event)]
+
+
+def _by_variant(variants: int, results: Sequence[tuple[Task, Result]]) -> list[list[Followed]]:
+    found: list[list[Followed]] = [[] for _ in range(variants)]
+    for task, result in results:
+        for member, one in zip(task.members, result, strict=True):
+            assert isinstance(one, Followed)
+            found[member].append(one)
+    return found
+
+
+def _follow_here(
+    groups: Sequence[Group],
+    trace: Trace,
+    rounds: "pl.DataFrame",
+    scales: tuple[float, ...],
+    on_event: Callable[[ReplayProgress], None],
+) -> list[list[Followed]]:
+    """In this process: of each variant what it says of each request."""
+    found: list[list[Followed]] = [[] for group in groups for _ in group.members]
+    served = Served.of(trace, groups, rounds, spans_of(groups, trace))
+    done, total = 0, len(served.drafts)
     with torch.inference_mode():
-        for pack in read_packs(trace, taps_of(groups), served):
-            alone = _Along(pack, [served[rows.request_id].before(len(rows.tokens) - 1) for rows in pack])
-            together = alone if beside is None else beside.add_to(alone)
-            told = 0
-            for stem in stems:
-                along = together if stem[0].crosses else alone
-                inputs = stem_inputs(stem, along.rows, along.leads, trace, spans, batches)
-                first = shared_first_pass(stem, inputs)
-                for group in stem:
-                    numbers = [places[rows.request_id] for rows in pack]
-                    followed = _follow(group, along, inputs, first, tuple(scales))
-                    for member in group.members:
-                        found[member] += [
-                            _of_request(one, number) for one, number in zip(followed, numbers, strict=True)
-                        ]
-                    told += 1
-                    on_event(ReplayProgress(done, total, part=len(pack) * told / len(groups)))
+        for pack in read_packs(trace, taps_of(groups), served.drafts):
+            for told, (group, followed) in enumerate(follow_pack(groups, pack, served, scales), start=1):
+                for member in group.members:
+                    found[member] += followed
+                on_event(ReplayProgress(done, total, part=len(pack) * told / len(groups)))
             done += len(pack)
             on_event(ReplayProgress(done, total))
-    return [join(parts) for parts in found]
+    return found
 
 
 def _check_shapes(
-    variants: Sequence[ResolvedVariant], groups: Sequence[Group], served: Mapping[str, ServedDrafts]
+    variants: Sequence[ResolvedVariant], sampled: Sequence[bool], served: Mapping[str, ServedDrafts]
 ) -> None:
     if not served:
         raise UsageError("no round of a server is left to follow; give a trace whose server drafted")
-    if any(group.sampled for group in groups):
+    if any(sampled):
         raise UsageError("a head that samples its drafts follows no other run's; type --verify target-only")
     rounds = served.values()
     trees, most = served_shape([d for one in rounds for d in one.drafted], [p for one in rounds for p in one.parents])
@@ -110,169 +114,3 @@ def _check_shapes(
                 f"{'trees' if variant.topk > 1 else 'chains'} of {here}; type the server's --steps, --topk and "
                 "--num-draft-tokens"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Along:
-    """Requests and the drafts along which they are followed; ``together`` (batches.py) where others are among them."""
-
-    rows: Sequence[RequestRows]
-    drafts: Sequence[ServedDrafts]
-    together: Together | None = None
-
-    @property
-    def leads(self) -> list[FollowedRounds]:
-        return [FollowedRounds(one.anchors, one.accepted) for one in self.drafts]
-
-
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    """What is followed beside a pack where states cross between requests: all that the server drafted."""
-
-    trace: Trace
-    batches: Batches
-    drafts: Mapping[str, ServedDrafts]
-
-    @classmethod
-    def of(cls, batches: Batches, trace: Trace, rounds: "pl.DataFrame") -> "_Beside":
-        """What ``rounds`` say goes before what the trace says of the same round."""
-        import polars as pl
-
-        others = trace.whole.served_rounds().join(rounds, on=["request_id", "anchor"], how="anti")
-        return cls(trace, batches, served_drafts(pl.concat([rounds.select(others.columns), others])))
-
-    def add_to(self, alone: _Along) -> _Along:
-        together = gather(self.batches, self.trace, alone.rows, alone.leads)
-        pairs = zip(together.rows, together.leads, strict=True)
-        drafts = [
-            self.drafts[rows.request_id].at(lead.anchors or ()).before(len(rows.tokens) - 1) for rows, lead in pairs
-        ]
-        return _Along(together.rows, drafts, together)
-
-
-def _follow(
-    group: Group, along: _Along, inputs: list[DraftInput], first: FirstPass | None, scales: tuple[float, ...]
-) -> list[Followed]:
-    """Of each request of the pack what one group says, rounds and request counted from 0."""
-    head, steps = group.head, max(size.steps for size in group.sizes)
-    choices = head.config.draft_vocab_size
-    if group.topk > 1:
-        trees = [one.trees(max(size.num_draft_tokens for size in group.sizes) - 1) for one in along.drafts]
-        read = tree_margins_along(
-            head, inputs, trees, topk=group.topk, steps=steps, kv=group.kv, scales=scales, first=first
-        )
-        known = _known_states(group, inputs, [torch.ones((item.anchors, steps), dtype=torch.bool) for item in inputs])
-        return [_from_trees(*one, scales=scales, choices=choices) for one in _own(along, read, trees, known)]
-    chains = [one.chains(steps) for one in along.drafts]
-    known = _known_states(group, inputs, [chain_AK >= 0 for chain_AK in chains])
-    if head.behaviour.follows_walk:
-        tails = [rows.tail_ids for rows in along.rows]
-        accepted = [one.accepted for one in along.drafts]
-        walked = walk(head, inputs, steps, tails, accepted, chains, scales)
-        margins = [one.margins for one in walked]
-    else:
-        margins = [*margins_along(head, inputs, chains, scales=scales, first=first)]
-    return [_from_chains(*one, scales=scales, choices=choices) for one in _own(along, margins, chains, known)]
-
-
-def _known_states(group: Group, inputs: Sequence[DraftInput], told: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each request whether the states before each of its tokens are known, given where it is known what was drafted.
-
-    They are not where they came from a request that is not in the trace.
-    """
-    rows_A = [row for item in inputs for row in item.batch_rows or ()]
-    known_AK = known_steps(group.head.behaviour, rows_A, torch.cat(list(told)))
-    return list(known_AK.split([len(one) for one in told]))
-
-
-def _own(along: _Along, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Request by request what was made of the pack's own, at the anchors that were asked for."""
-    kept = parts if along.together is None else [along.together.keep(part) for part in parts]
-    return zip(*kept, strict=True)
-
-
-def _from_chains(
-    margins: Margins | None,
-    drafted_AK: torch.Tensor,
-    known_AK: torch.Tensor,
-    *,
-    scales: tuple[float, ...],
-    choices: int,
-) -> Followed:
-    if margins is None:  # no round of this request was played
-        return _nothing(scales, choices)
-    told_AK = (drafted_AK >= 0).cummin(dim=1).values
-    round_AK = torch.arange(len(drafted_AK))[:, None].expand_as(told_AK)
-    depth_AK = torch.arange(1, drafted_AK.shape[1] + 1).expand_as(told_AK)
-    same_AK = (margins.preferred_AK == drafted_AK) & known_AK
-    log_prob_AK = margins.logit_AK - margins.logsumexp_AK
-    found = Followed(
-        request_N=np.zeros(int(told_AK.sum()), dtype=np.int64),
-        round_N=_numbers(round_AK[told_AK]),
-        depth_N=_numbers(depth_AK[told_AK]),
-        margin_N=_known(margins.margin_AK[told_AK], math.inf),
-        log_prob_N=_known(log_prob_AK[told_AK], -math.inf),
-        spread_NZ=_known(margins.spread_AKZ[told_AK], 0.0),
-        same_N=same_AK[told_AK].numpy(),
-        alike_R=(same_AK | ~told_AK).all(dim=1).numpy(),
-        scales=scales,
-        choices=choices,
-    )
-    return _without(found, ~known_AK[told_AK])
-
-
-def _from_trees(
-    read: TreeMargins, served: ServedTrees, known_AK: torch.Tensor, *, scales: tuple[float, ...], choices: int
-) -> Followed:
-    told_AN = (served.drafted_AN >= 0) & (read.depth_AN > 0)
-    round_AN = torch.arange(len(told_AN))[:, None].expand_as(told_AN)
-    # Nodes of all depths compete for a place in the tree.
-    known_AN = known_AK.all(dim=1, keepdim=True).expand_as(told_AN)
-    found = Followed(
-        request_N=np.zeros(int(told_AN.sum()), dtype=np.int64),
-        round_N=_numbers(round_AN[told_AN]),
-        depth_N=_numbers(read.depth_AN[told_AN]),
-        margin_N=_known(read.margin_AN[told_AN], math.inf),
-        log_prob_N=_known(read.score_AN[told_AN], -math.inf),
-        spread_NZ=_known(read.spread_ANZ[told_AN], 0.0),
-        same_N=((read.margin_AN == 0) & known_AN)[told_AN].numpy(),
-        alike_R=(read.alike_A & (known_AN | ~told_AN).all(dim=1)).numpy(),
-        scales=scales,
-        choices=choices,
-        by_depth=True,
-    )
-    return _without(found, ~known_AN[told_AN])
-
-
-def _without(found: Followed, unknown_N: torch.Tensor) -> Followed:
-    """Of tokens of which nothing is known each choice is as likely as any other: none is held against the replay."""
-    gone_N = unknown_N.numpy()
-    if not gone_N.any():
-        return found
-    return replace(
-        found,
-        margin_N=np.where(gone_N, 0.0, found.margin_N),
-        log_prob_N=np.where(gone_N, -math.inf, found.log_prob_N),  # so that no noise is measured there
-        spread_NZ=np.where(gone_N[:, None], math.log(found.choices), found.spread_NZ),
-    )
-
-
-def _nothing(scales: tuple[float, ...], choices: int) -> Followed:
-    none_N, flags = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
-    spread_NZ = np.zeros((0, len(scales)))
-    return Followed(none_N, none_N, none_N, np.zeros(0), np.zeros(0), spread_NZ, flags, flags, scales, choices)
-
-
-def _known(tensor: torch.Tensor, unknown: float) -> Floats:
-    """In float64, with ``unknown`` in the stead of NaN, which a head that overflows gives."""
-    found: Floats = tensor.double().nan_to_num(nan=unknown, posinf=math.inf, neginf=-math.inf).numpy()
-    return found
-
-
-def _numbers(tensor: torch.Tensor) -> Ints:
-    return tensor.numpy().astype(np.int64)
-
-
-def _of_request(followed: Followed, number: int) -> Followed:
-    """With the number that its request has in the trace."""
-    return replace(followed, request_N=np.full_like(followed.request_N, number))

@@ -40,6 +40,41 @@ class Group:
         return self.head.behaviour.crosses
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A group whose head is not made yet: ``first`` of its variants stands for all, with its ``subject``."""
+
+    first: ResolvedVariant
+    subject: Subject
+    sizes: tuple[TreeSize, ...]
+    members: tuple[int, ...]
+    stem: Hashable
+    sampled: bool
+
+    @property
+    def weights(self) -> Hashable:
+        """Equal for plans whose heads share their weights."""
+        return _weights_key(self.first, self.subject)
+
+
+def plan_groups(variants: Sequence[ResolvedVariant], checkpoints: Mapping[str, Checkpoint], trace: Trace) -> list[Plan]:
+    """Resolved variants by what they can share, those of one stem side by side; no head is made.
+
+    Raises UsageError, WiringError or CheckpointError before any tensor of the trace is read.
+    """
+    plans = []
+    for (*_, sampled), members in _alike(variants, checkpoints, trace).items():
+        first = variants[members[0]]
+        subject = bind(first, checkpoints[first.draft], trace)
+        behaviour = subject.behaviour
+        weights = _weights_key(first, subject)
+        stem = (weights, subject.config, behaviour.of_first_pass(), subject.wiring, behaviour.crosses)
+        sizes = tuple(_size(variants[member]) for member in members)
+        plans.append(Plan(first, subject, sizes, tuple(members), stem, sampled))
+    stems = list(dict.fromkeys(plan.stem for plan in plans))
+    return sorted(plans, key=lambda plan: stems.index(plan.stem))
+
+
 def group_variants(
     variants: Sequence[ResolvedVariant],
     checkpoints: Mapping[str, Checkpoint],
@@ -48,29 +83,21 @@ def group_variants(
     *,
     served_products: bool = True,
 ) -> list[Group]:
-    """Resolved variants by what they can share, groups of one stem side by side.
-
-    Raises UsageError, WiringError or CheckpointError before any tensor of the trace is read.
-    """
-    alike = _alike(variants, checkpoints, trace)
-    firsts = [variants[members[0]] for members in alike.values()]
-    subjects = [bind(first, checkpoints[first.draft], trace) for first in firsts]
+    """What ``plan_groups`` gives, with heads. Raises as it does."""
     heads: dict[Hashable, Head] = {}
     groups: list[Group] = []
-    for (*_, sampled), members, first, subject in zip(alike, alike.values(), firsts, subjects, strict=True):
-        sizes = tuple(_size(variants[member]) for member in members)
-        weights = _weights_key(first, subject)
+    for plan in plan_groups(variants, checkpoints, trace):
+        first, subject, weights = plan.first, plan.subject, plan.weights
         if weights not in heads:
             heads[weights] = build_head(
                 checkpoints[first.draft], first, trace, device, subject, served_products=served_products
             )
         head = heads[weights].variation(subject.behaviour, subject.config)
-        behaviour = subject.behaviour
-        stem = (weights, subject.config, behaviour.of_first_pass(), subject.wiring, behaviour.crosses)
         kv = subject.tree_kv or first.kv
-        groups.append(Group(head, subject.wiring, first.topk, kv, sizes, tuple(members), stem, sampled))
-    stems = list(dict.fromkeys(group.stem for group in groups))
-    return sorted(groups, key=lambda group: stems.index(group.stem))
+        groups.append(
+            Group(head, subject.wiring, first.topk, kv, plan.sizes, plan.members, plan.stem, plan.sampled)
+        )  # fmt: skip
+    return groups
 
 
 def check_variants(variants: Sequence[ResolvedVariant], checkpoints: Mapping[str, Checkpoint], trace: Trace) -> None:

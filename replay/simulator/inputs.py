@@ -21,24 +21,29 @@ if TYPE_CHECKING:
 PACK_ROWS = 2048
 
 
+def plan_packs(trace: Trace, only: Container[str] | None = None) -> Iterator[list[int]]:
+    """The places of the requests of each pack, in trace order; ``only`` some of them. No row is read."""
+    pack: list[int] = []
+    rows = 0
+    for index, record in enumerate(trace.records):
+        if only is not None and record.request_id not in only:
+            continue
+        if pack and rows + record.tokens > PACK_ROWS:
+            yield pack
+            pack, rows = [], 0
+        pack.append(index)
+        rows += record.tokens
+    if pack:
+        yield pack
+
+
 def read_packs(trace: Trace, taps: Sequence[str], only: Container[str] | None = None) -> Iterator[list[RequestRows]]:
     """Requests in trace order with ``taps``, a few thousand rows at a time; ``only`` some of them.
 
     Raises WiringError, TraceCorruptError.
     """
-    pack: list[RequestRows] = []
-    rows = 0
-    for index, record in enumerate(trace.records):
-        if only is not None and record.request_id not in only:
-            continue
-        request = trace.read(index, tuple(taps))
-        if pack and rows + len(request.tokens) > PACK_ROWS:
-            yield pack
-            pack, rows = [], 0
-        pack.append(request)
-        rows += len(request.tokens)
-    if pack:
-        yield pack
+    for pack in plan_packs(trace, only):
+        yield [trace.read(index, tuple(taps)) for index in pack]
 
 
 def draft_input(

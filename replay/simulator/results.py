@@ -1,6 +1,6 @@
 """What a simulation gathers: sums of each variant, its rounds as a table, and the rounds of a run that is followed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -8,17 +8,17 @@ import numpy as np
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import FAMILY_NAMES
+from replay.checkpoint.hub import step_of
 from replay.engines.wiring import Wiring, dflash_ids, engine_ids
 from replay.errors import WiringError
 from replay.printable import counted
 from replay.simulator.binding import stated_wiring
-from replay.simulator.groups import Group
 from replay.simulator.variant import ResolvedVariant
 from replay.traces.header import ONE_TARGET
 from replay.traces.reader import Trace
 from replay.traces.rounds import RequestInfo, VariantInfo
 from replay.verify.accept import Round
-from replay.verify.estimator import Estimator
+from replay.verify.estimator import Estimate, Estimator
 
 if TYPE_CHECKING:
     import polars as pl
@@ -37,6 +37,27 @@ class Tally:
         sums = self.by_request.setdefault(request_id, [0, 0, 0])
         for column, number in enumerate((anchors, accepted, ties)):
             sums[column] += number
+
+    def take(self, played: "Played") -> None:
+        """Add what was gathered of other requests of the same variant."""
+        self.seconds += played.seconds
+        self.by_request |= played.by_request
+        if self.estimator is not None:
+            self.estimator.found |= played.estimates
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One variant on some requests: its sums as in ``Tally``, its rounds, and the notes of its head.
+
+    ``table`` is as in ``Rounds``; what its column ``variant`` says does not count.
+    """
+
+    seconds: float
+    by_request: dict[str, list[int]]
+    estimates: dict[str, Estimate]
+    table: "pl.DataFrame"
+    notes: tuple[str, ...]
 
 
 class RoundsTable:
@@ -63,14 +84,27 @@ class RoundsTable:
         }
         self._frames[member].append(pl.DataFrame(frame, schema=table_schema()))
 
-    def frame(self) -> "pl.DataFrame":
-        """The table: variants in their order, requests in trace order."""
+    def take(self, member: int, table: "pl.DataFrame") -> None:
+        """Rounds of further requests under one variant, whatever it was called."""
         import polars as pl
 
-        from replay.traces.rounds import table_schema
+        self._frames[member].append(table.with_columns(variant=pl.lit(self._names[member])))
 
-        frames = [frame for member in self._frames for frame in member]
-        return pl.concat(frames) if frames else pl.DataFrame(schema=table_schema())
+    def of(self, member: int) -> "pl.DataFrame":
+        """The rounds of one variant so far."""
+        return _joined(self._frames[member])
+
+    def frame(self) -> "pl.DataFrame":
+        """The table: variants in their order, requests in trace order."""
+        return _joined([frame for member in self._frames for frame in member])
+
+
+def _joined(frames: "Sequence[pl.DataFrame]") -> "pl.DataFrame":
+    import polars as pl
+
+    from replay.traces.rounds import table_schema
+
+    return pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=table_schema())
 
 
 def variant_info(name: str, variant: ResolvedVariant, tally: Tally, trace: Trace) -> VariantInfo:
@@ -164,19 +198,19 @@ def describe_wirings(
 
 
 def describe_head(
-    name: str, checkpoint: Checkpoint, variants: Sequence[ResolvedVariant], groups: Sequence[Group], trace: Trace
+    name: str,
+    checkpoint: Checkpoint,
+    variants: Sequence[ResolvedVariant],
+    said: Iterable[tuple[int, Sequence[str]]],
+    trace: Trace,
 ) -> dict[str, Any]:
-    """What a report says of a head, and the notes of all its variants."""
+    """What a report says of a head, and the notes of all its variants: ``said`` pairs one variant's place with them."""
     config = checkpoint.config
-    notes = [
-        note
-        for group in groups
-        if variants[group.members[0]].draft == name
-        for note in [*group.head.notes, *group.head.emulation.notes()]
-    ]
+    notes = [note for place, told in said if variants[place].draft == name for note in told]
     return {
         "family": FAMILY_NAMES[config.family],
         "path": checkpoint.path,
+        "step": step_of(checkpoint.path),
         "taps": config.num_taps,
         "layers": config.num_layers,
         "draft_vocab_size": config.draft_vocab_size,

@@ -1,24 +1,22 @@
 """A trace, heads and variants become rounds: what a server would have done, request by request."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.drafting.product_sizes import served_spans
-from replay.drafting.rows import Span
 from replay.errors import UsageError
 from replay.simulator.batches import batches_for
 from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
 from replay.simulator.held import requests_with_taps
-from replay.simulator.inputs import FollowedRounds, followed_rounds, read_packs
+from replay.simulator.inputs import followed_rounds, plan_packs, read_packs
 from replay.simulator.loops import find_loop
-from replay.simulator.play import replay_stems
+from replay.simulator.packs import check_follow, estimator_of, notes_of, replay_pack, spans_of, taps_of
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.results import (
+    Played,
     RoundsTable,
     Tally,
     describe_head,
@@ -27,28 +25,15 @@ from replay.simulator.results import (
     request_info,
     variant_info,
 )
+from replay.simulator.tasks import Result, Task, Workers, plan_tasks, replay_tasks
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
+from replay.simulator.workers import use_workers
 from replay.traces.fields import show
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
-from replay.traces.taps import FINAL
-from replay.verify.estimator import Estimator
 
 if TYPE_CHECKING:
     import polars as pl
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayProgress:
-    """``done`` of ``total`` requests replayed under all variants; ``stage`` says in a few words for what.
-
-    ``part``: what is done of the requests that are under way, as a number of requests.
-    """
-
-    done: int
-    total: int
-    stage: str = "replaying"
-    part: float = 0.0
 
 
 def simulate(
@@ -60,6 +45,7 @@ def simulate(
     follow: "pl.DataFrame | None" = None,
     only: Collection[str] | None = None,
     served_products: bool = True,
+    workers: "int | Workers | None" = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> Rounds:
     """Replay every request of ``trace`` under every variant; rows are read a pack at a time.
@@ -70,8 +56,11 @@ def simulate(
     replay. ``served_products`` false runs matrix products as large as they fit instead of as large as a CPU server's:
     several times as fast, and near ties may fall otherwise.
 
+    ``workers`` is a number of processes that replay side by side, with the same rounds to the last bit (workers.py);
+    None replays in this one.
+
     ``checkpoints`` maps the variants' ``draft`` to heads. All checks stand before the first tensor is read.
-    Raises WiringError, CheckpointError, UsageError or TraceError.
+    Raises WiringError, CheckpointError, UsageError or TraceError, and WorkerError where workers end again and again.
 
     >>> rounds = replay.simulate(trace, {"head": head}, [replay.Variant("head", steps=3)])
     >>> rounds.variants[0].steps
@@ -83,27 +72,22 @@ def simulate(
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     trace = requests_with_taps(trace, resolved, checkpoints)
     names = name_variants(resolved)
-    groups = group_variants(resolved, checkpoints, trace, device, served_products=served_products)
-    _check_follow(follow, groups)
-    stems = [list(alike) for _, alike in groupby(groups, key=lambda group: group.stem)]
-    tallies = [Tally(estimator=_estimator(variant, checkpoints[variant.draft], trace)) for variant in resolved]
+    tallies = [Tally(estimator=estimator_of(variant, checkpoints[variant.draft], trace)) for variant in resolved]
     table = RoundsTable(names)
-    led = None if follow is None else followed_rounds(follow)
-    asked = _asked(led, only)
-    total = sum(asked is None or record.request_id in asked for record in trace.records)
-    spans, batches = _spans(trace, groups), batches_for(groups, trace)
-    loops: dict[str, tuple[int, int]] = {}
-    with torch.inference_mode():
-        done = 0
-        for pack in read_packs(trace, taps_of(groups), asked):
-            leads = [FollowedRounds() if led is None else led[rows.request_id] for rows in pack]
-            for number, _ in enumerate(
-                replay_stems(stems, pack, leads, trace, spans, batches, tallies, table), start=1
-            ):
-                on_event(ReplayProgress(done, total, part=len(pack) * number / len(groups)))
-            loops |= {rows.request_id: find_loop(rows.tokens[rows.prompt_tokens :].tolist()) for rows in pack}
-            done += len(pack)
-            on_event(ReplayProgress(done, total))
+    with use_workers(workers, trace, checkpoints, device) as hands:
+        if hands is None:
+            groups = group_variants(resolved, checkpoints, trace, device, served_products=served_products)
+            check_follow(follow, [group.sampled for group in groups])
+            said = _replay_here(trace, groups, follow, only, tallies, table, on_event)
+        else:
+            planned = plan_tasks(
+                trace, checkpoints, resolved, requests_of(follow, only), hands.count,
+                rounds=follow, served_products=served_products,
+            )  # fmt: skip
+            check_follow(follow, planned.sampled)
+            notes = _take(replay_tasks(hands, planned, on_event), tallies, table)
+            said = [(place, notes.get(place, ())) for place in planned.leading]
+    loops = _loops(trace, requests_of(follow, only))
     played_variants = zip(names, resolved, tallies, strict=True)
     return Rounds(
         table=table.frame(),
@@ -113,7 +97,7 @@ def simulate(
         ),
         trace={**describe_trace(trace), "wirings": describe_wirings(resolved, checkpoints, trace)},
         drafts={
-            name: describe_head(name, checkpoint, resolved, groups, trace) for name, checkpoint in checkpoints.items()
+            name: describe_head(name, checkpoint, resolved, said, trace) for name, checkpoint in checkpoints.items()
         },
     )
 
@@ -130,34 +114,57 @@ def _check_heads(variants: Sequence[Variant | ResolvedVariant], checkpoints: Map
         raise UsageError(f"no head is called {', '.join(unknown)}; there are {', '.join(checkpoints) or 'none'}")
 
 
-def _check_follow(follow: "pl.DataFrame | None", groups: Sequence[Group]) -> None:
-    if follow is not None and any(group.sampled for group in groups):
-        raise UsageError("rounds of a sampled draft are drawn, and follow no other run's; type --verify target-only")
+def _replay_here(
+    trace: Trace,
+    groups: Sequence[Group],
+    follow: "pl.DataFrame | None",
+    only: Collection[str] | None,
+    tallies: Sequence[Tally],
+    table: RoundsTable,
+    on_event: Callable[[ReplayProgress], None],
+) -> list[tuple[int, Sequence[str]]]:
+    """In this process; what the heads' notes say is given back."""
+    led = None if follow is None else followed_rounds(follow)
+    asked = requests_of(follow, only)
+    spans, batches = spans_of(groups, trace), batches_for(groups, trace)
+    done, total = 0, count_requests(trace, asked)
+    with torch.inference_mode():
+        for pack in read_packs(trace, taps_of(groups), asked):
+            played = replay_pack(groups, pack, led, trace, spans, batches, tallies, table)
+            for number, _ in enumerate(played, start=1):
+                on_event(ReplayProgress(done, total, part=len(pack) * number / len(groups)))
+            done += len(pack)
+            on_event(ReplayProgress(done, total))
+    return [(group.members[0], notes_of(group)) for group in groups]
 
 
-def _spans(trace: Trace, groups: Sequence[Group]) -> Mapping[str, Sequence[Span]]:
-    """By request, which rows a server ran together; nothing where products run as large as they fit."""
-    exact = any(group.head.execution.product_rows is not None for group in groups)
-    crosses = any(group.crosses for group in groups)
-    return served_spans((trace.whole if crosses else trace).served_rounds()) if exact else {}
+def _take(
+    results: Iterable[tuple[Task, Result]], tallies: Sequence[Tally], table: RoundsTable
+) -> dict[int, tuple[str, ...]]:
+    """Put together what workers did; by variant what its head's notes say."""
+    notes = {}
+    for task, result in results:
+        for member, one in zip(task.members, result, strict=True):
+            assert isinstance(one, Played)
+            tallies[member].take(one)
+            table.take(member, one.table)
+            notes[member] = one.notes
+    return notes
 
 
-def _asked(led: Mapping[str, FollowedRounds] | None, only: Collection[str] | None) -> Collection[str] | None:
+def requests_of(follow: "pl.DataFrame | None", only: Collection[str] | None) -> Collection[str] | None:
     """The requests to replay; None for all."""
+    led = None if follow is None else set(follow["request_id"])
     if led is None or only is None:
         return led if only is None else only
-    return set(led) & set(only)
+    return led & set(only)
 
 
-def _estimator(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace) -> Estimator | None:
-    if variant.verify.name == "greedy":
-        return None
-    return Estimator(variant.verify, trace, variant.steps, draft_vocab_size=checkpoint.config.draft_vocab_size)
+def count_requests(trace: Trace, asked: Collection[str] | None) -> int:
+    """How many requests of the trace are replayed."""
+    return sum(asked is None or record.request_id in asked for record in trace.records)
 
 
-def taps_of(groups: Sequence[Group]) -> tuple[str, ...]:
-    """Every tap that some variant reads."""
-    taps = dict.fromkeys(tap for group in groups for tap in group.wiring.taps)
-    if any(group.head.behaviour.chunk is not None for group in groups):
-        taps[FINAL] = None
-    return tuple(taps)
+def _loops(trace: Trace, asked: Collection[str] | None) -> dict[str, tuple[int, int]]:
+    rows = (trace.read(index, ()) for pack in plan_packs(trace, asked) for index in pack)
+    return {one.request_id: find_loop(one.tokens[one.prompt_tokens :].tolist()) for one in rows}

@@ -23,7 +23,7 @@ from replay.errors import UsageError
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.held import requests_with_taps
 from replay.simulator.inputs import draft_input, read_packs
-from replay.simulator.simulation import ReplayProgress
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant
 from replay.traces.reader import RequestRows, Trace
 from replay.verify.accept import continuations

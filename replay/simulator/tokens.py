@@ -23,8 +23,8 @@ from replay.faults.table import parse_faults
 from replay.simulator.binding import resolve
 from replay.simulator.groups import Group, group_variants
 from replay.simulator.inputs import FollowedRounds
+from replay.simulator.packs import taps_of
 from replay.simulator.play import stem_inputs
-from replay.simulator.simulation import taps_of
 from replay.simulator.variant import Variant
 from replay.traces.fields import some
 from replay.traces.parts import Part, choose

@@ -9,6 +9,7 @@ Suffixes: A anchors, K steps, N drafted nodes, P pairs of an output row and a to
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -76,16 +77,25 @@ def _three(bounds: Bounds) -> tuple[Floats, Floats, Floats]:
     return (bounds.low + bounds.high) / 2, bounds.low, bounds.high
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What was found of one request: ``sums`` as in ``Expected``, the importance weights [K] of its anchors and their
+    squares, and how many emitted tokens are ``impossible``."""
+
+    sums: tuple[float, ...]
+    weights_K: Floats
+    squares_K: Floats
+    impossible: int
+
+
 class Estimator:
-    """Expected rounds of one variant, request by request."""
+    """Expected rounds of one variant, request by request: ``found`` by id."""
 
     def __init__(self, rule: Rule, trace: Trace, steps: int, *, draft_vocab_size: int) -> None:
         self._rule, self._trace, self.steps = rule, trace, steps
         self._whole_vocabulary = draft_vocab_size == trace.header.target.vocab_size
         self._index: Mapping[str, int] = {record.request_id: i for i, record in enumerate(trace.records)}
-        self._sums: dict[str, tuple[float, ...]] = {}
-        self._weights_K, self._squares_K = np.zeros(steps), np.zeros(steps)
-        self._impossible = 0
+        self.found: dict[str, Estimate] = {}
 
     def add_walk(self, request_id: str, visited_A: Ints, drafted_AN: Ints, parents_AN: Ints, chosen_AK: Ints) -> None:
         """One request whose drafts follow from the text, at the anchors of its served walk.
@@ -99,20 +109,21 @@ class Estimator:
         taken_AN = offers.taken_AN.astype(np.float64)
         p = Bounds(taken_AN, taken_AN.copy())
         entropy = Bounds(np.zeros(chosen_AK.shape), np.zeros(chosen_AK.shape))
+        impossible = 0
         if target is not None:
             known_AN = (offers.depth_AN > 0) & (rows_AN < target.rows)
             recorded = target.of(rows_AN[known_AN], drafted_AN[known_AN])
             p.low[known_AN], p.high[known_AN] = recorded.low, recorded.high
-            self._impossible += int((p.high[offers.taken_AN] == 0).sum())
+            impossible = int((p.high[offers.taken_AN] == 0).sum())
         if target is not None and self._rule.reads_entropy:
             rows_AK = np.minimum(visited_A[:, None] + 1 + np.arange(self.steps), target.rows - 1)
             whole = target.entropy()
             entropy = Bounds(whole.low[rows_AK], whole.high[rows_AK])
         estimates = [expect_taken(self._rule, offers, *pair) for pair in zip(_three(p), _three(entropy), strict=True)]
         rounds = float(len(visited_A))
-        self._sums[request_id] = tuple(value for one in estimates for value in (rounds, float(one.joint_AK.sum())))
-        self._weights_K += estimates[0].weights_AK.sum(axis=0)
-        self._squares_K += (estimates[0].weights_AK ** 2).sum(axis=0)
+        sums = tuple(value for one in estimates for value in (rounds, float(one.joint_AK.sum())))
+        weights_AK = estimates[0].weights_AK
+        self.found[request_id] = Estimate(sums, weights_AK.sum(axis=0), (weights_AK**2).sum(axis=0), impossible)
 
     def add_path(self, request_id: str, q_AK: Floats, path_AK: Ints) -> Ints:
         """One request whose drafts are sampled; accepted tokens [A] at every anchor in one seeded draw of the coins."""
@@ -124,16 +135,22 @@ class Estimator:
         p_AK = Bounds(np.ones(q_AK.shape), np.ones(q_AK.shape))
         recorded = target.of(rows_AK[known_AK], path_AK[known_AK])
         p_AK.low[known_AK], p_AK.high[known_AK] = recorded.low, recorded.high
-        self._impossible += int((p_AK.high[:, 0] == 0).sum())
+        impossible = int((p_AK.high[:, 0] == 0).sum())
         kept = [keep_probabilities(q_AK, chance_AK) for chance_AK in _three(p_AK)]
-        self._sums[request_id] = tuple(value for kept_AK in kept for value in expected_walk(kept_AK))
+        sums = tuple(value for kept_AK in kept for value in expected_walk(kept_AK))
+        self.found[request_id] = Estimate(sums, np.zeros(steps), np.zeros(steps), impossible)
         return draw_accepted(kept[0], coins(request_id, q_AK.shape))
 
     def expected(self) -> Expected:
         """The sums of all requests of the trace, 0 for those not added, with what they rest on."""
         rule, none = self._rule, (0.0,) * EXPECTED_COLUMNS
-        sums = tuple(self._sums.get(record.request_id, none) for record in self._trace.records)
+        found = [self.found.get(record.request_id) for record in self._trace.records]
+        sums = tuple(none if one is None else one.sums for one in found)
         return Expected(str(rule), exact=rule.lossless or self._greedy, note="; ".join(self._notes()), sums=sums)
+
+    def _in_order(self) -> list[Estimate]:
+        """In the order of the trace, whatever the order in which they were found."""
+        return [self.found[record.request_id] for record in self._trace.records if record.request_id in self.found]
 
     @property
     def _greedy(self) -> bool:
@@ -152,16 +169,20 @@ class Estimator:
         elif rule.lossless:
             notes.append("probabilities at the anchors of the recorded walk, whose rounds are one draw of this rule")
         else:
-            sizes = effective_samples(self._weights_K, self._squares_K)
+            weights_K, squares_K = np.zeros(self.steps), np.zeros(self.steps)
+            for one in self._in_order():
+                weights_K += one.weights_K
+                squares_K += one.squares_K
+            sizes = effective_samples(weights_K, squares_K)
             notes.append(
                 "for the anchors of the recorded text, which the target sampled without this rule: exact at position "
                 "1, weighted by importance behind it (effective rounds at positions 1, 2, ...: "
                 f"{', '.join(f'{size:.0f}' for size in sizes)}); a server would reach other anchors, and the rounds "
                 "are those of target-only"
             )
-        if self._impossible:
+        if impossible := sum(one.impossible for one in self._in_order()):
             notes.append(
-                f"{self._impossible} emitted tokens have no probability under the recorded temperature, top-k and top-p"
+                f"{impossible} emitted tokens have no probability under the recorded temperature, top-k and top-p"
             )
         return notes
 

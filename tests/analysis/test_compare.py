@@ -19,6 +19,7 @@ from replay.analysis.compare.pairing import PairedRounds, pair_rounds
 from replay.analysis.compare.report import answer, doubts, render_comparison
 from replay.analysis.json_document import document
 from replay.analysis.p_values import holm, two_sided
+from replay.analysis.page.compared import write_comparison
 from replay.analysis.view import View
 from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
@@ -301,6 +302,30 @@ def test_the_command_says_what_the_api_says(tmp_path: Path) -> None:
         assert CliRunner().invoke(cli, ["compare", *map(str, paths)]).exit_code == 0
     same = CliRunner().invoke(cli, ["compare", str(paths[0]), str(paths[0])])
     assert same.exit_code == 0 and same.stdout.startswith("B (a) accepts the same as A (a)")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "paths", "named"),
+    [
+        (("epoch-1", "epoch-9"), ("/a/epoch-1", "/a/epoch-9"), ("epoch-1 · x", "epoch-9 · y")),
+        (("draft", "draft"), ("/a/draft", "/b/draft"), ("draft in a · x", "draft in b · y")),
+        (("draft", "draft"), ("/a/draft", "/a/draft"), ("x", "y")),
+    ],
+)
+def test_heads_of_two_files_are_told_apart(
+    drafts: tuple[str, str], paths: tuple[str, str], named: tuple[str, str]
+) -> None:
+    """Two variants of other wirings: their names alone would not say that the heads are others too."""
+    files = [
+        replace(
+            make_rounds({make_variant(name, draft=draft): [[0, 1], [2]]}, trace=TRACE), drafts={draft: {"path": path}}
+        )
+        for name, draft, path in zip("xy", drafts, paths, strict=True)
+    ]
+    comparison = compare_variants(joined := pair_rounds(*files))
+    (pair,) = comparison.pairs
+    assert (pair.a.variant, pair.b.variant) == named and named[1] in shown(joined)
+    assert named[1] in write_comparison(comparison, "")
 
 
 def test_a_report_says_which_is_which() -> None:

@@ -83,8 +83,9 @@ def test_the_json_is_the_documented_one() -> None:
         "precision": str, "numerics": str, "kv": str, "verify": str, "temperature": float, "engine": str,
         "faults": list, "requests": int, "rounds": int, "drafted": int, "accepted": int, "output_tokens": int,
         "accept_length": float, "accept_length_ci95": list, "accept_length_server": float, "histogram": list,
-        "position_joint": list, "position_conditional": list, "all_anchors_accept_length": float, "ties": int,
-        "seconds": float, "observed": dict, "expected": type(None), "agreement": type(None),
+        "position_joint": list, "position_conditional": list, "position_conditional_ci95": list,
+        "all_anchors_accept_length": float, "ties": int, "seconds": float, "observed": dict,
+        "expected": type(None), "agreement": type(None),
     }  # fmt: skip
     assert {key: type(value) for key, value in far.items()} == kinds
     assert list(far) == list(kinds)
@@ -249,3 +250,40 @@ def test_analysis_runs_without_torch() -> None:
     command = [sys.executable, "-I", "-c", script, str(Path(__file__).parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- intervals of positions ----
+
+
+def test_intervals_of_positions_are_those_of_resampled_requests() -> None:
+    """A twin that draws the same requests and counts their rounds one by one."""
+    rng = random.Random(3)
+    played = [[rng.choice((0, 0, 1, 1, 2)) for _ in range(rng.randint(1, 6))] for _ in range(9)]
+    (row,) = summarise(make_rounds({make_variant("v", steps=2): played}), resamples=300)
+    shares: list[list[float]] = [[], []]
+    for drawn in np.random.default_rng(0).integers(9, size=(300, 9)):
+        counts = [count for request in drawn for count in played[request]]
+        for place in (1, 2):
+            got = [count for count in counts if count >= place - 1]
+            shares[place - 1].append(sum(count >= place for count in got) / len(got) if got else math.nan)
+    wanted = [percentile_interval(np.array(one)) for one in shares]
+    for found, twin in zip(row.position_conditional_ci95, wanted, strict=True):
+        assert found == pytest.approx(twin)
+
+
+@pytest.mark.parametrize("requests", [2, 5, 40])
+def test_all_and_none_have_the_interval_of_clopper_and_pearson(requests: int) -> None:
+    """No resample differs there. The reference is scipy's exact interval of a binomial, a request being a trial."""
+    from scipy.stats import binomtest
+
+    (row,) = summarise(make_rounds({make_variant("v", steps=2): [[1, 1, 1]] * requests}), resamples=50)
+    for found, took in zip(row.position_conditional_ci95, (requests, 0), strict=True):
+        exact = binomtest(took, requests).proportion_ci(method="exact")
+        assert found == pytest.approx((exact.low, exact.high))
+
+
+def test_positions_that_one_request_reached_have_no_interval() -> None:
+    rounds = make_rounds({make_variant("v", steps=3): [[0, 1], [2]]})
+    (row,) = summarise(rounds, resamples=50)
+    assert [math.isnan(low) for low, _ in row.position_conditional_ci95] == [False, False, True]
+    assert to_json(rounds, [row])["variants"][0]["position_conditional_ci95"][2] is None

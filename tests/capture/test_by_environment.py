@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 
 from replay.capture.plugin import by_environment, hooks
 from replay.capture.plugin.by_environment import Asked, Launcher, check_server, open_launch, read_asked
-from replay.capture.plugin.recording import LAUNCHER, RECORD_VARIABLE, Recording
+from replay.capture.plugin.recording import LAUNCH_VARIABLE, RECORD_VARIABLE, Recording
 from replay.capture.spool import SPOOL, launch_folder
 from replay.errors import CaptureError, OutputError, UsageError
+from replay.traces import files
 
 DRAFTS = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d", "nnodes": 1}
 
@@ -29,7 +31,7 @@ def start(launcher: Launcher, arguments: Mapping[str, Any] = DRAFTS) -> Recordin
     """What the schedulers of one launch find in their environment."""
     found: list[str] = []
     args = SimpleNamespace(resolved_dict=lambda: dict(arguments))
-    given = launcher.launch(lambda *_, **__: found.append(os.environ[RECORD_VARIABLE]) or "procs", "engine", args, 1)
+    given = launcher.launch(lambda *_, **__: found.append(os.environ[LAUNCH_VARIABLE]) or "procs", "engine", args, 1)
     assert given == "procs"
     return Recording.from_json(found[0])
 
@@ -73,7 +75,7 @@ def test_what_cannot_be_is_named_by_its_variable(variables: dict[str, str], mess
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "rec").touch()
-    with pytest.raises(OutputError, match="rec is a file"):
+    with pytest.raises(OutputError, match=r"REPLAY_RECORD=.*/rec is no folder"):
         read_asked({RECORD_VARIABLE: str(tmp_path / "rec")})
 
 
@@ -90,9 +92,35 @@ def test_servers_that_cannot_be_recorded(wiring: str | None, arguments: dict[str
         check_server(Asked(Path("/rec"), None, wiring, 8), arguments)
 
 
+@pytest.mark.parametrize("variable", ["REPLAY_TAPS", "REPLAY_WIRING"])
+def test_a_tap_that_the_target_has_not_is_refused_before_it_is_loaded(tmp_path: Path, variable: str) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 30, "hidden_size": 8}')
+    asked = read_asked({RECORD_VARIABLE: "/rec", variable: "embed,31"})
+    with pytest.raises(
+        UsageError, match=rf"{variable}=embed,31 cannot be: tap 31 is R\[31\], the target has 30 layers"
+    ):
+        check_server(asked, {**DRAFTS, "model_path": str(tmp_path)})
+    check_server(asked, {**DRAFTS, "model_path": "some/hub-id"})  # its config is not here: the plugin looks
+
+
 @pytest.mark.parametrize("arguments", [{"enable_return_hidden_states": True}, {"return_hidden_states_mode": "full"}])
 def test_a_server_without_draft_that_keeps_hidden_states(arguments: dict[str, Any]) -> None:
     check_server(Asked(Path("/rec"), None, None, 8), arguments)
+
+
+@pytest.mark.parametrize("flag", ["--use-ray", "--smg-grpc-mode", "--grpc-mode"])
+def test_launchers_that_start_schedulers_otherwise_are_refused(flag: str) -> None:
+    with pytest.raises(UsageError, match=f"{flag} was given, and a server that starts so is not recorded"):
+        by_environment.check_way(["--model-path", "m", flag])
+
+
+def test_recording_needs_no_package_that_sglang_may_lack() -> None:
+    """A wheel copied to the server's machine and installed with --no-deps is enough: all that the plugin imports."""
+    names = [path.stem for path in Path(hooks.__file__).parent.glob("*.py") if path.stem not in ("server", "tether")]
+    lacking = "import sys; sys.modules.update(dict.fromkeys(('polars', 'click', 'rich', 'yaml', 'scipy')))"
+    imports = "; ".join(f"import replay.capture.plugin.{name}" for name in sorted(names))
+    done = subprocess.run([sys.executable, "-P", "-c", f"{lacking}; {imports}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- launches ----
@@ -105,7 +133,7 @@ def test_each_launch_records_by_itself(asked: Asked) -> None:
     assert len({first.launch, second.launch, third.launch}) == 3
     assert (first.folder, first.taps, first.wiring, first.topk) == (str(asked.folder), "embed,3", None, 8)
     assert all(launch_folder(asked.folder, one.launch).is_dir() for one in (first, second, third))
-    assert os.environ[RECORD_VARIABLE] == str(asked.folder)
+    assert LAUNCH_VARIABLE not in os.environ and os.environ[RECORD_VARIABLE] == str(asked.folder)
     close(launcher)
     close(other)
 
@@ -122,19 +150,34 @@ def test_a_server_that_is_started_again_deletes_what_the_dead_one_left(asked: As
     close(again)
 
 
-def test_a_launch_taken_for_a_dead_one_is_made_again(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["before it is locked", "while it is deleted", "after its lock was opened"])
+def test_a_launch_taken_for_a_dead_one_is_made_again(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     """Another start may delete the empty folder between its making and its locking."""
-    lock, tries = by_environment.lock_launch, []
+    take, tries, held = files.take_lock, [], []
 
-    def late(folder: Path) -> int:
-        tries.append(folder)
-        if len(tries) == 1:
-            folder.rmdir()
-        return lock(folder)
+    def late(path: Path) -> int:
+        if path.parent.name == SPOOL:
+            return take(path)
+        tries.append(path)
+        if len(tries) == 1 and moment == "before it is locked":
+            path.parent.rmdir()
+        if len(tries) == 1 and moment == "while it is deleted":
+            held.append(take(path))
+        if len(tries) == 2 and held:
+            os.close(held.pop())
+        lock = take(path)
+        if len(tries) == 1 and moment == "after its lock was opened":
+            path.unlink()
+        return lock
 
-    monkeypatch.setattr(by_environment, "lock_launch", late)
-    os.close(open_launch(asked.folder, "0" * 16))
-    assert len(tries) == 2 and launch_folder(asked.folder, "0" * 16).is_dir()
+    monkeypatch.setattr(files, "take_lock", late)
+    monkeypatch.setattr(by_environment, "_PAUSE", 0)
+    lock = open_launch(asked.folder, "0" * 16)
+    assert len(tries) == 2
+    assert os.path.samestat(os.fstat(lock), os.stat(launch_folder(asked.folder, "0" * 16) / files.LOCK))
+    os.close(lock)
 
 
 def test_a_full_disk_stops_no_server(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +221,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     monkeypatch.setattr(by_environment, "SCHEDULERS", SimpleNamespace(module="engine", name="start", problem=str))
     monkeypatch.setattr(by_environment.SCHEDULERS, "problem", lambda: None)
     monkeypatch.setattr(by_environment, "lacking_start", lambda: None)
-    monkeypatch.delenv(LAUNCHER, raising=False)
     return found
 
 
@@ -191,26 +233,30 @@ def test_it_is_idle_unless_asked(registered: Hooks, monkeypatch: pytest.MonkeyPa
     assert registered == {}
 
 
-def test_the_launcher_hooks_the_start_of_schedulers(
-    registered: Hooks, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(LAUNCHER, "1")  # of another process that is not its parent
+def test_the_launcher_hooks_the_start_of_schedulers(registered: Hooks, asked: Asked) -> None:
     hooks.activate()
     assert set(registered) == {"engine.start", hooks._START}
-    assert os.environ[LAUNCHER] == str(os.getpid())
     assert registered[hooks._START] is by_environment.not_begun
 
 
-def test_other_children_of_the_launcher_do_nothing(
+def test_a_child_does_so_where_it_may_start_a_server(
     registered: Hooks, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LAUNCHER, str(os.getppid()))
+    """A detokenizer has not imported what starts schedulers; a server in a process of a script has."""
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: "launcher")
+    monkeypatch.delitem(sys.modules, hooks._ENGINE, raising=False)
     hooks.activate()
     assert registered == {}
+    monkeypatch.setitem(sys.modules, hooks._ENGINE, ModuleType(hooks._ENGINE))
+    hooks.activate()
+    assert "engine.start" in registered
 
 
-def test_a_scheduler_records(registered: Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RECORD_VARIABLE, Recording("/rec", "0" * 16, None, None, 4).to_json())
+@pytest.mark.parametrize("variable", [RECORD_VARIABLE, LAUNCH_VARIABLE])
+def test_a_scheduler_records(registered: Hooks, asked: Asked, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """As `replay serve` asks it, and where a script that sets REPLAY_RECORD has run again in it."""
+    monkeypatch.setenv(variable, Recording("/rec", "0" * 16, None, None, 4).to_json())
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: "launcher")
     hooks.activate()
     assert registered == {hooks._START: hooks._install}
 

@@ -19,7 +19,7 @@ from replay.cli import progress as module
 from replay.cli.app import cli
 from replay.cli.progress import Progress, State, spell_seconds
 from replay.simulator.cache import open_cache, simulate_cached
-from replay.simulator.simulation import ReplayProgress
+from replay.simulator.progress import ReplayProgress
 
 CONFIG = tiny_config(hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1]})
 NOTE = ("--num-draft-tokens", "9")  # of a chain of 5 steps, which is noted

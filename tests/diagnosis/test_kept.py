@@ -90,7 +90,7 @@ def test_a_diagnosis_that_was_stopped_goes_on(
 
 
 def test_a_followed_replay_is_read_as_it_was(served: Trace, tmp_path: Path) -> None:
-    from replay.diagnosis.kept import asked_of, find_followed, keep_followed
+    from replay.simulator.kept import asked_of, find_followed, keep_followed
 
     case = diagnose.open_case(served, make_checkpoint(), Variant("h", WIRING, STEPS), None, None)
     heads = {"h": case.checkpoint}

@@ -19,7 +19,7 @@ from replay.cli.app import cli
 from replay.simulator.agreement import drafts_as_the_server, with_agreement
 from replay.simulator.binding import resolve
 from replay.simulator.following import follow_server
-from replay.simulator.simulation import ReplayProgress
+from replay.simulator.progress import ReplayProgress
 from replay.traces.agreement import Agreement
 from replay.traces.server_rounds import served_schema
 

@@ -266,6 +266,30 @@ def test_weights_outside_of_the_trace_and_the_gpu_count(tmp_path: Path, monkeypa
     assert len({kernels_of(device) for device in ("cpu", "cuda:0", "cuda:1")}) == 3
 
 
+def test_kernels_that_an_environment_narrows_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {kernels_of("cpu"), kernels_of("cpu", torch.get_num_threads() + 1)}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert len(found | {kernels_of("cpu")}) == 3
+
+
+def test_two_sweeps_may_write_one_entry_at_once(
+    tmp_path: Path, trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c").mkdir()
+    cache = open_cache(tmp_path / "c", trace, {"h": head}, "cpu", agreement=False)
+    assert cache is not None
+    real, others = os.fsync, [b"other"]
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        if others:
+            cache.write_bytes(tmp_path / "c" / "entry", others.pop())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    cache.write_bytes(tmp_path / "c" / "entry", b"mine")
+    assert [(one.name, one.read_bytes()) for one in (tmp_path / "c").iterdir()] == [("entry", b"mine")]
+
+
 def test_a_trace_that_is_recorded_still_is_not_kept(tmp_path: Path, head: Checkpoint) -> None:
     folder = write_trace(tmp_path / "t", [make_four()], finish=False)
     trace = Trace.open(folder, allow_incomplete=True)

@@ -127,7 +127,8 @@ def simulate_documents(folder: Path) -> list[Document]:
 def report_documents(folder: Path) -> list[Document]:
     """Of a sweep, and of rounds that are none, where every ratio lacks its denominator."""
     paths = [written(rounds, folder / f"{name}.parquet") for name, rounds in (("s", sweep()), ("n", nothing()))]
-    return [run("report", path, *more) for path in paths for more in ((), ("--peers",))]
+    joined = [paths[0], written(sweep(), folder / "other.parquet")]
+    return [run("report", *joined), *(run("report", path, *more) for path in paths for more in ((), ("--peers",)))]
 
 
 def compare_documents(folder: Path) -> list[Document]:

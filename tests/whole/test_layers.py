@@ -32,7 +32,7 @@ MAY_SEE = {
     ("replay.analysis.diagnosis", "replay.analysis.ladder"),
     *(
         ("replay.analysis.page", f"replay.analysis.{room}")
-        for room in ("compare", "diagnosis", "ladder", "report", "tokens")
+        for room in ("compare", "diagnosis", "ladder", "plan", "report", "tokens")
     ),
 }
 

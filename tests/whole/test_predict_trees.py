@@ -33,10 +33,10 @@ TOPK, STEPS, NUM_DRAFT_TOKENS = 8, 5, 32  # of (4, 3, 8) test_sglang_plugin.py h
 
 @pytest.fixture(scope="module")
 def trace(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> replay.Trace:
-    """Of a server that drafts trees, one request at a time."""
+    """Of a server that drafts trees, one request at a time; REPLAY_RECORD alone lets it record."""
     return served_trace(
         target_dir, tmp_path_factory.mktemp("served"), taps="embed,3,16", topk=TOPK, steps=STEPS,
-        num_draft_tokens=NUM_DRAFT_TOKENS, prompts=PROMPTS, new_tokens=NEW_TOKENS,
+        num_draft_tokens=NUM_DRAFT_TOKENS, prompts=PROMPTS, new_tokens=NEW_TOKENS, by_variables=True,
     )  # fmt: skip
 
 

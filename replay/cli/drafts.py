@@ -1,0 +1,84 @@
+"""Many heads of one command: patterns of folders, names that tell them apart, and what is broken among them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from glob import glob, has_magic
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from replay.errors import CheckpointError, ReplayError, UsageError
+
+if TYPE_CHECKING:
+    from replay.checkpoint.checkpoint import Checkpoint
+
+_MOST_HEADS = 1000
+_SAID = 5  # broken heads whose reasons are said; of the others the names
+
+
+def expand_drafts(typed: Sequence[Path]) -> tuple[Path, ...]:
+    """What was typed after --draft, patterns replaced by their folders: numbers in names count as numbers.
+
+    Raises UsageError for a pattern that no folder has, or too many have.
+    """
+    found: list[Path] = []
+    for path in typed:
+        if path.exists() or not has_magic(str(path)):
+            found.append(path)
+            continue
+        folders = sorted((one for one in map(Path, glob(str(path))) if one.is_dir()), key=_natural)
+        if not folders:
+            raise UsageError(f"no folder is called as --draft {path} says; type the pattern of checkpoints' folders")
+        found += folders
+    if len(found) > _MOST_HEADS:
+        raise UsageError(f"{len(found)} heads were asked for, {_MOST_HEADS} are possible; type a narrower pattern")
+    return tuple(dict.fromkeys(found))
+
+
+def _natural(path: Path) -> list[tuple[int, str | int]]:
+    pieces = re.split(r"([0-9]+)", str(path))
+    return [(1, int(piece)) if piece.isdecimal() else (0, piece) for piece in pieces]
+
+
+def name_heads(folders: Sequence[Path]) -> dict[str, Path]:
+    """Each called after its folder, where two are called alike after the end of its path that tells them apart."""
+    from replay.checkpoint.hub import spoken_name
+
+    resolved = list(dict.fromkeys(folder.resolve() for folder in folders))
+    short = [spoken_name(folder) for folder in resolved]
+    return {_end(folder, name, resolved, short): folder for folder, name in zip(resolved, short, strict=True)}
+
+
+def _end(folder: Path, name: str, others: Sequence[Path], names: Sequence[str]) -> str:
+    alike = [other.parts for other, called in zip(others, names, strict=True) if called == name and other != folder]
+    if not alike:
+        return name
+    for count in range(2, len(folder.parts)):
+        end = folder.parts[-count:]
+        if all(parts[-count:] != end for parts in alike):
+            return "/".join(end)
+    return str(folder)
+
+
+def read_drafts(folders: Mapping[str, Path]) -> "dict[str, Checkpoint]":
+    """All heads. Raises CheckpointError that names every one that is broken, and as ``read_draft`` where one is asked
+    for."""
+    from replay.cli.options import read_draft
+
+    found, broken = {}, {}
+    for name, folder in folders.items():
+        try:
+            found[name] = read_draft(folder)
+        except ReplayError as error:
+            if len(folders) == 1:
+                raise
+            broken[name] = str(error)
+    if broken:
+        raise CheckpointError(_say_broken(broken, len(folders)))
+    return found
+
+
+def _say_broken(broken: Mapping[str, str], every: int) -> str:
+    names = list(broken)
+    reasons = "; ".join(f"{name}: {broken[name]}" for name in names[:_SAID])
+    more = f"; and {', '.join(names[_SAID:])}" if len(names) > _SAID else ""
+    return f"{len(names)} of {every} heads cannot be replayed, leave them out: {reasons}{more}"

@@ -1,0 +1,144 @@
+"""A worker's own part: it opens the trace and heads once, and replays one task after the other."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from replay.analysis.followed import Followed, join
+from replay.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from replay.drafting.rows import Span
+from replay.errors import CheckpointError
+from replay.simulator.along import Served, follow_pack
+from replay.simulator.batches import batches_for
+from replay.simulator.cache_keys import checkpoint_sha256
+from replay.simulator.groups import Group, group_variants
+from replay.simulator.inputs import followed_rounds, read_packs
+from replay.simulator.packs import estimator_of, notes_of, replay_pack, spans_of, taps_of
+from replay.simulator.results import Played, RoundsTable, Tally
+from replay.simulator.tasks import Result, Task
+from replay.traces.reader import Trace
+
+_KEPT = 2  # sweeps' groups of which the heads stay in memory
+
+
+@dataclass(frozen=True)
+class HeadSource:
+    """Where a worker finds a head: in its folder, mapped, if it still is what ``sha256`` says."""
+
+    path: str
+    sha256: str
+
+    def read(self, name: str) -> Checkpoint:
+        """Raises CheckpointError."""
+        found = read_checkpoint(Path(self.path))
+        if checkpoint_sha256(found) != self.sha256:
+            raise CheckpointError(f"draft head {name} in {self.path} changed while it was replayed; replay it again")
+        return found
+
+
+@dataclass(frozen=True)
+class StoredHead:
+    """A head that came in memory: ``shell`` is it without tensors, which lie in ``file`` and are mapped from there."""
+
+    shell: Checkpoint
+    file: Path
+
+    @classmethod
+    def store(cls, checkpoint: Checkpoint, file: Path) -> "StoredHead":
+        """Write the tensors, as far as they share memory each by itself."""
+        save_file({name: one.detach().cpu().clone() for name, one in checkpoint.tensors.items()}, file)
+        return cls(replace(checkpoint, tensors={}), file)
+
+    def read(self, name: str) -> Checkpoint:
+        """The head again."""
+        return replace(self.shell, tensors=load_file(self.file))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all tasks have in common: a trace, its heads and where they run, in how many threads."""
+
+    trace: Trace
+    heads: Mapping[str, HeadSource | StoredHead]
+    device: str
+    threads: int
+
+
+class Replayer:
+    """Replays tasks of one job, with the heads of the last ones at hand."""
+
+    def __init__(self, job: Job) -> None:
+        torch.set_num_threads(job.threads)
+        self._job = job
+        self._heads: dict[str, Checkpoint] = {}
+        self._groups: OrderedDict[Hashable, list[Group]] = OrderedDict()
+        self._spans: dict[Hashable, Mapping[str, Sequence[Span]]] = {}
+
+    def replay(self, task: Task) -> Result:
+        """Of each variant of the task what it did. Raises as ``simulate``."""
+        with torch.inference_mode():
+            groups = self._group(task)
+            return self._simulate(task, groups) if task.scales is None else self._follow(task, groups, task.scales)
+
+    def _simulate(self, task: Task, groups: Sequence[Group]) -> list[Played]:
+        trace = self._job.trace
+        tallies = [
+            Tally(estimator=estimator_of(variant, self._head(variant.draft), trace)) for variant in task.variants
+        ]
+        table = RoundsTable(["" for _ in task.variants])
+        led = None if task.rounds is None else followed_rounds(task.rounds)
+        spans, batches = self._spans_of(groups), batches_for(groups, trace)
+        notes: list[tuple[str, ...]] = [() for _ in task.variants]
+        for pack in read_packs(trace, taps_of(groups), task.requests):
+            for group in replay_pack(groups, pack, led, trace, spans, batches, tallies, table):
+                for member in group.members:
+                    notes[member] = notes_of(group)
+        return [
+            Played(
+                tally.seconds,
+                tally.by_request,
+                {} if tally.estimator is None else tally.estimator.found,
+                table.of(member),
+                notes[member],
+            )
+            for member, tally in enumerate(tallies)
+        ]
+
+    def _follow(self, task: Task, groups: Sequence[Group], scales: tuple[float, ...]) -> list[Followed]:
+        assert task.rounds is not None
+        trace = self._job.trace
+        served = Served.of(trace, groups, task.rounds, self._spans_of(groups))
+        found: list[list[Followed]] = [[] for _ in task.variants]
+        for pack in read_packs(trace, taps_of(groups), served.drafts):
+            for group, followed in follow_pack(groups, pack, served, scales):
+                for member in group.members:
+                    found[member] += followed
+        return [join(parts) for parts in found]
+
+    def _spans_of(self, groups: Sequence[Group]) -> Mapping[str, Sequence[Span]]:
+        """``spans_of``, which reads all rounds of the trace, once."""
+        key = (any(group.head.execution.product_rows for group in groups), any(group.crosses for group in groups))
+        if key not in self._spans:
+            self._spans[key] = spans_of(groups, self._job.trace)
+        return self._spans[key]
+
+    def _group(self, task: Task) -> list[Group]:
+        key = (task.variants, task.served_products)
+        if key not in self._groups:
+            heads = {variant.draft: self._head(variant.draft) for variant in task.variants}
+            while len(self._groups) >= _KEPT:
+                self._groups.popitem(last=False)
+            self._groups[key] = group_variants(
+                task.variants, heads, self._job.trace, self._job.device, served_products=task.served_products
+            )
+        self._groups.move_to_end(key)
+        return self._groups[key]
+
+    def _head(self, name: str) -> Checkpoint:
+        if name not in self._heads:
+            self._heads[name] = self._job.heads[name].read(name)
+        return self._heads[name]

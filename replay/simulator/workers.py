@@ -1,0 +1,172 @@
+"""Workers: processes beside this one that replay the tasks of a sweep (tasks.py), with results equal to the last bit.
+
+They are processes of loky (https://loky.readthedocs.io): started anew, so that no thread of this one is torn in two,
+and without a second run of the script that asks for them. Trace and heads are opened by path and mapped, so that all
+of them share the pages of one file. A worker that is killed loses its task, which another one does again.
+"""
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.errors import UsageError, WorkerError
+from replay.simulator.cache_keys import checkpoint_sha256
+from replay.simulator.replayer import HeadSource, Job, Replayer, StoredHead
+from replay.simulator.tasks import Result, Task, Workers
+from replay.traces.fields import show
+from replay.traces.reader import Trace
+
+if TYPE_CHECKING:
+    from loky import ProcessPoolExecutor
+
+MOST_WORKERS = 1024
+_MOST_LOST = 3  # times that workers may end in the midst of tasks
+_LEAK = "LOKY_MAX_MEMORY_LEAK_SIZE"  # loky ends workers that grow, and ours map heads and traces
+
+
+def check_workers(wanted: object) -> int:
+    """How many workers were asked for. Raises UsageError for what is no such number."""
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= MOST_WORKERS:
+        raise UsageError(
+            f"{show(wanted)} workers were asked for, possible are 1 (this process alone) to {MOST_WORKERS}; type about "
+            "as many as there are cores"
+        )
+    return wanted
+
+
+@contextmanager
+def use_workers(
+    wanted: "int | Workers | None", trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str
+) -> Iterator[Workers | None]:
+    """Workers that are there while the block runs: those given, or new ones; None where this process replays.
+
+    Raises UsageError for a number that cannot be.
+    """
+    if wanted is None or isinstance(wanted, int):
+        count = 1 if wanted is None else check_workers(wanted)
+        if count == 1:
+            yield None
+            return
+        with open_workers(count, trace, checkpoints, device) as workers:
+            yield workers
+        return
+    if not isinstance(wanted, Workers):
+        raise UsageError(f"workers are {show(wanted)}; give a number")
+    yield wanted
+
+
+def threads_of_each(count: int) -> int:
+    """The cores of this process, shared out: products do not depend on it, and more threads than cores are slow."""
+    return max(1, torch.get_num_threads() // count)
+
+
+@contextmanager
+def open_workers(
+    count: int, trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str
+) -> Iterator["LocalWorkers"]:
+    """So many processes on this machine, which end with the block however it ends."""
+    with tempfile.TemporaryDirectory(prefix="replay-heads-") as folder:
+        heads = {name: _source(one, Path(folder) / f"{place}") for place, (name, one) in enumerate(checkpoints.items())}
+        workers = LocalWorkers(count, Job(trace, heads, device, threads_of_each(count)))
+        try:
+            yield workers
+        finally:
+            workers.close()
+
+
+def _source(checkpoint: Checkpoint, file: Path) -> HeadSource | StoredHead:
+    if checkpoint.path is not None:
+        return HeadSource(checkpoint.path, checkpoint_sha256(checkpoint))
+    return StoredHead.store(checkpoint, file)
+
+
+class LocalWorkers:
+    """Processes of this machine."""
+
+    def __init__(self, count: int, job: Job) -> None:
+        self.count, self._job = count, job
+        self._pool: ProcessPoolExecutor | None = None
+
+    def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
+        """Each task's place with its result, as they come. Raises what a task raises, and WorkerError."""
+        from concurrent.futures import as_completed
+        from concurrent.futures.process import BrokenProcessPool
+
+        pending, lost = dict(enumerate(tasks)), 0
+        while pending:
+            try:
+                with _interrupts_held():  # processes inherit that, so that Ctrl-C reaches this one alone
+                    futures = {self._open().submit(_replay, task): place for place, task in pending.items()}
+                for future in as_completed(futures):
+                    result = future.result()
+                    del pending[futures[future]]
+                    yield futures[future], result
+            except BrokenProcessPool as error:
+                lost += 1
+                self.close()
+                if lost > _MOST_LOST:
+                    raise WorkerError(
+                        f"workers were ended {lost} times in the midst of their tasks, as by a machine that is out of "
+                        f"memory; type fewer than --workers {self.count}, and --cache DIR to keep what is done"
+                    ) from error
+
+    def close(self) -> None:
+        """End all processes now."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, kill_workers=True)
+            self._pool = None
+
+    def _open(self) -> "ProcessPoolExecutor":
+        from loky import ProcessPoolExecutor
+
+        if self._pool is None:
+            told: dict[str, Any] = {"OMP_NUM_THREADS": str(self._job.threads), _LEAK: "1e18"}
+            self._pool = ProcessPoolExecutor(
+                self.count, initializer=_begin, initargs=(self._job, os.getpid()), env=told
+            )  # fmt: skip
+        return self._pool
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---- in a worker ----
+
+_job: Job | None = None
+_replayer: Replayer | None = None
+
+
+def _begin(job: Job, parent: int) -> None:
+    global _job
+    _job = job
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int, pause: float = 1.0, end: Callable[[int], object] = os._exit) -> None:
+    """End this process when the one that started it is gone, however it went."""
+    while os.getppid() == parent:
+        time.sleep(pause)
+    end(1)
+
+
+def _replay(task: Task) -> Result:
+    global _replayer
+    if _replayer is None:
+        assert _job is not None
+        _replayer = Replayer(_job)
+    return _replayer.replay(task)

@@ -1,0 +1,246 @@
+"""Workers: what they do is what one process does, to the last bit, whoever ends in between."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from support.heads import random_tensors, write_head
+from support.processes import living
+from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_served
+
+import replay
+from replay.checkpoint.checkpoint import Checkpoint
+from replay.checkpoint.config import parse_config
+from replay.cli.app import cli
+from replay.diagnosis.diagnose import diagnose_server
+from replay.errors import CheckpointError, UsageError, WorkerError
+from replay.faults.table import FAULTS, parse_faults
+from replay.simulator.agreement import with_agreement
+from replay.simulator.cache import Cache, open_cache, simulate_cached
+from replay.simulator.cache_keys import checkpoint_sha256
+from replay.simulator.kept import keep_tasks
+from replay.simulator.progress import ReplayProgress
+from replay.simulator.replayer import HeadSource
+from replay.simulator.tasks import Result, Task
+from replay.simulator.workers import LocalWorkers, open_workers, threads_of_each, use_workers
+from replay.traces.reader import Trace
+from replay.traces.rounds import Rounds, write_rounds
+
+WRONG = replay.Wiring(("3", "5", "6"))
+VARIANTS = [
+    *replay.sweep(draft=["h"], wiring=[WIRING, WRONG], steps=[1, STEPS]),
+    replay.Variant("h", WIRING, STEPS, 3, 8),
+    replay.Variant("h", WIRING, 2, 2, 5, kv="path"),
+    replay.Variant("h", WIRING, STEPS, kv="stale"),
+    replay.Variant("h", WIRING, STEPS, precision="bf16+w8a8"),
+    replay.Variant("h", WIRING, STEPS, faults=parse_faults("attn.scale=2")),
+]
+
+
+@pytest.fixture(autouse=True)
+def packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three packs of this small trace, cut where tasks are planned."""
+    monkeypatch.setattr("replay.simulator.inputs.PACK_ROWS", 50)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return make_served(tmp_path_factory.mktemp("workers"), make_checkpoint())
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return replay.load_head(write_head(tmp_path_factory.mktemp("head") / "h", HEAD))
+
+
+@pytest.fixture(scope="module")
+def two(trace: Trace, head: Checkpoint) -> Iterator[LocalWorkers]:
+    with open_workers(2, trace, {"h": head}, "cpu") as workers:
+        yield workers
+
+
+def processes() -> list[int]:
+    """Those of workers."""
+    return [one.pid for one in psutil.Process().children() if "resource_tracker" not in " ".join(one.cmdline())]
+
+
+def file_of(rounds: Rounds, folder: Path) -> bytes:
+    """The file that is written of it, with the time that it took left out."""
+    timeless = replace(rounds, variants=tuple(replace(one, seconds=0.0) for one in rounds.variants))
+    write_rounds(timeless, folder / "rounds.parquet", force=True)
+    return (folder / "rounds.parquet").read_bytes()
+
+
+def test_two_workers_write_the_file_of_one_process(
+    tmp_path: Path, trace: Trace, head: Checkpoint, two: LocalWorkers
+) -> None:
+    heads, events = {"h": head}, list[ReplayProgress]()
+    one = with_agreement(replay.simulate(trace, heads, VARIANTS), trace, heads, VARIANTS)
+    assert any(info.agreement for info in one.variants)
+    both = replay.simulate(trace, heads, VARIANTS, workers=two, on_event=events.append)
+    both = with_agreement(both, trace, heads, VARIANTS, workers=two)
+    assert file_of(both, tmp_path) == file_of(one, tmp_path)
+    assert [event.done for event in events] == sorted(event.done for event in events)
+    assert (events[-1].done, events[-1].part, events[-1].total) == (len(trace), 0, len(trace))
+
+
+def test_a_part_at_the_servers_anchors_is_the_same(
+    tmp_path: Path, trace: Trace, head: Checkpoint, two: LocalWorkers
+) -> None:
+    asked: dict[str, Any] = {"follow": trace.served_rounds(), "only": ["r1", "r2", "r5"], "served_products": False}
+    one, both = (replay.simulate(trace, {"h": head}, VARIANTS[:4], workers=by, **asked) for by in (None, two))
+    assert file_of(both, tmp_path) == file_of(one, tmp_path)
+
+
+def test_a_worker_that_is_killed_loses_nothing(
+    tmp_path: Path, trace: Trace, head: Checkpoint, two: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, killed = two.replay, []
+
+    def replay_and_kill(tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
+        for found in real(tasks):
+            if not killed:
+                killed.append(processes()[0])
+                os.kill(killed[0], signal.SIGKILL)
+            yield found
+
+    monkeypatch.setattr(two, "replay", replay_and_kill)
+    both = replay.simulate(trace, {"h": head}, VARIANTS, workers=two)
+    monkeypatch.undo()
+    assert killed and not living(killed)
+    monkeypatch.setattr("replay.simulator.inputs.PACK_ROWS", 50)
+    assert file_of(both, tmp_path) == file_of(replay.simulate(trace, {"h": head}, VARIANTS), tmp_path)
+
+
+class Ending:
+    """A pool all of whose workers end."""
+
+    def submit(self, *_: object) -> "Future[Result]":
+        future: Future[Result] = Future()
+        future.set_exception(BrokenProcessPool("gone"))
+        return future
+
+    def shutdown(self, **_: object) -> None: ...
+
+
+def test_workers_that_end_again_and_again_are_given_up(
+    trace: Trace, head: Checkpoint, two: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalWorkers, "_open", lambda _: Ending())
+    with pytest.raises(WorkerError, match=r"ended 4 times .* fewer than --workers 2"):
+        replay.simulate(trace, {"h": head}, VARIANTS, workers=two)
+
+
+def test_a_head_that_changes_while_it_is_replayed_is_refused(tmp_path: Path) -> None:
+    head = replay.load_head(write_head(tmp_path / "h", HEAD))
+    source = HeadSource(str(head.path), checkpoint_sha256(head))
+    assert source.read("h").config == head.config
+    write_head(tmp_path / "h", HEAD, random_tensors(parse_config(HEAD), seed=1))
+    with pytest.raises(CheckpointError, match="changed while it was replayed"):
+        source.read("h")
+
+
+class Counting:
+    """Workers that are interrupted after some tasks."""
+
+    def __init__(self, workers: LocalWorkers, most: int = 1000) -> None:
+        self.count, self.workers, self.most, self.asked = workers.count, workers, most, 0
+
+    def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
+        self.asked += len(tasks)
+        for found in self.workers.replay(tasks):
+            if self.most == 0:
+                raise KeyboardInterrupt
+            self.most -= 1
+            yield found
+
+
+def test_a_sweep_that_was_stopped_takes_what_workers_did_from_the_cache(
+    tmp_path: Path, trace: Trace, head: Checkpoint, two: LocalWorkers
+) -> None:
+    """Once while it simulates, and once while it is held against the server."""
+    heads = {"h": head}
+    kept = open_cache(tmp_path / "c", trace, heads, "cpu", agreement=True, threads=1)
+
+    def sweep(by: Counting, cache: Cache | None = kept) -> bytes:
+        return file_of(simulate_cached(cache, trace, heads, VARIANTS, workers=keep_tasks(cache, by)), tmp_path)
+
+    fresh, first, second, last, again = Counting(two), Counting(two, 3), Counting(two, 30), Counting(two), Counting(two)
+    expected = sweep(fresh, None)
+    for stopped in (first, second):
+        with pytest.raises(KeyboardInterrupt):
+            sweep(stopped)
+    assert sweep(last) == expected
+    assert last.asked == fresh.asked - 3 - 30
+    assert (sweep(again), again.asked) == (expected, 0)
+
+
+def test_a_diagnosis_is_the_same(trace: Trace, head: Checkpoint, two: LocalWorkers) -> None:
+    rest = set(FAULTS) - {"attn.scale", "weights.zeros"}
+    one, both = (
+        diagnose_server(trace, head, replay.Variant("h", WIRING, STEPS), without=rest, workers=by) for by in (None, two)
+    )
+    assert one == both
+
+
+@pytest.mark.parametrize("wanted", [0, -1, True, 1.5, "2", 100000])
+def test_numbers_that_cannot_be_are_refused(trace: Trace, head: Checkpoint, wanted: Any) -> None:
+    with pytest.raises(UsageError, match="workers"):
+        replay.simulate(trace, {"h": head}, VARIANTS[:1], workers=wanted)
+
+
+@pytest.mark.parametrize("command", ["simulate", "diagnose"])
+@pytest.mark.parametrize("wanted", ["0", "-1", "abc", "1.5", ""])
+def test_the_command_line_refuses_them_too(trace: Trace, head: Checkpoint, command: str, wanted: str) -> None:
+    result = CliRunner().invoke(cli, [command, str(trace.path), "--draft", str(head.path), "--workers", wanted])
+    assert result.exit_code in (1, 2) and not result.stdout
+    assert "--workers" in result.stderr or "workers were asked for" in result.stderr
+
+
+def test_one_worker_is_this_process(trace: Trace, head: Checkpoint) -> None:
+    for wanted in (None, 1):
+        with use_workers(wanted, trace, {"h": head}, "cpu") as workers:
+            assert workers is None
+    assert threads_of_each(100000) == 1
+
+
+def test_a_script_without_a_guard_is_run_once_and_a_head_in_memory_is_replayed(tmp_path: Path, trace: Trace) -> None:
+    folder = write_head(tmp_path / "h", HEAD)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import replay, dataclasses\n"
+        "print('begun')\n"
+        f"trace, head = replay.Trace.open({str(trace.path)!r}), replay.load_head({str(folder)!r})\n"
+        "head = dataclasses.replace(head, path=None)\n"
+        f"asked = replay.sweep(draft=['h'], steps=[1, 2], wiring=[replay.Wiring({WIRING.taps!r})])\n"
+        "one, two = (replay.simulate(trace, {'h': head}, asked, workers=by).table for by in (None, 2))\n"
+        "print(one.equals(two))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr, done.returncode) == ("begun\nTrue\n", "", 0)
+
+
+def test_ctrl_c_ends_all_without_a_traceback(tmp_path: Path, trace: Trace, head: Checkpoint) -> None:
+    many = [option for steps in range(1, 65) for option in ("--steps", str(steps))]
+    line = [sys.executable, "-Im", "replay", "simulate", str(trace.path), "--draft", str(head.path), "--workers", "2"]
+    line += [*many, "--wiring", "2,4,5", "--wiring", "3,4,5", "-o", str(tmp_path / "o")]
+    command = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    deadline = time.monotonic() + 60
+    while len(children := psutil.Process(command.pid).children()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)  # two workers, and who tidies up behind them
+    os.killpg(command.pid, signal.SIGINT)
+    stdout, stderr = command.communicate(timeout=60)
+    assert stdout == "" and "interrupted" in stderr and "Traceback" not in stderr
+    assert command.returncode == 130 and not (tmp_path / "o").exists()
+    assert not living([child.pid for child in children])
