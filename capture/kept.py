@@ -79,11 +79,13 @@ def kept_of(
     ``taps`` are those of the first requests, ``then_taps`` those of the others, as asked for. The others' are recorded
     of all.
     """
-    first = None if options.taps_for is None else frozenset(one.request_id for one in requests[: options.taps_for])
-    then = () if first is None else then_taps
+    first = None
+    if options.taps_for is not None and options.taps_for < len(requests):
+        first = frozenset(one.request_id for one in requests[: options.taps_for])
 
     def stored(names: Sequence[str]) -> tuple[str, ...]:
         """A lookup is not stored: a reader makes it from the token ids. Else it always is, or it would be lost."""
         return sort_taps([FINAL, *(tap for tap in names if tap != EMBED), *([] if lookup else [EMBED])])
 
-    return Kept(stored([*taps, *then]), stored(then), first, options.prompt_rows, options.rows)
+    every = stored([*taps, *then_taps])
+    return Kept(every, every if first is None else stored(then_taps), first, options.prompt_rows, options.rows)

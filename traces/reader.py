@@ -135,18 +135,20 @@ class Trace:
         ``narrowed`` of it says in a sentence how many these are. Raises WiringError where none has.
         """
         wanted = [tap for tap in sort_taps(list(taps)) if tap in self.header.taps]
+        named = f"the taps {', '.join(wanted)}" if len(wanted) > 1 else f"the tap {''.join(wanted)}"
         kept = [record for record in self.records if record.taps is None or set(wanted) <= set(record.taps)]
         if len(kept) == len(self.records):
             return self
         if not kept:
             raise WiringError(
-                f"no request of {self.path} has the taps {', '.join(wanted)} together; choose among {self.say_tiers()}"
+                f"no request of {self.path} has {named} at once; there are {self.say_tiers()}: choose among the taps "
+                "of one"
             )
         taken = self._of(kept)
         told = f"{len(kept)} of {counted(len(self.records), 'request')}"
         taken.part = f"{self.part}; of these with" if self.part else "with"
-        taken.part += f" the taps {', '.join(wanted)} ({len(kept)} of {len(self.records)})"
-        taken.narrowed = f"{told} have the taps {', '.join(wanted)} together: only these are looked at."
+        taken.part += f" {named} ({len(kept)} of {len(self.records)})"
+        taken.narrowed = f"{told} have {named}: only these are looked at."
         return taken
 
     def only(self, requests: Iterable[str]) -> Self:
@@ -175,6 +177,7 @@ class Trace:
         """The trace of some of its requests."""
         taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, self.verifies)
         taken.records = tuple(records)
+        taken._verifier = self._verifier  # what was found whole stays so
         taken.part, taken.narrowed, taken._shaken = self.part, self.narrowed, self._shaken
         return taken
 

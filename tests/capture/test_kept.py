@@ -89,6 +89,12 @@ def test_all_taps_of_the_first_requests(whole: Trace, record: Callable[..., tupl
     assert 0 <= needed(events) - held(less) < 1000 and held(less) < held(whole)
 
 
+def test_more_first_requests_than_there_are(whole: Trace, record: Callable[..., tuple[Trace, list[Event]]]) -> None:
+    less, _ = record(taps="1", taps_for=9, then_taps="2,final")
+    assert [one.taps for one in less.records] == [None] * 4 and less.taps == ("embed", "1", "2", "final")
+    assert not [what for what in less.header.missing if "alone" in what]
+
+
 def test_rows_in_fp8(whole: Trace, record: Callable[..., tuple[Trace, list[Event]]]) -> None:
     less, events = record(rows="fp8")
     for name, index in by_name(less).items():

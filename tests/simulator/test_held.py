@@ -59,7 +59,7 @@ def test_a_tap_of_some_requests_leaves_the_others_out(tiered: Trace, whole: Trac
     variants, first = [SERVED, OTHER], whole.take(Part(limit=2))
     ours, theirs = (replay.simulate(trace, {"h": head}, variants) for trace in (tiered, first))
     assert ours.table.equals(theirs.table) and [one.request_id for one in ours.requests] == ["r0", "r1"]
-    assert ours.trace["doubts"][0] == "2 of 6 requests have the taps 1, 2, 4, 5 together: only these are looked at."
+    assert ours.trace["doubts"][0] == "2 of 6 requests have the taps 1, 2, 4, 5: only these are looked at."
     assert ours.trace["part"] == "with the taps 1, 2, 4, 5 (2 of 6)"
     ours, theirs = (
         with_agreement(rounds, trace, {"h": head}, variants) for rounds, trace in ((ours, tiered), (theirs, first))

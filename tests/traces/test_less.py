@@ -63,11 +63,11 @@ def test_requests_that_have_taps(tmp_path: Path, whole: Trace) -> None:
     less = make_less(tmp_path / "less", whole, taps_for=1)
     assert less.having(["embed", "final"]) is less and less.narrowed == ""
     some = less.having(["embed", "2"])
-    assert [record.request_id for record in some.records] == ["r0"] and some.part == "with the taps 2 (1 of 4)"
-    assert some.doubts[0] == "1 of 4 requests have the taps 2 together: only these are looked at."
+    assert [record.request_id for record in some.records] == ["r0"] and some.part == "with the tap 2 (1 of 4)"
+    assert some.doubts[0] == "1 of 4 requests have the tap 2: only these are looked at."
     assert [len(tier) for tier in less.tiers()] == [1, 3] and less.tiers()[0].taps == ("embed", "2", "final")
     with pytest.raises(
-        WiringError, match=r"no request of .* has the taps 2 together; choose among embed, final \(3 req"
+        WiringError, match=r"no request of .* has the tap 2 at once; there are embed, final \(3 requests\): choose"
     ):
         less.take(Part(requests=("r1", "r2", "r3"))).having(["2"])
 
