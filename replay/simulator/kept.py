@@ -73,6 +73,11 @@ class KeptWorkers:
         """As many as there are."""
         return self.workers.count
 
+    @property
+    def kernels(self) -> tuple[str | int, ...]:
+        """As they are."""
+        return self.workers.kernels
+
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         """As ``Workers.replay``; raises OutputError as well."""
         rest = []
