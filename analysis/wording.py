@@ -73,7 +73,7 @@ def fact(summary: VariantSummary, name: str) -> str:
     if name == "faults":
         return ", ".join(value) or "none"
     if name == "draft":
-        return (PurePath(value).name or value) if PurePath(value).is_absolute() else value
+        return PurePath(value).name or value
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -208,6 +208,14 @@ class Trace:
         """For another process: what was mapped or worked out stays behind, and is there again when it is asked for."""
         own = self.__dict__.items()
         return {name: value for name, value in own if not isinstance(getattr(type(self), name, None), cached_property)}
+
+    def absolute(self) -> Self:
+        """The same trace, found from any working folder of any machine that has it at this path."""
+        other = copy.copy(self)
+        other.path = self.path.absolute()
+        other.target_folder = None if self.target_folder is None else self.target_folder.absolute()
+        other._layouts = {name: replace(one, path=one.path.absolute()) for name, one in self._layouts.items()}
+        return other
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -17,10 +17,11 @@ from replay.cli.options import (
     part_options,
     read_draft,
     read_part,
+    read_workers,
     target_option,
     trace_argument,
     trained_wiring_option,
-    workers_option,
+    workers_options,
 )
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
@@ -58,13 +59,14 @@ if TYPE_CHECKING:
 @no_verify_option
 @page_options
 @cache_option
-@workers_option
+@workers_options
 @json_option
 def diagnose(
     trace: Path, draft: Path, observed: str | None, wiring: str | None, served_wiring: str | None, steps: int | None,
     topk: int | None, num_draft_tokens: int | None, precision: str | None, engine: str | None, ladder: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, target: Path | None,
-    no_verify: bool, cache: Path | None, workers: int | None, html: Path | None, force: bool, as_json: bool,
+    no_verify: bool, cache: Path | None, workers: int | None, ray: str | None, html: Path | None,
+    force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Name what keeps a server's accept length short.
 
@@ -78,11 +80,9 @@ def diagnose(
     from replay.engines.profiles import engine_profile
     from replay.simulator.binding import stated_wiring
     from replay.simulator.cache import check_cache_folder
-    from replay.simulator.workers import check_workers
 
     refuse_page(html, force)
-    if workers is not None:
-        check_workers(workers)
+    hands = read_workers(workers, ray)
     if cache is not None:
         check_cache_folder(cache, verify=not no_verify)
     told = None if observed is None else read_observed(observed)
@@ -108,7 +108,7 @@ def diagnose(
             engine=engine,
             ladder=ladder,
             cache=cache,
-            workers=workers,
+            workers=hands,
             on_event=on_event,
         )
     )

@@ -55,7 +55,7 @@ def _end(folder: Path, name: str, others: Sequence[Path], names: Sequence[str]) 
     for count in range(2, len(folder.parts)):
         end = folder.parts[-count:]
         if all(parts[-count:] != end for parts in alike):
-            return "/".join(end)
+            return ":".join(part.strip("/") for part in end)
     return str(folder)
 
 

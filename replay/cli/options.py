@@ -51,12 +51,6 @@ no_verify_option = click.option(
 cache_option = click.option(
     "--cache", type=PATH, metavar="DIR", help="Keep what was replayed here, and replay nothing twice. Safe to delete."
 )
-workers_option = click.option(
-    "--workers",
-    type=int,
-    metavar="N",
-    help="Replay in N processes side by side, with the same result.  [default: 1, this process]",
-)
 sort_option = click.option(
     "--sort",
     type=click.Choice(("typed", "length")),
@@ -113,6 +107,40 @@ def read_part(category: tuple[str, ...], request: tuple[str, ...], first_turn: b
     from replay.traces.parts import Part
 
     return Part(category, request, first_turn, limit)
+
+
+def workers_options(command: Command) -> Command:
+    """Who replays; the command takes them as ``read_workers`` does."""
+    for option in (
+        click.option(
+            "--ray",
+            metavar="auto|local|HOST:PORT",
+            help="Replay as tasks of a Ray cluster, with the same result; auto is that of this machine.",
+        ),
+        click.option(
+            "--workers",
+            type=int,
+            metavar="N",
+            help="Replay in N processes side by side, with the same result.  [default: 1, this process]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def read_workers(workers: int | None, ray: str | None) -> int | str | None:
+    """What the options of workers asked for. Raises UsageError for what cannot be, and for both."""
+    from replay.simulator.cluster import check_address
+    from replay.simulator.workers import check_workers
+
+    if workers is not None:
+        check_workers(workers)
+    if ray is None:
+        return workers
+    check_address(ray)
+    if workers is not None:
+        raise UsageError("--workers are processes of this machine, --ray those of a cluster; type one of them")
+    return ray
 
 
 def open_whole(

@@ -18,10 +18,11 @@ from replay.cli.options import (
     parse_wiring_option,
     part_options,
     read_part,
+    read_workers,
     sort_option,
     target_option,
     top_option,
-    workers_option,
+    workers_options,
 )
 from replay.cli.progress import show_progress
 from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds
@@ -129,7 +130,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @target_option
 @no_verify_option
 @cache_option
-@workers_option
+@workers_options
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
 @click.option("--force", is_flag=True, help="Replace an existing rounds file.")
 @sort_option
@@ -144,7 +145,7 @@ def simulate(
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
     observed: str | None, target: Path | None, no_verify: bool, cache: Path | None, workers: int | None,
-    output: Path | None, force: bool, sort: str | None, top: int | None, table_format: str | None,
+    ray: str | None, output: Path | None, force: bool, sort: str | None, top: int | None, table_format: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
@@ -161,7 +162,6 @@ def simulate(
     from replay.simulator.cache import check_cache_folder
     from replay.simulator.groups import check_variants
     from replay.simulator.variant import default_steps, sweep
-    from replay.simulator.workers import check_workers
     from replay.traces.rounds import is_rounds_file
     from replay.traces.rounds_sets import pool_rounds
 
@@ -178,8 +178,7 @@ def simulate(
         refuse_existing(output, force, ours=is_rounds_file)
     if cache is not None:
         check_cache_folder(cache, verify=not no_verify)
-    if workers is not None:
-        check_workers(workers)
+    hands = read_workers(workers, ray)
     _check_device(device)
     seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)
@@ -225,7 +224,7 @@ def simulate(
             )
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
     apart = {
-        name: run_simulation(one, checkpoints, variants, device, agreement=agreement, cache=cache, workers=workers)
+        name: run_simulation(one, checkpoints, variants, device, agreement=agreement, cache=cache, workers=hands)
         for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
@@ -282,16 +281,16 @@ def run_simulation(
     *,
     agreement: bool = True,
     cache: Path | None = None,
-    workers: int | None = None,
+    workers: int | str | None = None,
 ) -> "Rounds":
     """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server.
 
-    ``cache`` is a folder of variants that were replayed before, ``workers`` how many processes replay.
+    ``cache`` is a folder of variants that were replayed before, ``workers`` as ``read_workers`` gave them.
     """
     from replay.simulator.cache import open_cache, simulate_cached
     from replay.simulator.kept import keep_tasks
     from replay.simulator.progress import ReplayProgress
-    from replay.simulator.workers import threads_of_each, use_workers
+    from replay.simulator.workers import use_workers
 
     with show_progress("replaying") as progress:
 
@@ -302,15 +301,13 @@ def run_simulation(
             if found:
                 progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
 
-        threads = threads_of_each(workers or 1)
-        kept = (
-            None
-            if cache is None
-            else open_cache(cache, trace, checkpoints, device, agreement=agreement, threads=threads)
-        )
-        if cache is not None and kept is None:
-            progress.note(f"note: the recording of {trace.path} has not ended, so --cache keeps nothing of it")
         with use_workers(workers, trace, checkpoints, device) as hands:
+            kernels = None if hands is None else hands.kernels
+            kept = None
+            if cache is not None:
+                kept = open_cache(cache, trace, checkpoints, device, agreement=agreement, kernels=kernels)
+            if cache is not None and kept is None:
+                progress.note(f"note: the recording of {trace.path} has not ended, so --cache keeps nothing of it")
             return simulate_cached(
                 kept, trace, checkpoints, variants, device=device, agreement=agreement,
                 workers=keep_tasks(kept, hands), on_event=on_event, on_found=on_found,

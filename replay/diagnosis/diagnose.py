@@ -26,7 +26,7 @@ from replay.simulator.cache import open_cache
 from replay.simulator.held import richest_requests
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant, default_steps
-from replay.simulator.workers import check_workers, threads_of_each, use_workers
+from replay.simulator.workers import use_workers
 from replay.traces.fields import count_of
 from replay.traces.reader import Trace
 
@@ -46,7 +46,7 @@ def diagnose_server(
     without: Collection[str] = (),
     ladder: bool = True,
     cache: Path | None = None,
-    workers: int | None = None,
+    workers: int | str | None = None,
     on_event: Tell = lambda _: None,
 ) -> Diagnosis:
     """Why a server that ran ``served`` accepted what it did.
@@ -61,10 +61,10 @@ def diagnose_server(
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
     heads = {case.served.draft: checkpoint}
-    if cache is not None:
-        threads = threads_of_each(check_workers(workers or 1))
-        case = replace(case, cache=open_cache(cache, case.trace, heads, "cpu", agreement=False, threads=threads))
     with use_workers(workers, trace, heads, "cpu") as hands:
+        if cache is not None:
+            kernels = None if hands is None else hands.kernels
+            case = replace(case, cache=open_cache(cache, case.trace, heads, "cpu", agreement=False, kernels=kernels))
         return _explain(replace(case, workers=hands), ladder, on_event)
 
 
@@ -195,7 +195,7 @@ def diagnose(
     engine: str | None = None,
     ladder: bool = True,
     cache: Path | None = None,
-    workers: int | None = None,
+    workers: int | str | None = None,
     on_event: Tell = lambda _: None,
 ) -> Diagnosis:
     """What `replay diagnose` finds: why the server that ran ``head`` accepted what it did.

@@ -60,6 +60,6 @@ def held_doubts(case: Case) -> Iterator[str]:
     if case.trace.rounded_taps:
         yield (
             "What fp8 moves counts as rounding here: a fault that moves the drafts less than fp8 does is not seen, and "
-            "a number format is told from another one only where it moves them more. What the draft was fed is compared "
-            "in fp8 too."
+            "a number format is told from another one only where it moves them more. What the draft was fed is "
+            "compared in fp8 too."
         )

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 class Cache:
     """Entries in ``folder`` for one trace, its heads and one way to replay them.
 
-    ``agreement``: whether the variants are held against the trace's own server as well. ``threads`` of each process
-    that replays; None of this one.
+    ``agreement``: whether the variants are held against the trace's own server as well. ``kernels`` of whoever
+    replays; None of this process.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class Cache:
     checkpoints: Mapping[str, Checkpoint]
     device: str
     agreement: bool
-    threads: int | None = None
+    kernels: tuple[str | int, ...] | None = None
 
     def find(self, variant: ResolvedVariant, also: str = "") -> Rounds | None:
         """The rounds of ``variant`` alone, ``also`` being what else was asked; None where they are not there whole."""
@@ -103,7 +103,7 @@ class Cache:
     @cached_property
     def _common(self) -> str:
         """What all entries share, as text."""
-        kernels = kernels_of(self.device, self.threads)
+        kernels = self.kernels or kernels_of(self.device)
         return json.dumps((program_sha256(), trace_sha256(self.trace), self.device, self.agreement, *kernels))
 
 
@@ -114,7 +114,7 @@ def open_cache(
     device: str,
     *,
     agreement: bool,
-    threads: int | None = None,
+    kernels: tuple[str | int, ...] | None = None,
 ) -> Cache | None:
     """The cache in ``folder``; None for a trace whose recording has not ended, which no checksum names.
 
@@ -122,7 +122,7 @@ def open_cache(
     """
     _check_verified(trace.verifies)
     finished = trace.header.requests_sha256 is not None
-    return Cache(folder, trace, checkpoints, device, agreement, threads) if finished else None
+    return Cache(folder, trace, checkpoints, device, agreement, kernels) if finished else None
 
 
 def _check_verified(verifies: bool) -> None:

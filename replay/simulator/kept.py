@@ -20,6 +20,7 @@ from replay.simulator.results import Played
 from replay.simulator.tasks import Result, Task, Workers
 from replay.simulator.variant import ResolvedVariant
 from replay.traces import files
+from replay.traces.fields import parse_json
 from replay.verify.estimator import Estimate
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ class KeptWorkers:
     def count(self) -> int:
         """As many as there are."""
         return self.workers.count
+
+    @property
+    def kernels(self) -> tuple[str | int, ...]:
+        """As they are."""
+        return self.workers.kernels
 
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         """As ``Workers.replay``; raises OutputError as well."""
@@ -148,10 +154,14 @@ def _played_of(path: Path) -> Played:
     import polars as pl
 
     with np.load(io.BytesIO(files.read_small(path, _MOST)), allow_pickle=False) as kept:
-        seconds, by_request, estimates, notes = json.loads(kept["told"].tobytes())
+        seconds, by_request, estimates, notes = _told_of(kept["told"].tobytes(), path)
         table = pl.read_parquet(io.BytesIO(kept["table"].tobytes()))
     found = {
         name: Estimate(tuple(sums), np.array(weights), np.array(squares), impossible)
         for name, (sums, weights, squares, impossible) in estimates.items()
     }
     return Played(seconds, by_request, found, table, tuple(notes))
+
+
+def _told_of(text: bytes, path: Path) -> Any:
+    return parse_json(text, str(path), constants=True)

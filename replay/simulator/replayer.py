@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 from replay.analysis.followed import Followed, join
 from replay.checkpoint.checkpoint import Checkpoint, read_checkpoint
@@ -42,20 +42,32 @@ class HeadSource:
 
 @dataclass(frozen=True)
 class StoredHead:
-    """A head that came in memory: ``shell`` is it without tensors, which lie in ``file`` and are mapped from there."""
+    """A head that came in memory: ``shell`` is it without tensors, which lie in a file and are mapped from there, or
+    come along as the bytes of one."""
 
     shell: Checkpoint
-    file: Path
+    tensors: Path | bytes
 
     @classmethod
     def store(cls, checkpoint: Checkpoint, file: Path) -> "StoredHead":
         """Write the tensors, as far as they share memory each by itself."""
-        save_file({name: one.detach().cpu().clone() for name, one in checkpoint.tensors.items()}, file)
+        save_file(_own_tensors(checkpoint), file)
         return cls(replace(checkpoint, tensors={}), file)
+
+    @classmethod
+    def carry(cls, checkpoint: Checkpoint) -> "StoredHead":
+        """For machines that share no disk."""
+        return cls(replace(checkpoint, tensors={}), save(_own_tensors(checkpoint)))
 
     def read(self, name: str) -> Checkpoint:
         """The head again."""
-        return replace(self.shell, tensors=load_file(self.file))
+        tensors = load(self.tensors) if isinstance(self.tensors, bytes) else load_file(self.tensors)
+        return replace(self.shell, tensors=tensors)
+
+
+def _own_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    alone = {name: one.detach().cpu().clone() for name, one in checkpoint.tensors.items()}
+    return {name: one.contiguous() for name, one in alone.items()}
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def simulate(
     follow: "pl.DataFrame | None" = None,
     only: Collection[str] | None = None,
     served_products: bool = True,
-    workers: "int | Workers | None" = None,
+    workers: "int | str | Workers | None" = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> Rounds:
     """Replay every request of ``trace`` under every variant; rows are read a pack at a time.
@@ -57,7 +57,7 @@ def simulate(
     several times as fast, and near ties may fall otherwise.
 
     ``workers`` is a number of processes that replay side by side, with the same rounds to the last bit (workers.py);
-    None replays in this one.
+    None replays in this one. A text is the address of a Ray cluster whose nodes do it (cluster.py).
 
     ``checkpoints`` maps the variants' ``draft`` to heads. All checks stand before the first tensor is read.
     Raises WiringError, CheckpointError, UsageError or TraceError, and WorkerError where workers end again and again.

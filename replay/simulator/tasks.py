@@ -103,6 +103,11 @@ class Workers(Protocol):
         """How many tasks are replayed side by side."""
         ...
 
+    @property
+    def kernels(self) -> tuple[str | int, ...]:
+        """What tells how they round (cache_keys.py)."""
+        ...
+
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         """Each task's place with its result, as they come. Raises what a task raises, and WorkerError."""
         ...

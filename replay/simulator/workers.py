@@ -19,7 +19,8 @@ import torch
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.errors import UsageError, WorkerError
-from replay.simulator.cache_keys import checkpoint_sha256
+from replay.simulator.cache_keys import checkpoint_sha256, kernels_of
+from replay.simulator.cluster import open_cluster
 from replay.simulator.replayer import HeadSource, Job, Replayer, StoredHead
 from replay.simulator.tasks import Result, Task, Workers
 from replay.traces.fields import show
@@ -45,12 +46,17 @@ def check_workers(wanted: object) -> int:
 
 @contextmanager
 def use_workers(
-    wanted: "int | Workers | None", trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str
+    wanted: "int | str | Workers | None", trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str
 ) -> Iterator[Workers | None]:
-    """Workers that are there while the block runs: those given, or new ones; None where this process replays.
+    """Workers that are there while the block runs: those given, so many new ones, or those of the Ray cluster at an
+    address; None where this process replays.
 
-    Raises UsageError for a number that cannot be.
+    Raises UsageError for a number or an address that cannot be, and as ``open_cluster``.
     """
+    if isinstance(wanted, str):
+        with open_cluster(wanted, trace, checkpoints, device) as cluster:
+            yield cluster
+        return
     if wanted is None or isinstance(wanted, int):
         count = 1 if wanted is None else check_workers(wanted)
         if count == 1:
@@ -60,7 +66,7 @@ def use_workers(
             yield workers
         return
     if not isinstance(wanted, Workers):
-        raise UsageError(f"workers are {show(wanted)}; give a number")
+        raise UsageError(f"workers are {show(wanted)}; give a number, or the address of a Ray cluster")
     yield wanted
 
 
@@ -94,6 +100,7 @@ class LocalWorkers:
 
     def __init__(self, count: int, job: Job) -> None:
         self.count, self._job = count, job
+        self.kernels = kernels_of(job.device, job.threads)
         self._pool: ProcessPoolExecutor | None = None
 
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:

@@ -42,8 +42,8 @@ def test_a_pattern_is_every_checkpoint_by_its_number(runs: Path) -> None:
     result = run(runs, "--draft", f"{runs}/*/checkpoint-*", "--json")
     document = json.loads(result.stdout)
     expected = {
-        "a/checkpoint-500": 500, "a/checkpoint-1000": 1000, "checkpoint-10000": 10000, "b/checkpoint-500": 500,
-        "b/checkpoint-1000": 1000,
+        "a:checkpoint-500": 500, "a:checkpoint-1000": 1000, "checkpoint-10000": 10000, "b:checkpoint-500": 500,
+        "b:checkpoint-1000": 1000,
     }  # fmt: skip
     assert {name: head["step"] for name, head in document["draft"].items()} == expected
     assert [variant["draft"] for variant in document["variants"]] == list(expected)
@@ -78,7 +78,7 @@ def test_all_that_is_broken_is_named_and_nothing_replayed(runs: Path, tmp_path: 
     result = run(runs, "--draft", f"{tmp_path}/r/*/checkpoint-*", "-o", str(tmp_path / "o"))
     assert result.exit_code == 1 and result.stdout == "" and not (tmp_path / "o").exists()
     assert "2 of 5 heads cannot be replayed" in result.stderr
-    assert "a/checkpoint-500: " in result.stderr and "b/checkpoint-1000: " in result.stderr
+    assert "a:checkpoint-500: " in result.stderr and "b:checkpoint-1000: " in result.stderr
 
 
 def test_a_pattern_without_folders_is_refused(runs: Path) -> None:
@@ -89,8 +89,8 @@ def test_a_pattern_without_folders_is_refused(runs: Path) -> None:
 
 def test_names_are_the_ends_of_paths_that_differ() -> None:
     paths = [Path(text) for text in ("/x/a/c-1", "/y/a/c-1", "/x/b/c-1", "/x/b/c-2")]
-    assert list(name_heads(paths)) == ["x/a/c-1", "y/a/c-1", "b/c-1", "c-2"]
-    assert list(name_heads([Path("/c-1"), Path("/x/c-1")])) == ["/c-1", "x/c-1"]
+    assert list(name_heads(paths)) == ["x:a:c-1", "y:a:c-1", "b:c-1", "c-2"]
+    assert list(name_heads([Path("/c-1"), Path("/x/c-1")])) == ["/c-1", "x:c-1"]
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,8 @@ class Counting:
     """Workers that are interrupted after some tasks."""
 
     def __init__(self, workers: LocalWorkers, most: int = 1000) -> None:
-        self.count, self.workers, self.most, self.asked = workers.count, workers, most, 0
+        self.count, self.kernels, self.workers, self.most = workers.count, workers.kernels, workers, most
+        self.asked = 0
 
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         self.asked += len(tasks)
@@ -171,7 +172,7 @@ def test_a_sweep_that_was_stopped_takes_what_workers_did_from_the_cache(
 ) -> None:
     """Once while it simulates, and once while it is held against the server."""
     heads = {"h": head}
-    kept = open_cache(tmp_path / "c", trace, heads, "cpu", agreement=True, threads=1)
+    kept = open_cache(tmp_path / "c", trace, heads, "cpu", agreement=True, kernels=two.kernels)
 
     def sweep(by: Counting, cache: Cache | None = kept) -> bytes:
         return file_of(simulate_cached(cache, trace, heads, VARIANTS, workers=keep_tasks(cache, by)), tmp_path)
