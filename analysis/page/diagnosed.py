@@ -54,7 +54,8 @@ def _ranking(diagnosis: Diagnosis) -> Chart:
     }
     bar: Spec = {"mark": mark("bar", color=BLUE), "encoding": {"x": x}}
     rounds = wording.counted(diagnosis.healthy.evidence.rounds, "round")
-    caption = f"How likely each hypothesis is after {rounds} of the server; the {len(ranked)} likeliest are shown."
+    shown = f"; the {len(ranked)} likeliest are shown" if len(ranked) < len(diagnosis.ranked) else ""
+    caption = f"How likely each hypothesis is after {rounds} of the server{shown}."
     return Chart("Hypotheses", caption, rows(values, "hypothesis", "hypothesis", [bar]))
 
 

@@ -62,5 +62,5 @@ def to_copy(text: str) -> str:
 
 def pairs_section(heading: str, pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Words and what is said of each."""
-    told = (f"<dt>{escape(word)}</dt><dd>{escape(said)}</dd>" for word, said in pairs)
+    told = (f"<dt>{escape(one_line(word))}</dt><dd>{escape(one_line(said))}</dd>" for word, said in pairs)
     return section(heading, "<dl>", *told, "</dl>")

@@ -15,11 +15,11 @@ _DEPTH = "draft steps"
 
 
 def plan_charts(plan: Plan) -> Iterator[Chart]:
-    """Those for which there are numbers: a load whose tokens a second are not known has no panel."""
-    loads = [choice.load for choice in plan.choices if any(map(_drafts, _rows(plan, choice.load)))]
+    """Those for which there are numbers: a load at which the timings determine no depth's time has no panel."""
+    loads = [choice.load for choice in plan.choices if any(map(_told, _rows(plan, choice.load)))]
     if loads:
         yield _speeds(plan, loads)
-    even = [load for load in loads if any(row.break_even is not None for row in _rows(plan, load) if _drafts(row))]
+    even = [load for load in loads if any(row.break_even is not None for row in _rows(plan, load) if _told(row))]
     if even:
         yield _break_even(plan, even)
     if (found := _losses(plan)) is not None:
@@ -32,6 +32,10 @@ def _rows(plan: Plan, load: Load) -> list[Row]:
 
 def _finite(found: Range) -> bool:
     return all(map(math.isfinite, (found.value, found.low, found.high)))
+
+
+def _told(row: Row) -> bool:
+    return _drafts(row) and row.round_ms.known
 
 
 def _drafts(row: Row) -> bool:
@@ -60,7 +64,7 @@ def _speeds(plan: Plan, loads: Sequence[Load]) -> Chart:
     caption = (
         "Output tokens a second of all requests of the batch over the steps of a chain; the band is the range that "
         "accept lengths and timings leave." + (" The grey line is without speculation." if known else "") + trees
-        + hollow + _loads_left(loads)
+        + hollow + _loads_left(loads, plan)
     )  # fmt: skip
     spec = panels(values, "load", {"layer": layers}, width=104, height=110)
     return Chart("Tokens a second by depth", caption, {**spec, "resolve": {"scale": {"y": "independent"}}})
@@ -104,6 +108,8 @@ def _curve(kind: str, colour: str, y: Spec) -> list[Spec]:
     return [
         {"transform": [only], "mark": {"type": "area", "color": colour, "opacity": 0.2, "aria": False},
          "encoding": {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}},
+        {"transform": [only], "mark": {"type": "rule", "color": colour, "opacity": 0.5, "aria": False},
+         "encoding": {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}},
         {"transform": [only], "mark": {"type": "line", "color": colour, "aria": False}, "encoding": {"x": x, "y": y}},
         {"transform": [only], "mark": point,
          "encoding": {"x": x, "y": y, "description": SAID, "fillOpacity": hollow}},
@@ -136,22 +142,24 @@ def _break_even(plan: Plan, loads: Sequence[Load]) -> Chart:
         *_curve(f"{kind} chain", colour, y), *_points(f"{kind} tree", colour, y))]  # fmt: skip
     caption = (
         "Blue: the accept length that the head gives. Orange: the one at which speculation is as fast as none. It pays "
-        "where blue lies above orange; bands are ranges." + _loads_left(loads)
+        "where blue lies above orange; bands are ranges." + _loads_left(loads, plan)
     )
     return Chart("Where it breaks even", caption, panels(values, "load", {"layer": layers}, width=118, height=110))
 
 
 def _losses(plan: Plan) -> Chart | None:
     """Of each load the best depth as it is, with a perfect head, and on a machine that drafts for free."""
-    found = [one for choice in plan.choices if (one := share(plan, choice)) is not None][:MOST_LOADS]
+    told = {choice.load for choice in plan.choices if any(map(_told, _rows(plan, choice.load)))}
+    found = [one for choice in plan.choices if choice.load in told and (one := share(plan, choice)) is not None]
+    found = found[:MOST_LOADS]
     values: list[Spec] = []
     for one in found:
-        told = (
+        ratios = (
             ("as it is", one.speedup),
             ("every draft accepted", one.perfect_head),
             ("drafting and verifying for free", one.free_machine),
         )
-        for words, ratio in told:
+        for words, ratio in ratios:
             name = f"{one.load.spelled}, {one.setting.spelled}: {words}"
             bounds = {"low": ratio.low, "high": ratio.high} if math.isfinite(ratio.low) else {}
             values.append({"row": name, "times": ratio.value, **bounds, "own": words == "as it is",
@@ -176,5 +184,9 @@ def _losses(plan: Plan) -> Chart | None:
     return Chart("Head and machine", caption, rows(values, "row", "load, setting and what if", layers))
 
 
-def _loads_left(loads: Sequence[Load]) -> str:
-    return "" if len(loads) <= MOST_LOADS else f" The first {MOST_LOADS} of {len(loads)} loads are shown."
+def _loads_left(loads: Sequence[Load], plan: Plan) -> str:
+    many = "" if len(loads) <= MOST_LOADS else f" The first {MOST_LOADS} of {len(loads)} such loads are shown."
+    loose = len(plan.choices) - len(loads)
+    return many + (
+        f" {loose} of {len(plan.choices)} loads have no panel, since the timings leave them open." if loose else ""
+    )

@@ -1,12 +1,13 @@
 """Rounds on the terminal, as JSON or as a web page: what several commands show."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from replay.cli.page_tokens import page_tokens
 from replay.cli.table_formats import print_table
 from replay.cli.terminal import print_json, print_rich
 from replay.cli.web_page import write_page_file
@@ -16,12 +17,9 @@ if TYPE_CHECKING:
 
     from replay.analysis.flat import FlatRow
     from replay.analysis.summary import VariantSummary
-    from replay.analysis.tokens.view import View as TokenView
     from replay.capture.observed_number import Observed
     from replay.simulator.tokens import Sources
     from replay.traces.rounds import Rounds
-
-PAGE_REQUESTS = 200  # that a web page shows token by token: more would make it large
 
 by_option = click.option(
     "--by",
@@ -150,17 +148,5 @@ def write_html(rounds: "Rounds", path: Path, wanted: Wanted, sources: "Sources")
 
     summaries = summarise(rounds)
     report = assess(rounds, summaries)
-    tokens = None if report.best is None else _page_tokens(rounds, report.best.name, sources)
+    tokens = None if report.best is None else page_tokens(rounds, report.best.name, sources)
     write_page_file(path, lambda text: write_page(Page(report, text, tokens)), _render(rounds, summaries, wanted))
-
-
-def _page_tokens(rounds: "Rounds", variant: str, sources: "Sources") -> "TokenView":
-    """The requests that the page shows token by token, and a note where it leaves some out."""
-    from replay.simulator.tokens import show_tokens
-    from replay.traces.parts import Part
-
-    if (total := len(rounds.requests)) <= PAGE_REQUESTS:
-        return show_tokens(rounds, Part(), variant, sources)
-    view = show_tokens(rounds, Part(limit=PAGE_REQUESTS), variant, sources)
-    note = f"{total - PAGE_REQUESTS} of {total} requests; replay show has all, --category or --request choose others"
-    return replace(view, notes=(note, *view.notes))

@@ -325,6 +325,17 @@ def test_without_a_plain_timing_there_is_no_chart_of_it() -> None:
     assert "without speculation" not in chart.caption and "cannot tell" in write_plan(told, "")
 
 
+def test_a_load_that_the_timings_leave_open_has_no_panel() -> None:
+    """Two timings at batch 1 say next to nothing of batch 64."""
+    told = planned("ms=20", "steps=3,ms=30,accept=2", batch="1,64")
+    for chart in plan_charts(told.plan):
+        shown = {one.get("load", one.get("row", "").split(",")[0]) for one in chart.spec["data"]["values"]}
+        assert shown == {"batch 1"}, chart.heading
+    speeds = next(iter(plan_charts(told.plan)))
+    assert "1 of 2 loads have no panel" in speeds.caption
+    assert list(plan_charts(planned("ms=20", "steps=3,ms=30,accept=2", batch="64").plan)) == []
+
+
 def test_plan_writes_its_page(tmp_path: Path) -> None:
     page = tmp_path / "p.html"
     asked = [word for time in TIMES for word in ("--time", time)]

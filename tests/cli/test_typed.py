@@ -154,7 +154,7 @@ def test_an_interrupted_command_exits_as_the_signal_does(monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     write_rounds(make_rounds({make_variant("a"): [[1], [2]]}), tmp_path / "r.parquet")
-    monkeypatch.setattr("replay.traces.rounds.read_rounds", interrupted)
+    monkeypatch.setattr("replay.traces.rounds_join.read_rounds", interrupted)
     done = CliRunner().invoke(cli, ["report", str(tmp_path / "r.parquet")])
     assert done.exit_code == 128 + signal.SIGINT == 130
     assert done.stderr.startswith("replay: interrupted;")

@@ -15,6 +15,7 @@ from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_serv
 from replay.analysis.tokens.view import RANKED, UNDRAFTABLE, UNKNOWN, View
 from replay.checkpoint.checkpoint import read_checkpoint
 from replay.cli.app import cli
+from replay.cli.page_tokens import page_tokens
 from replay.errors import ReplayError, TraceError, UsageError
 from replay.faults.table import parse_faults
 from replay.simulator.simulation import simulate
@@ -138,7 +139,7 @@ def test_a_page_shows_the_first_requests_and_says_so(
     served: tuple[Trace, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rounds(play(*served), path := tmp_path / "r.parquet")
-    monkeypatch.setattr("replay.cli.rounds_output.PAGE_REQUESTS", 2)
+    monkeypatch.setattr("replay.cli.page_tokens.PAGE_REQUESTS", 2)
     done = CliRunner().invoke(cli, ["report", str(path), "--html", str(tmp_path / "r.html")])
     assert done.exit_code == 0, done.output
     data = re.search(r'id="token-data">(.*?)</script>', (tmp_path / "r.html").read_text(), re.DOTALL)
@@ -146,6 +147,26 @@ def test_a_page_shows_the_first_requests_and_says_so(
     shown = json.loads(data[1])
     assert [one["id"] for one in shown["requests"]] == ["r0", "r1"] and shown["notes"][0].startswith("1 of 3 requests")
     assert any(row[8] and row[8][3] for row in shown["requests"][1]["rounds"])  # a rank
+
+
+def test_a_page_has_room_for_so_much_and_no_more(served: tuple[Trace, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that do not fit are left out; of one that alone is too long the first rounds are there."""
+    rounds = play(*served)
+    name = rounds.variants[0].name
+    whole = page_tokens(rounds, name, Sources())
+    assert [one.request_id for one in whole.requests] == ["r0", "r1", "r2"] and len(whole.notes) == 1  # no tokenizer
+    monkeypatch.setattr("replay.cli.page_tokens.PAGE_ROUNDS", 2)
+    cut = page_tokens(rounds, name, Sources())
+    for one, full in zip(cut.requests, whole.requests, strict=True):
+        for row, same in zip(one.rounds, full.rounds[:2], strict=True):
+            assert replace(row, rejection=None) == replace(same, rejection=None)
+            assert (row.rejection and row.rejection.rank) == (same.rejection and same.rejection.rank)
+        assert (one.played, one.accepted) == (full.played, full.accepted)  # what is not shown still counts
+    long = next(one for one in whole.requests if one.played > 2)
+    assert f"rounds of request {long.request_id} behind the first 2 of {long.played}" in "; ".join(cut.notes)
+    monkeypatch.setattr("replay.cli.page_tokens.PAGE_DRAFTED", 1)
+    least = page_tokens(rounds, name, Sources())
+    assert [one.request_id for one in least.requests] == ["r0"] and least.notes[0].startswith("2 of 3 requests")
 
 
 def test_rounds_without_a_round_have_nothing_to_show(served: tuple[Trace, Path]) -> None:
