@@ -300,6 +300,11 @@ def run_simulation(
         def on_found(found: int) -> None:
             if found:
                 progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
+            elif cache is not None and next(cache.glob("??/*.sha256"), None) is not None:
+                progress.note(
+                    f"note: {cache} has none of these variants whole as this version, its kernels, the trace and the "
+                    "heads make them; they are replayed, and what lies there stays"
+                )
 
         with use_workers(workers, trace, checkpoints, device) as hands:
             kernels = None if hands is None else hands.kernels

@@ -328,3 +328,20 @@ def test_a_cache_that_cannot_be_is_refused_first(tmp_path: Path) -> None:
         check_cache_folder(Path("/proc/cache"))
     missing = CliRunner().invoke(cli, ["simulate", "no-trace", "--draft", "d", "--cache", str(tmp_path / "file")])
     assert "a cache is a folder" in missing.stderr
+
+
+def test_a_cache_of_another_version_is_said_and_stays(
+    tmp_path: Path, trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> str:
+        typed = ["simulate", str(trace.path), "--draft", str(head.path), "--cache", str(tmp_path / "c")]
+        result = CliRunner().invoke(cli, typed)
+        assert result.exit_code == 0
+        return result.stderr
+
+    assert run() == ""
+    before = {path: path.read_bytes() for path in (tmp_path / "c").rglob("*.*")}
+    monkeypatch.setattr(module, "program_sha256", lambda: "another")
+    assert "has none of these variants whole as this version" in run()
+    assert "1 of 1 variants were replayed before" in run()
+    assert before and all(path.read_bytes() == data for path, data in before.items())
