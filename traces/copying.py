@@ -173,7 +173,7 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
             ("engine", f"{first.engine.name} {first.engine.version}", f"{header.engine.name} {header.engine.version}"),
             ("engine.details", first.engine.details, header.engine.details),
             ("rows", first.capture.rows, header.capture.rows),
-            ("taps", *map(_taps, (first, header))),
+            ("taps", _taps(first), _taps(header)),
             ("topk", first.topk, header.topk),
             ("embed", first.embed, header.embed),
         ]  # fmt: skip
