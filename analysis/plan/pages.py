@@ -30,6 +30,7 @@ _SAMPLE = re.compile(
     re.ASCII,
 )
 _MODE = re.compile(r'(?:^|,)mode="(\w{1,40})"', re.ASCII)
+_PRIORITY = re.compile(r'(?:^|,)priority="[^"]', re.ASCII)
 _ENGINE = re.compile(r'(?:^|,)(?:engine|dp_rank|tp_rank|pp_rank|model_name)="[^"]{0,4096}"')
 _RUNNING = (("sglang", "running_reqs"), ("vllm", "requests_running"))  # how their gauges end
 _UNEVEN = 0.02  # share by which rounds may fail to be tokens less accepted: requests that ran without a draft
@@ -64,6 +65,8 @@ def read_page(text: str, called: str) -> Page:
         if match is None or (value := _number(match["value"])) is None:
             continue
         labels, name = match["labels"] or "", match["name"].removesuffix("_total")
+        if name == "sglang:num_running_reqs" and _PRIORITY.search(labels):
+            continue  # its sum over priorities stands beside them
         mode = _MODE.search(labels)
         page[name + (f":{mode[1]}" if mode else "")] += value
         servers[name].add(",".join(sorted(found.strip(",") for found in _ENGINE.findall(labels))))

@@ -68,6 +68,13 @@ def test_a_chain_of_sglang() -> None:
     assert told == (make_setting(3), Load(4), pytest.approx(0.030), 2.5)
 
 
+def test_requests_of_each_priority_stand_beside_their_sum() -> None:
+    texts = pages(SGLANG, tokens=200, seconds=2.4)
+    counts = 'sglang:num_running_reqs{model_name="m",priority="%d"} 2.0\n'
+    total = [text.replace('tp_rank="0"}', 'priority="",tp_rank="0"}') + counts % 0 + counts % 1 for text in texts]
+    assert read(total) == read(texts)
+
+
 def test_sglang_without_drafting() -> None:
     quiet = dict(first_accept=0.0, first_steps=0, first_nodes=0, first_running=2)
     assert read(pages(SGLANG, tokens=100, seconds=2 * 50 * 0.02, **quiet)) == (PLAIN, Load(2), pytest.approx(0.02), 1.0)

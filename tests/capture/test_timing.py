@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.fake_server import LAUNCH, FakeServer, make_target
 from support.timed_server import PREFILL, TimedServer, cost_ms, timed_server
 
 from replay.analysis.plan.ask import Question, answer_question, read_costs
@@ -133,6 +134,21 @@ def test_rounds_that_come_several_at_a_time_are_counted_by_tokens_or_refused() -
 def test_a_server_that_cannot_be_timed_is_refused(server: TimedServer, options: dict[str, Any], words: str) -> None:
     with pytest.raises((CaptureError, UsageError), match=words):
         timed(server, replace(OPTIONS, **options))
+
+
+def test_a_recording_server_is_slower_and_has_to_be_asked_for(tmp_path: Path) -> None:
+    FakeServer(make_target(tmp_path / "target"), tmp_path / "spool").manifest()
+    told = {"folder": str(tmp_path / "spool"), "launch": LAUNCH, "host": "here", "state": "recording"}
+    server = TimedServer(3, recording=told, state={"context_length": 128})
+    options = replace(OPTIONS, contexts=(60,), batches=(1,), repeats=1)
+    with pytest.raises(CaptureError, match="--allow-recording"):
+        timed(server, options)
+    assert server.asked == []
+    (one,) = timed(server, replace(options, allow_recording=True))
+    assert one.recording
+    (tmp_path / "it").write_bytes(timings_bytes([one]))
+    (timing,) = read_costs(Question(benches=[str(tmp_path / "it")])).timings
+    assert "recording" in timing.source
 
 
 @pytest.mark.parametrize(
