@@ -172,7 +172,9 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
         pairs += [
             ("engine", f"{first.engine.name} {first.engine.version}", f"{header.engine.name} {header.engine.version}"),
             ("engine.details", first.engine.details, header.engine.details),
-            ("taps", dict(first.taps), dict(header.taps)), ("topk", first.topk, header.topk),
+            ("rows", first.capture.rows, header.capture.rows),
+            ("taps", _taps(first), _taps(header)),
+            ("topk", first.topk, header.topk),
             ("embed", first.embed, header.embed),
         ]  # fmt: skip
         for name, one, other in pairs:
@@ -197,6 +199,10 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
         prompt_rows=prompt_rows,
     )  # fmt: skip
     return replace(first, capture=capture, missing=(*missing, *told))
+
+
+def _taps(header: TraceHeader) -> dict[str, str]:
+    return {name: f"{tap.dtype} x {tap.width}" for name, tap in header.taps.items()}
 
 
 def _least_version(traces: Sequence[Trace]) -> int:

@@ -124,6 +124,7 @@ class Replayer:
         assert task.rounds is not None
         trace = self._job.trace
         served = Served.of(trace, groups, task.rounds, self._spans_of(groups))
+        served = replace(served, places=dict(zip(task.requests, task.places, strict=True)))
         found: list[list[Followed]] = [[] for _ in task.variants]
         for pack in read_packs(trace, taps_of(groups), served.drafts):
             for group, followed in follow_pack(groups, pack, served, scales):

@@ -31,7 +31,8 @@ _EACH = 4
 
 @dataclass(frozen=True)
 class Task:
-    """Requests of one pack under ``variants``, which stand at the places ``members`` of their sweep.
+    """Requests of one pack under ``variants``, which stand at the places ``members`` of their sweep; ``places`` are
+    those of the requests in the trace that is replayed, which may be a part of what a worker has open.
 
     ``rounds`` are followed, as in ``simulate``; with ``scales`` along the server's drafts, as in ``follow_server``.
     """
@@ -39,6 +40,7 @@ class Task:
     variants: tuple[ResolvedVariant, ...]
     members: tuple[int, ...]
     requests: tuple[str, ...]
+    places: tuple[int, ...]
     rounds: "pl.DataFrame | None"
     scales: tuple[float, ...] | None
     served_products: bool
@@ -68,11 +70,12 @@ def plan_tasks(
 ) -> Planned:
     """The tasks of some ``asked`` requests (None: all). Raises as ``plan_groups``."""
     plans = plan_groups(variants, checkpoints, trace)
-    packs = [tuple(trace.records[place].request_id for place in pack) for pack in plan_packs(trace, asked)]
+    places = [tuple(pack) for pack in plan_packs(trace, asked)]
+    packs = [tuple(trace.records[place].request_id for place in pack) for pack in places]
     lots = list(_lots(plans, _EACH * workers / max(1, len(packs))))
     tasks = [
-        Task(tuple(variants[member] for member in lot), lot, pack, _of(rounds, pack), scales, served_products)
-        for pack in packs
+        Task(tuple(variants[member] for member in lot), lot, pack, where, _of(rounds, pack), scales, served_products)
+        for pack, where in zip(packs, places, strict=True)
         for lot in lots
     ]
     return Planned(tasks, sum(map(len, packs)), [plan.members[0] for plan in plans], [plan.sampled for plan in plans])

@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.dflash_heads import dflash_checkpoint
 from support.less_maker import make_less
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 
 import replay
+from replay.analysis.followed import Followed, join
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.engines.wiring import Wiring
 from replay.errors import UsageError, WiringError
@@ -17,10 +19,15 @@ from replay.simulator.binding import resolve
 from replay.simulator.cache import open_cache, simulate_cached, simulate_kept
 from replay.simulator.confidence import draft_anchors
 from replay.simulator.following import follow_server
+from replay.simulator.replayer import Job, Replayer, StoredHead
+from replay.simulator.tasks import plan_tasks
 from replay.simulator.teacher_forced import score_anchors
 from replay.simulator.variant import Variant
+from replay.traces.copying import captured_request
+from replay.traces.header import VERSION
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
+from replay.traces.writer import TraceWriter
 
 SERVED = Variant("h", WIRING, STEPS)
 OTHER = Variant("h", Wiring(("1", "4", "5")), STEPS)  # of which the first requests have a tap of their own
@@ -89,6 +96,28 @@ def test_a_cache_finds_what_was_replayed_on_the_same_requests(tiered: Trace, hea
     kept = open_cache(tmp_path, tiered, heads, "cpu", agreement=False)
     assert simulate_kept(kept, tiered, heads, resolved[:1]).table.equals(alone.table)
     assert simulate_kept(kept, tiered, heads, resolved).table.equals(plain.table)
+
+
+def test_a_worker_may_have_all_requests_open(whole: Trace, head: Checkpoint, tmp_path: Path) -> None:
+    """It numbers requests as they stand in the part that is replayed, wherever these stand in the trace."""
+    with TraceWriter.create(tmp_path / "odd", replace(whole.header, weights=None, version=VERSION)) as writer:
+        writer.write_target_weights(whole.embed_weight(), None)
+        writer.add_rounds(whole.served_rounds())
+        for index in range(len(whole)):
+            one = captured_request(whole, index)
+            kept = one.taps if index % 2 else {tap: one.taps[tap] for tap in (*WIRING.taps, "final")}
+            writer.add([replace(one, taps=kept)])
+        writer.finish()
+    trace, heads = Trace.open(tmp_path / "odd"), {"h": head}
+    part = trace.having(["1", "4", "5"])
+    assert [record.request_id for record in part.records] == ["r1", "r3", "r5"]
+    rounds, variants = trace.served_rounds(), [resolve(OTHER, head, trace)]
+    (expected,) = follow_server(part, heads, variants, rounds)
+    planned = plan_tasks(part, heads, variants, None, 1, rounds=rounds, scales=())
+    worker = Replayer(Job(trace, {"h": StoredHead.carry(head)}, "cpu", torch.get_num_threads()))
+    found = join([one for task in planned.tasks for one in worker.replay(task) if isinstance(one, Followed)])
+    assert found.request_N.tolist() == expected.request_N.tolist() and set(found.request_N.tolist()) == {0, 1, 2}
+    assert (found.margin_N == expected.margin_N).all()
 
 
 def test_training_and_plans_look_at_the_same_requests(tiered: Trace, whole: Trace, head: Checkpoint) -> None:

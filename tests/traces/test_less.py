@@ -243,7 +243,7 @@ def test_traces_of_other_choices_are_merged_where_their_rows_are_alike(tmp_path:
     ]  # fmt: skip
     assert wrong(merged) == []
     rounded = make_less(tmp_path / "fp8", whole, rows="fp8")
-    with pytest.raises(TraceError, match=r"the traces differ in taps"):
+    with pytest.raises(TraceError, match=r"the traces differ in rows, exact in .*plain and fp8 in .*fp8; give"):
         copy_requests([plain, rounded], tmp_path / "none")
 
 
