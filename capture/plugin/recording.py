@@ -8,7 +8,11 @@ from replay.traces.fields import Fields, parse_json
 
 RECORD_VARIABLE = "REPLAY_RECORD"
 TRIED = (
+    "0.5.16",
+    "0.5.17",
+    "0.5.18",
     "0.5.20",
+    "0.5.21",
     "0.5.22",
     "0.5.23",
 )  # versions of SGLang that were recorded and replayed; seams.py says what others need
