@@ -98,7 +98,7 @@ def extend_attention_cpu(
     sliding_window: int,
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
-    tree_mask: Tensor | None,
+    tree_mask: Tensor | None = None,
     is_causal: bool = True,
 ) -> None:
     """The last ``extend_seq_lens[b]`` rows of each request attend to its ``seq_lens[b]`` slots.
