@@ -72,9 +72,9 @@ def _install(scheduler: Any) -> None:
 
 
 def _set_up(plugin: Any, found: seams.Found) -> None:
-    from replay.capture.plugin.server_state import layout_problem, simulation_problem
+    from replay.capture.plugin.server_state import simulation_problem
 
-    problem = found.problem or layout_problem() or simulation_problem()
+    problem = found.problem or simulation_problem()
     if problem is not None:
         plugin.refuse(problem)
         return

@@ -22,6 +22,7 @@ from replay.capture.plugin.seams import ACCEPTED, VERIFY, Found
 from replay.capture.plugin.server_state import (
     drafting_problem,
     given_wiring,
+    layout_problem,
     ranks,
     resolved_arguments,
     versions,
@@ -155,7 +156,7 @@ class Plugin:
 
     def _set_taps(self, runner: Any) -> None:
         """Let the target capture the taps, and begin to record. Raises ReplayError, and what is UNFORESEEN."""
-        problem = drafting_problem(runner) or self._lacks(runner)
+        problem = drafting_problem(runner) or self._lacks(runner) or layout_problem()
         if problem is not None:
             raise CaptureError(problem)
         core, processor = capturing_parts(runner.model)

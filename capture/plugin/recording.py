@@ -11,7 +11,12 @@ RECORD_VARIABLE = "REPLAY_RECORD"
 # each process that is spawned, which runs the script's first lines too.
 LAUNCH_VARIABLE = "REPLAY_LAUNCH"
 TRIED = (
+    "0.5.16",
+    "0.5.17",
+    "0.5.18",
+    "0.5.19",
     "0.5.20",
+    "0.5.21",
     "0.5.22",
     "0.5.23",
 )  # versions of SGLang that were recorded and replayed; seams.py says what others need

@@ -24,7 +24,7 @@ def world() -> int:
 
 
 def layout_problem() -> str | None:
-    """What of the server's parallel layout cannot be recorded."""
+    """What of the server's parallel layout cannot be recorded. Before 0.5.19 known only once a model is there."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

@@ -405,6 +405,26 @@ def test_a_prefill_may_be_of_another_shape_than_the_cache(kernels: Any, generato
         torch.testing.assert_close(made, expected[0].transpose(0, 1), **CLOSE[torch.float32])
 
 
+def test_calls_of_earlier_releases_are_understood(kernels: Any, generator: torch.Generator) -> None:
+    """SGLang before 0.5.20 passes no scales, before 0.5.19 not whether order counts."""
+    caches = Caches.random(generator, torch.float32)
+    q, new, starts = torch.randn(4, 6, 8, generator=generator), torch.ones(4).int(), torch.arange(4)
+    plain = tuple(PLAIN.values())
+    after = (caches.table, caches.rows, caches.lengths)
+    outs = [torch.empty_like(q) for _ in range(4)]
+    for scales, out in zip(((), (1.0, 1.0)), outs[:2], strict=True):
+        kernels.torch.ops.sgl_kernel.extend_attention_cpu(
+            q, None, None, out, caches.k, caches.v, *scales, *after, new, starts, 1, 0.3, *plain, None
+        )
+    key, value = (cache[caches.table[caches.rows, caches.lengths - 1].long()] for cache in (caches.k, caches.v))
+    slots = caches.table[caches.rows, caches.lengths - 1].long()
+    for scales, out in zip(((), (1.0, 1.0)), outs[2:], strict=True):
+        kernels.torch.ops.sgl_kernel.decode_attention_cpu(
+            q, caches.k, caches.v, *scales, out, key, value, slots, q, *after, 0.3, *plain
+        )
+    assert all(torch.equal(outs[0], out) for out in outs)  # one new row sees what a decoded one sees
+
+
 @pytest.mark.parametrize("change", [{"logit_cap": 30.0}, {"sliding_window": 128}, {"is_cross_attn": True}])
 def test_other_attention_is_refused(kernels: Any, change: dict[str, Any]) -> None:
     caches = Caches.random(torch.Generator().manual_seed(0), torch.float32)

@@ -410,9 +410,11 @@ def runner_of(core: Any, setter: Callable[[list[int]], None], kind: str = "Llama
 
 
 @pytest.fixture
-def core() -> Any:
+def core(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model's layers, in a process of which SGLang knows no layout."""
     from types import SimpleNamespace
 
+    monkeypatch.setattr("replay.capture.plugin.plugin.layout_problem", lambda: None)
     return SimpleNamespace(layers=[SimpleNamespace() for _ in range(30)], layers_to_capture=[2, 15, 27])
 
 

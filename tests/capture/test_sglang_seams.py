@@ -92,9 +92,6 @@ def test_a_parameter_that_was_renamed_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | None], Manifest]:
     """Runs what runs before a scheduler loads its model, with a wiring or without; gives the manifest."""
-    from replay.capture.plugin import server_state
-
-    monkeypatch.setattr(server_state, "layout_problem", lambda: None)
     for name in (seams.STATE, seams.TAPS, seams.FORWARD, seams.VERIFY):  # hooks are taken out again
         owner, last = seams.SEAMS[name].ways[0].owner()
         monkeypatch.setattr(owner, last, getattr(owner, last))
@@ -135,6 +132,20 @@ def test_a_moved_feed_is_recorded_without_it(
     manifest = start(None)
     assert manifest.state == "loading" and manifest.no_feed in manifest.notes
     assert "no EagleDraftExtendInput in sglang.srt.speculative.eagle_info" in manifest.no_feed
+
+
+@pytest.mark.parametrize(("name", "flag"), [("pp_size", "--pp-size 2"), ("attn_cp_size", "--attn-cp-size 2")])
+def test_a_layout_that_cannot_be_recorded_is_served_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, flag: str
+) -> None:
+    """Asked once the model is there: before it, SGLang 0.5.15 to 0.5.18 knows no layout."""
+    parallel = SimpleNamespace(**({"pp_size": 1, "attn_cp_size": 1} | {name: 2}))
+    monkeypatch.setattr(sglang_module("srt.runtime_context"), "get_parallel", lambda: parallel)
+    recording = Recording(str(tmp_path), "0" * 16, None, None, 4)
+    alone = SimpleNamespace(is_draft_worker=False, spec_algorithm=SimpleNamespace(is_none=lambda: True))
+    Plugin(recording, Reporter(recording, TRIED[-1])).after_attention(None, alone)
+    (manifest,) = read_manifests(launch_folder(tmp_path, "0" * 16))
+    assert manifest.state == "refused" and f"{flag} was seen, recording works with" in manifest.reason
 
 
 def test_a_moved_verify_records_no_draft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -231,7 +242,6 @@ def test_what_goes_wrong_while_hooks_are_put_leaves_the_server_unrecorded(
         raise AssertionError("moved")
 
     monkeypatch.setattr(hooks, "_hook", broken)
-    monkeypatch.setattr("replay.capture.plugin.server_state.layout_problem", lambda: None)
     monkeypatch.setattr("replay.capture.plugin.server_state.simulation_problem", lambda: None)
     for wiring in (None, "embed,3,16"):
         recording = Recording(str(tmp_path / str(wiring)), "0" * 16, None, wiring, 4)
@@ -261,6 +271,7 @@ def test_a_model_without_a_first_layer_to_join_keeps_what_it_captures(
         model_config=SimpleNamespace(hf_text_config=config, vocab_size=16),
     )  # fmt: skip
     monkeypatch.setattr("replay.capture.plugin.server_state.resolved_arguments", dict)
+    monkeypatch.setattr("replay.capture.plugin.plugin.layout_problem", lambda: None)
     plugin = Plugin(
         Recording(str(tmp_path), "0" * 16, None, None, 4),
         Reporter(Recording(str(tmp_path), "0" * 16, None, None, 4), "0.5.22"),

@@ -14,6 +14,8 @@ L key slots, D draft tokens of a request (its verify rows), W width of a table r
 """
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,8 +98,8 @@ def extend_attention_cpu(
     sliding_window: int,
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
-    tree_mask: Tensor | None,
-    is_causal: bool,
+    tree_mask: Tensor | None = None,
+    is_causal: bool = True,
 ) -> None:
     """The last ``extend_seq_lens[b]`` rows of each request attend to its ``seq_lens[b]`` slots.
 
@@ -353,6 +355,16 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Ten
         buffer[goal] = buffer[source]
 
 
+def _scaled(kernel: Callable[..., None], place: int) -> Callable[..., None]:
+    """The kernel for SGLang before 0.5.20 too, which passes no scales of the cache: they stand at ``place``."""
+
+    def called(*given: Any) -> None:
+        scales = (1.0, 1.0) if isinstance(given[place], Tensor) else ()
+        kernel(*given[:place], *scales, *given[place:])
+
+    return called
+
+
 # SGLang finds these two through torch's registry of operators; the others it imports from here.
-for _kernel in (decode_attention_cpu, extend_attention_cpu):
-    setattr(torch.ops.sgl_kernel, _kernel.__name__, _kernel)
+torch.ops.sgl_kernel.decode_attention_cpu = _scaled(decode_attention_cpu, 3)
+torch.ops.sgl_kernel.extend_attention_cpu = _scaled(extend_attention_cpu, 6)

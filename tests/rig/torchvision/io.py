@@ -1,3 +1,11 @@
-"""Used for images only; releases before 0.5.22 import one name of it at start."""
+"""Used for images only; SGLang before 0.5.22 and Transformers before 5.19 import these names at start."""
 
-decode_jpeg = None
+from enum import Enum
+
+decode_jpeg = decode_image = None
+
+
+class ImageReadMode(Enum):
+    """Transformers has it in annotations."""
+
+    RGB = "RGB"
