@@ -13,6 +13,7 @@ from pathlib import Path
 
 from replay.errors import TraceCorruptError, TraceVersionError, UsageError
 from replay.traces import files
+from replay.traces.damage import AGAIN_OR_AS_IT_IS, ReadingTrace
 from replay.traces.fields import Fields, parse_json, show
 from replay.traces.taps import EMBED, FINAL, parse_tap, sort_taps
 
@@ -208,8 +209,8 @@ def _check_own_sum(data: bytes, told: str, source: str) -> None:
     blank, places = _OWN_SUM.subn(lambda match: match[1] + _NO_SUM.encode() + match[3], data)
     if places != 1 or hashlib.sha256(blank).hexdigest() != told:
         raise TraceCorruptError(
-            f"{source} has changed since it was written, its checksum header_sha256 is that of another text: fetch or "
-            "capture the trace again, or read it as it is with --no-verify"
+            f"{source} has changed since it was written, its checksum header_sha256 is that of another text: "
+            f"{AGAIN_OR_AS_IT_IS}"
         )
 
 
@@ -341,6 +342,7 @@ def _check_agreement(header: TraceHeader, source: str) -> None:
         raise TraceCorruptError(f"{source}: rounds is {header.rounds} but rounds_sha256 is {header.rounds_sha256!r}")
 
 
+@ReadingTrace()
 def read_header(folder: Path, *, verify: bool = True) -> TraceHeader:
     """The header of the trace in ``folder``, as ``from_json`` reads it. Raises TraceVersionError, TraceCorruptError."""
     path = folder / files.HEADER

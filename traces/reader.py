@@ -14,6 +14,7 @@ from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, W
 from replay.printable import counted, html_table, one_line
 from replay.traces import files
 from replay.traces.captured import unfinite_row
+from replay.traces.damage import AGAIN_OR_AS_IT_IS, ReadingTrace
 from replay.traces.feed import Feed, count_rows, read_feed
 from replay.traces.fp8 import dequantise, shake
 from replay.traces.header import FP8, TraceHeader, read_header
@@ -110,8 +111,7 @@ class Trace:
             _check_table(folder, header, records)
             if verify and header.shard_headers_sha256 not in (None, headers_sha256(layouts)):
                 raise TraceCorruptError(
-                    f"the headers of the shards of {folder} have changed since they were written: fetch or capture the "
-                    "trace again, or read it as it is with --no-verify"
+                    f"the headers of the shards of {folder} have changed since they were written: {AGAIN_OR_AS_IT_IS}"
                 )
         elif not allow_incomplete:
             raise TraceIncompleteError(_say_unfinished(folder, len(records)))
@@ -310,6 +310,7 @@ class Trace:
             return False
         return True
 
+    @ReadingTrace()
     def read(self, index: int, taps: Sequence[str]) -> RequestRows:
         """Request ``index`` with ``taps`` (canonical names). Only its own rows are touched.
 
@@ -353,6 +354,7 @@ class Trace:
             )
         return self.rows_of_many(tap, {index: rows})
 
+    @ReadingTrace()
     def rows_of_many(self, tap: str, rows: Mapping[int, Sequence[int]]) -> "torch.Tensor":
         """``rows`` of one stored tap of many requests, by index in rising order [R, width]: a copy, as ``tap_rows``."""
         import torch
@@ -361,6 +363,7 @@ class Trace:
         wanted = runs(self._every, ((self.records[index], chosen) for index, chosen in rows.items()), name)
         return torch.cat([self._tap_rows(shard, tap, places) for shard, places in wanted])
 
+    @ReadingTrace()
     def stored_rows(self, index: int, tap: str) -> "tuple[torch.Tensor, torch.Tensor | None]":
         """One stored tap of request ``index`` as it lies in the shards [T-1, width], less the rows that are left out,
         and the scales of its rows where it is in fp8."""
@@ -373,6 +376,7 @@ class Trace:
             return rows, None
         return rows, self._stored(record, f"scale.{tap}", record.rows, record.rows_left_out)
 
+    @ReadingTrace()
     def logits(self, index: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
         """The target's choices for the n output tokens of request ``index``.
 
@@ -387,6 +391,7 @@ class Trace:
         self._check_ids(record, "topk_ids", ids)
         return ids, self._finite(record, "topk_logprobs", *where), self._finite(record, "logsumexp", *where)
 
+    @ReadingTrace()
     def feed(self, index: int) -> Feed | None:
         """What the server's draft was fed in a few rows of request ``index``; None where that is not there.
 
@@ -409,6 +414,7 @@ class Trace:
         """The target's output rows [V, H], mapped; the embedding's where they are tied. Raises TraceError."""
         return self._lm_head
 
+    @ReadingTrace()
     def served_rounds(self) -> "pl.DataFrame":
         """The server's own rounds of the requests that are there (SPEC.md, section 6); empty where it told none.
 
@@ -525,6 +531,7 @@ class Trace:
             self._verifier.check(layout.path, layout.data_start, layout.metadata["data_sha256"])
         return layout
 
+    @ReadingTrace()
     def _weight(self, which: str) -> "torch.Tensor":
         if self._verifier is not None and self.header.weights is not None:
             self._verifier.check(self.path / files.WEIGHTS, 0, self.header.weights.sha256)
@@ -563,6 +570,7 @@ def _say_unfinished(folder: Path, whole: int) -> str:
     )
 
 
+@ReadingTrace()
 def _check_table(folder: Path, header: TraceHeader, records: Sequence[RequestRecord]) -> None:
     """``requests.parquet`` is the finished one and says what the shards say. Raises TraceCorruptError."""
     path = folder / files.REQUESTS

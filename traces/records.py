@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import TraceCorruptError, TraceVersionError
+from replay.traces.damage import ReadingTrace
 from replay.traces.feed import check_layout
 from replay.traces.fields import Fields, parse_json
 from replay.traces.files import shard_name, shard_number
@@ -381,6 +382,7 @@ def _check_places(records: Sequence[RequestRecord], where: str) -> None:
             expected = _ends(record)
 
 
+@ReadingTrace()
 def scan_shards(folder: Path, header: TraceHeader) -> tuple[list[Layout], list[RequestRecord]]:
     """Every shard of ``folder`` in order and the records they carry. Raises TraceCorruptError, TraceVersionError."""
     numbers = sorted(number for name in os.listdir(folder) if (number := shard_number(name)) is not None)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from replay.errors import TraceCorruptError
 from replay.traces import files
+from replay.traces.damage import AGAIN_OR_AS_IT_IS
 from replay.traces.fields import parse_json
 
 LARGE = 1 << 24  # bytes from which on a file is remembered
@@ -52,7 +53,7 @@ class Verifier:
             if found != sha256:
                 raise TraceCorruptError(
                     f"{path} has changed since it was written (its SHA-256 is {found[:12]}..., not {sha256[:12]}...): "
-                    "fetch or capture it again, or read it as it is with --no-verify"
+                    f"{AGAIN_OR_AS_IT_IS}"
                 )
             if before is not None and before == _identity(path, sha256):
                 self._remember(path.name, before)

@@ -54,6 +54,19 @@ def test_no_trace(tmp_path: Path) -> None:
         Trace.open(tmp_path / "nowhere")
 
 
+def test_whatever_is_wrong_the_sentence_ends_in_what_to_do(folder: Path) -> None:
+    """Once, wherever it was seen: on opening, and in rows that are read later."""
+    trace = Trace.open(folder)
+    (folder / "shard-00001.safetensors").write_bytes(b"cut")
+    for call in (lambda: trace.read(3, ("2",)), lambda: trace.logits(3), lambda: Trace.open(folder)):
+        with pytest.raises(TraceCorruptError, match=r"[^:]: fetch or capture the trace again$") as told:
+            call()
+        assert str(told.value).count("again") == 1
+    edit_header(folder, "state", "done")
+    with pytest.raises(TraceCorruptError, match=r"recording, complete: fetch or capture the trace again$"):
+        Trace.open(folder)
+
+
 # --- trace.json -----------------------------------------------------------------------------------------------------
 
 
