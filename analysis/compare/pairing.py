@@ -98,7 +98,7 @@ def pair_rounds(
         trace=first.trace,
         drafts={**source.drafts, **first.drafts},
     )
-    shown = dict(zip((new.name for new in renamed), _own_names([a, *others]), strict=True))
+    shown = dict(zip((new.name for new in renamed), _own_names([a, *others], two=second is not None), strict=True))
     only = [tuple(name for name in names if name not in common) for names in (ids_a, ids_b)]
     files, traces = (1, (first.trace,)) if second is None else (2, (first.trace, second.trace))
     return PairedRounds(rounds, renamed[0], tuple(renamed[1:]), shown, only[0], only[1], files, texts, shared, traces)
@@ -115,17 +115,29 @@ def _told_heads(first: Rounds, second: Rounds) -> tuple[Rounds, Rounds]:
     return renamed(first, "first file"), renamed(second, "second file")
 
 
-def _own_names(variants: Sequence[VariantInfo]) -> list[str]:
-    """Their names; files name their variants each by itself, so two of them may use one name for different ones.
+def _own_names(variants: Sequence[VariantInfo], *, two: bool) -> list[str]:
+    """Their names; of ``two`` files, which name their variants each by itself, with what sets A apart from all others.
 
-    Where they are of several heads each name has its head, unless it says it already.
+    So may two of them use one name for different ones. Where they are of several heads each name has its head, unless
+    it says it already.
     """
     heads = _head_names(variants)
+    between = _between(variants) if two else []
     return [
-        " · ".join(
-            filter(None, [heads[one.draft], _apart(one, [other for other in variants if other.name == one.name])])
-        )
+        " · ".join(filter(None, [heads[one.draft], _apart(one, [o for o in variants if o.name == one.name], between)]))
         for one in variants
+    ]
+
+
+def _between(variants: Sequence[VariantInfo]) -> list[str]:
+    """The settings of drafting that all variants of the one file have alike and A has otherwise."""
+    first, *others = variants
+    return [
+        name
+        for name in ("steps", "topk", "num_draft_tokens")
+        if not (name == "num_draft_tokens" and all(one.topk == 1 for one in variants))
+        and all(_setting(one, name) != _setting(first, name) for one in others)
+        and len({_setting(one, name) for one in others}) == 1
     ]
 
 
@@ -138,14 +150,15 @@ def _head_names(variants: Sequence[VariantInfo]) -> dict[str, str]:
     return dict(zip(drafts, short if len(set(short)) == len(short) else drafts, strict=True))
 
 
-def _apart(variant: VariantInfo, alike: Sequence[VariantInfo]) -> str:
-    """Its name, and what it differs in from others of that name beside the head."""
+def _apart(variant: VariantInfo, alike: Sequence[VariantInfo], between: Sequence[str]) -> str:
+    """Its name, what sets it apart from others of that name beside the head, and what of ``between`` it does not say."""
     apart = [
         field.name
         for field in fields(VariantSettings)
         if field.name not in ("name", "draft")
         and any(_setting(one, field.name) != _setting(variant, field.name) for one in alike)
     ]
+    apart += [name for name in between if name not in apart and _setting(variant, name) not in variant.name.split()]
     return " ".join([variant.name, *(_setting(variant, name) for name in apart)])
 
 

@@ -7,6 +7,7 @@ from replay.analysis import wording
 from replay.analysis.counts import position_rates, ratio, reached_positions
 from replay.analysis.page.chart_parts import BLUE, GREY, INK, SAID, Chart, Spec, beside, framed, mark, panels, rows
 from replay.analysis.page.names import distinct, folded, numbered
+from replay.analysis.page.step_charts import step_chart
 from replay.analysis.report.assessment import Report
 from replay.analysis.summary import VariantSummary
 
@@ -24,6 +25,8 @@ def charts(report: Report) -> Iterator[Chart]:
         return
     yield _forest(played, names)
     few = sorted(played, key=lambda row: -row.accept_length)[:MOST_CURVES]
+    if (by_step := step_chart(report.curves)) is not None:
+        yield by_step
     yield _positions(few, names, len(played))
     yield _histograms(few, names, len(played))
     if (found := _heat(report, played)) is not None:
@@ -188,8 +191,8 @@ def _histograms(few: Sequence[VariantSummary], names: dict[str, str], played: in
 
 def _heat(report: Report, played: Sequence[VariantSummary]) -> Chart | None:
     """One fact across, steps where these vary; the others down, in rows that differ."""
-    facts = [name for name in report.facts if name != "name"]
-    if len(facts) < 2 or "name" in report.facts or len(played) < 4:
+    facts = list(wording.varying(report.summaries))  # of several files the facts of a report begin with the name
+    if len(facts) < 2 or "name" in facts or len(played) < 4:
         return None
     across = (
         "steps" if "steps" in facts else min(facts, key=lambda fact: len({wording.fact(row, fact) for row in played}))

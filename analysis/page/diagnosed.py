@@ -1,7 +1,7 @@
 """A diagnosis as a page: how likely each hypothesis is, and the ladder as a waterfall."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from replay.analysis import wording
 from replay.analysis.diagnosis.verdict import Diagnosis
@@ -10,14 +10,17 @@ from replay.analysis.ladder.report import answer as ladder_answer
 from replay.analysis.page.chart_parts import BLUE, GREEN, GREY, RED, Chart, Spec, mark, rows
 from replay.analysis.page.document import document
 from replay.analysis.page.names import numbered
-from replay.analysis.page.parts import bullets
+from replay.analysis.page.parts import bullets, pairs_section
 
 _SHOWN = 10  # hypotheses
 _ENDS = ("level", "lost", "gained")
 
 
-def write_diagnosis(diagnosis: Diagnosis, text: str) -> str:
-    """The HTML; ``text`` is the diagnosis as the terminal shows it. Raises UsageError where charts cannot be drawn."""
+def write_diagnosis(diagnosis: Diagnosis, text: str, provenance: Sequence[tuple[str, str]] = ()) -> str:
+    """The HTML; ``text`` is the diagnosis as the terminal shows it, ``provenance`` what it was made of, in pairs.
+
+    Raises UsageError where charts cannot be drawn.
+    """
     named = f", {diagnosis.named}" if diagnosis.named else ""
     why = f"{diagnosis.why[:1].upper()}{diagnosis.why[1:]}."
     parts = (
@@ -28,6 +31,8 @@ def write_diagnosis(diagnosis: Diagnosis, text: str) -> str:
         ("What the head lacks", diagnosis.limits),
     )
     sections = [line for heading, said in parts if said for line in bullets(heading, said)]
+    if provenance:
+        sections += pairs_section("Provenance", provenance)
     return document(f"Verdict: {diagnosis.verdict}{named}", (why,), diagnosis_charts(diagnosis), sections, text)
 
 

@@ -12,6 +12,9 @@ from replay.analysis.page.charts import charts as report_charts
 from replay.analysis.page.compared import comparison_charts
 from replay.analysis.page.diagnosed import diagnosis_charts
 from replay.analysis.page.draw import draw
+from replay.analysis.page.plan_charts import plan_charts
+from replay.analysis.plan.ask import Planned
+from replay.analysis.plan.plan import Plan
 from replay.analysis.report.report import assess
 from replay.analysis.summary import summarise
 from replay.errors import UsageError
@@ -77,12 +80,13 @@ def _filled(spec: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in spec.items() if value is not None}
 
 
-def charts(found: Rounds | Comparison | Diagnosis) -> Charts:
+def charts(found: Rounds | Comparison | Diagnosis | Plan | Planned) -> Charts:
     """The charts that the web page of ``found`` has: a list, each with ``heading``, ``caption`` and ``spec``.
 
     Of rounds: accept lengths with their intervals, acceptance by position, accepted tokens of a round, a heat map where
-    two options vary, agreement with the server. Of a comparison: the paired differences. Of a diagnosis: the likeliest
-    hypotheses, and the ladder. Those without numbers are left out.
+    two options vary, checkpoints by step, agreement with the server. Of a comparison: the paired differences. Of a
+    diagnosis: the likeliest hypotheses, and the ladder. Of a plan: tokens a second by depth, accept lengths against
+    those that break even, what the head and the machine lose. Those without numbers are left out.
 
     Raises UsageError for anything else.
 
@@ -99,6 +103,11 @@ def _of(found: object) -> Iterable[Chart]:
         return comparison_charts(found)
     if isinstance(found, Diagnosis):
         return diagnosis_charts(found)
+    if isinstance(found, Planned):
+        found = found.plan
+    if isinstance(found, Plan):
+        return plan_charts(found)
     raise UsageError(
-        f"{show(found)} has no charts; give rounds of simulate, a comparison of compare, or a diagnosis of diagnose"
+        f"{show(found)} has no charts; give rounds of simulate, a comparison of compare, a diagnosis of diagnose, or a "
+        "plan"
     )

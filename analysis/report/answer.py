@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from replay.analysis import wording
 from replay.analysis.gaps import Gap
+from replay.analysis.p_values import requests_needed
 from replay.analysis.report.assessment import Report
 from replay.analysis.summary import VariantSummary
 
@@ -34,7 +35,9 @@ def answer(report: Report) -> str:
     start = f"Best of {len(report.summaries)} variants"
     losses = "".join(f"; {part}" for part in [", ".join(_losses(report))] if part)
     if len(report.together) > 1:
-        return f"{start}, not told apart: {_together(report)}, over {requests}{losses}."
+        told = "is best cannot be told" if best.played_requests < requests_needed(len(report.gaps)) else ""
+        start = f"Which of {len(report.summaries)} variants {told}" if told else f"{start}, not told apart"
+        return f"{start}: {_together(report)}, over {requests}{losses}."
     length = wording.decimal(best.accept_length)
     return f"{start}: {wording.label(best, report.facts)}, accept length {length}{_within(best)} {over}{losses}."
 

@@ -68,15 +68,18 @@ def _counts(row: VariantSummary) -> JsonObject:
     }  # fmt: skip
 
 
-def render_groups(groups: Sequence[Group], what: str) -> "RenderableType":
-    """A row for each variant of each group, variants of one group together."""
+def render_groups(groups: Sequence[Group], what: str, *, joined: bool = False) -> "RenderableType":
+    """A row for each variant of each group, variants of one group together.
+
+    ``joined``: of several files, which the names of the variants begin with.
+    """
     from rich.console import Group as Together
     from rich.text import Text
 
     rows = [(group, row) for group in groups for row in group.summaries]
     names = [one_line(group.name, _MOST_NAME) for group, _ in rows]
     firsts = ["" if before == name else name for before, name in zip([None, *names], names, strict=False)]
-    facts = wording.varying(groups[0].summaries) if groups else ()
+    facts = (wording.joined if joined else wording.varying)(groups[0].summaries) if groups else ()
     several = bool(groups) and len(groups[0].summaries) > 1
     labels = tuple(f"{name} {row.name}" for name, (_, row) in zip(names, rows, strict=True))
     titles = [column(what, firsts, left=True)]

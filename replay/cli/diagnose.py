@@ -26,11 +26,14 @@ from replay.cli.options import (
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
 from replay.cli.web_page import page_options, refuse_page, write_page_file
+from replay.printable import counted
 
 if TYPE_CHECKING:
     from replay.analysis.diagnosis.verdict import Diagnosis
+    from replay.checkpoint.checkpoint import Checkpoint
     from replay.diagnosis.progress import Trying
     from replay.engines.wiring import Wiring
+    from replay.traces.reader import Trace
 
 
 @click.command()
@@ -119,7 +122,24 @@ def diagnose(
     if html is not None:
         from replay.analysis.page.diagnosed import write_diagnosis
 
-        write_page_file(html, lambda text: write_diagnosis(found, text), render_diagnosis(found))
+        made_of = _provenance(opened, checkpoint, [] if told is None else [("observed", told.source)])
+        write_page_file(html, lambda text: write_diagnosis(found, text, made_of), render_diagnosis(found))
+
+
+def _provenance(trace: "Trace", head: "Checkpoint", more: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What a diagnosis was made of: its trace, target, engine and head."""
+    from replay import __version__
+
+    header = trace.header
+    target, engine = header.target, header.engine
+    return [
+        ("trace", f"{trace.path} · {counted(len(trace), 'request')} · taps {','.join(trace.taps)}"),
+        ("target", f"{target.name} · {target.model_type} · layers {target.layers} · {target.dtype}"),
+        ("engine", f"{engine.name} {engine.version}"),
+        ("draft", f"{head.name} · path {head.path}" if head.path else head.name),
+        *more,
+        ("replay", __version__),
+    ]
 
 
 def _diagnose(run: "Callable[[Callable[[Trying], None]], Diagnosis]") -> "Diagnosis":

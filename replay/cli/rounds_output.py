@@ -132,8 +132,10 @@ def _render(rounds: "Rounds", summaries: "Sequence[VariantSummary]", wanted: Wan
         parts += [render_peers(peer_metrics(rounds, variant.name)) for variant in rounds.variants]
     if groups := _groups(rounds, wanted.by):
         from replay.analysis.report.by_group import render_groups, summarise_by
+        from replay.traces.rounds_join import FILES
 
-        parts += [render_groups(summarise_by(rounds, what), what) for what in groups]
+        several = bool(rounds.trace.get(FILES))
+        parts += [render_groups(summarise_by(rounds, what), what, joined=several) for what in groups]
     return Group(*parts)
 
 
