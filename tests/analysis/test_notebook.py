@@ -44,9 +44,12 @@ def test_they_are_the_charts_of_the_page(rounds: Rounds, shown: Charts) -> None:
 
 
 def test_each_question_has_its_chart(shown: Charts) -> None:
-    assert [one.heading for one in shown] == ["Accept length", "Acceptance by position", "Accepted tokens of a round"]
+    assert [one.heading for one in shown] == [
+        "Accept length", "Acceptance by position", "Accepted tokens of a round",
+        "Accept length by wiring and the other facts",
+    ]  # fmt: skip
     assert shown["POSITION"] is shown[1] and list(shown[1:]) == list(shown)[1:]
-    assert replay.charts(grid())["accept length by"].heading == "Accept length by wiring and steps"
+    assert replay.charts(grid())["accept length by"].heading == "Accept length by steps and wiring"
     assert replay.charts(served())["server"].heading == "Against the server"
     assert [one.heading for one in replay.charts(replay.compare(sweep()))]
     assert replay.charts(rare_diagnosis())["hypotheses"]

@@ -246,7 +246,7 @@ def test_a_demo_that_is_interrupted_does_not_name_an_option_that_it_lacks(
     )  # fmt: skip
     monkeypatch.setattr("replay.capture.target_files.open_target", lambda _: files)
     monkeypatch.setattr("replay.capture.target_check.TransformersCalls", lambda _: nullcontext())
-    asked = SimpleNamespace(prompt_ids=[1], max_new_tokens=1, forced_ids=None)
+    asked = SimpleNamespace(request_id="1", prompt_ids=[1], max_new_tokens=1, forced_ids=None)
     encoded = SimpleNamespace(requests=(asked,), left_out={}, notes=lambda: ())
     monkeypatch.setattr("replay.capture.local.record.encode_prompts", lambda *_, **__: encoded)
     monkeypatch.setattr("replay.capture.local.record._notes", lambda *_: [])
