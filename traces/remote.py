@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path, PosixPath, PurePath
+from typing import Any
 
 from replay.traces.addresses import address_of, is_address, parse_address, place_of
 from replay.traces.files import as_path
@@ -30,6 +31,15 @@ class RemotePath(PosixPath):
         place = super().__str__()
         _provide(place)
         return place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process, or another machine with a local cache elsewhere."""
+        address = address_of(super().__str__())
+        return (Path, (super().__str__(),)) if address is None else (_at, (address,))
+
+
+def _at(address: str) -> RemotePath:
+    return RemotePath(place_of(address))
 
 
 class _Folder:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -369,6 +370,19 @@ def test_a_web_server_without_lists(local: Path, tmp_path: Path) -> None:
 def test_a_web_server_without_ranges(local: Path) -> None:
     with range_server(local, ranges=False) as address, pytest.raises(StorageError, match="has to give ranges of a"):
         Trace.open(f"{address}/trace")
+
+
+def test_another_machine_has_its_own_local_cache(
+    local: Path, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = as_source(f"{there}/trace")
+    sent = pickle.dumps((path, path / SHARD, Trace.open(path)))
+    monkeypatch.setenv("REPLAY_CACHE", str(tmp_path / "other"))
+    folder, shard, trace = pickle.loads(sent)
+    assert (str(folder), str(shard)) == (f"{there}/trace", f"{there}/trace/{SHARD}")
+    near = Trace.open(local / "trace").read(1, ["2"])
+    assert trace.read(1, ["2"]).taps["2"].equal(near.taps["2"])
+    assert os.fspath(folder).startswith(str(tmp_path / "other")) and os.path.isdir(folder)
 
 
 def test_a_path_says_its_address_and_is_one(there: str) -> None:
