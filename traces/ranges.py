@@ -3,7 +3,7 @@
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from replay.errors import TraceCorruptError
 from replay.traces import files
 from replay.traces.object_store import Entry
 from replay.traces.remote import entry_of, is_whole
-from replay.traces.sectors import read_bytes
+from replay.traces.sectors import fetch_ahead, read_bytes
 
 _PIECE = 1 << 22
 
@@ -69,6 +69,15 @@ def open_ranges(path: Path, *, follow: bool = False) -> Iterator[LocalRanges | R
     with files.open_regular(path, follow=follow) as descriptor:
         size = os.fstat(descriptor).st_size
         yield LocalRanges(descriptor, size, "" if entry is None else entry.version)
+
+
+def fetch_ranges(wanted: Iterable[tuple[Path, int, int]]) -> None:
+    """Fetch ranges (file, start, stop) of files elsewhere side by side into the local cache; nothing of files here.
+
+    Raises StorageError, OutputError.
+    """
+    entries = [(entry_of(path), start, stop) for path, start, stop in wanted]
+    fetch_ahead([(entry, start, stop) for entry, start, stop in entries if entry is not None])
 
 
 def sha256_of(path: Path, start: int = 0) -> str:

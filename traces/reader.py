@@ -23,7 +23,7 @@ from replay.traces.remote import as_source, entry_of, local_file
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.stretches import TOKENS, runs, stretches
 from replay.traces.taps import EMBED, sort_taps
-from replay.traces.tensors import Layout, map_rows, take_rows
+from replay.traces.tensors import Layout, fetch_rows, map_rows, take_rows
 from replay.traces.verify import Verifier
 from replay.traces.weights import find_weight, load_weight
 
@@ -324,6 +324,7 @@ class Trace:
         import torch
 
         record = self.records[index]
+        self._fetch(record, taps)
         tokens = self._stored(record, TOKENS, record.tokens).to(torch.int64)
         self._check_ids(record, "tokens", tokens)
         return RequestRows(
@@ -516,6 +517,16 @@ class Trace:
         places = stretches(self._every, record, start, stop)
         parts = [map_rows(self._layout(one.record.shard), name, *one.rows(name)) for one in places]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _fetch(self, record: RequestRecord, taps: Sequence[str]) -> None:
+        """Of a trace elsewhere, what ``read`` is about to need."""
+        if entry_of(self.path / record.shard) is None:
+            return
+        held = [tap for tap in taps if tap in (record.taps or self.header.taps)]
+        rows = stretches(self._every, record, record.rows_left_out, record.rows)
+        wanted = [(one, name) for one in rows for tap in held for name in (f"tap.{tap}", f"scale.{tap}")]
+        wanted += [(one, TOKENS) for one in stretches(self._every, record, 0, record.tokens)]
+        fetch_rows((self._layout(one.record.shard), name, *one.rows(name)) for one, name in wanted)
 
     def _rows(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
         return map_rows(self._layout(record.shard), name, start, start + count)

@@ -8,7 +8,7 @@ the tensor and the numbers it refuses, and map single rows.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from replay.errors import StorageError, TraceCorruptError
 from replay.traces.fields import Fields, parse_json, show_name, some
-from replay.traces.ranges import open_ranges
+from replay.traces.ranges import fetch_ranges, open_ranges
 from replay.traces.remote import entry_of
 
 if TYPE_CHECKING:
@@ -173,6 +173,20 @@ def map_rows(layout: Layout, name: str, start: int = 0, stop: int | None = None)
             raise StorageError(f"{layout.path} has changed since it was opened; begin anew")
         buffer, offset = file.buffer(begin, math.prod(shape) * item)
     return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
+
+
+def fetch_rows(wanted: Iterable[tuple[Layout, str, int, int]]) -> None:
+    """Fetch rows (layout, tensor, start, stop) side by side that ``map_rows`` is about to be asked for.
+
+    Nothing is done for files here, nor for rows that are not there. Raises StorageError, OutputError.
+    """
+    pieces = []
+    for layout, name, start, stop in wanted:
+        place = layout.tensors.get(name)
+        if place is not None and place.shape and place.shape[0]:
+            row = (place.stop - place.start) // place.shape[0]
+            pieces.append((layout.path, place.start + start * row, place.start + stop * row))
+    fetch_ranges(pieces)
 
 
 def take_rows(layout: Layout, name: str, places: Sequence[int]) -> "torch.Tensor":

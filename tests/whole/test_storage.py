@@ -393,3 +393,23 @@ def test_a_path_says_its_address_and_is_one(there: str) -> None:
     assert (path / SHARD).stat().st_size == 0  # who reads it as a plain file sees that it is none
     with pytest.raises(ReplayError, match="a path was expected"):
         as_source(3)
+
+
+def test_ranges_are_fetched_side_by_side(local: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four taps and the tokens of a request lie in five places: at least four questions are under way together."""
+    trace, near = Trace.open(f"{there}/trace"), Trace.open(local / "trace")
+    monkeypatch.setattr(sectors, "HEAD", 64)
+    monkeypatch.setattr(sectors, "SECTOR", 256)
+    meeting = threading.Barrier(4, timeout=20)
+    real, asked = sectors.read_range, []
+
+    def slow(entry: object_store.Entry, start: int, stop: int) -> bytes:
+        asked.append((start, stop))
+        if len(asked) <= 4:
+            meeting.wait()
+        return real(entry, start, stop)
+
+    monkeypatch.setattr(sectors, "read_range", slow)
+    read = trace.read(4, ["1", "3", "5", "final"])
+    assert all(rows.equal(near.read(4, [tap]).taps[tap]) for tap, rows in read.taps.items())
+    assert len(set(asked)) == len(asked)  # and no range twice
