@@ -206,7 +206,7 @@ def _say(address: str, error: BaseException) -> str:
     if names & _FAR:
         return f"the storage of {address} cannot be reached; look at the network and the endpoint"
     told = str(error).strip() or type(error).__name__
-    return f"{address} cannot be read ({one_line(told.splitlines()[0], _MOST_REASON)}); look at the storage"
+    return f"{address} cannot be read ({one_line(' '.join(told.split()), _MOST_REASON)}); look at the storage"
 
 
 _KEYS = {

@@ -136,6 +136,18 @@ def test_workers_open_it_themselves(local: Path, there: str, tmp_path: Path) -> 
     assert _same(far, here)
 
 
+def test_what_is_kept_is_kept_for_these_versions(local: Path, there: str, store: Any, tmp_path: Path) -> None:
+    line = ("simulate", f"{there}/trace", "--draft", f"{there}/head", "--wiring", str(WIRING), "--steps", "2")
+    line += ("--cache", str(tmp_path / "kept"), "--limit", "2")
+    first, again = _run(*line), _run(*line)
+    assert first.exit_code == 0 and "were replayed before" not in first.stderr
+    assert "1 of 1 variants were replayed before" in again.stderr
+    data = bytearray((local / "trace" / SHARD).read_bytes())
+    data[-1] ^= 1
+    store.pipe(f"{there}/trace/{SHARD}", bytes(data))
+    assert "were replayed before" not in _run(*line).stderr
+
+
 def test_a_part_of_the_requests_fetches_its_ranges_alone(
     local: Path, there: str, fetched: list[tuple[str, int]]
 ) -> None:
