@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from replay.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class Observed:
@@ -14,3 +16,12 @@ class Observed:
     histogram: tuple[int, ...] | None = None
     num_steps: int | None = None
     num_draft_tokens: int | None = None
+
+
+def refuse_beyond(given: Observed, steps: int) -> None:
+    """Raises UsageError for an accept length that ``steps`` drafted tokens a round cannot give."""
+    if given.accept_length > steps + 1:
+        raise UsageError(
+            f"an accept length of {given.accept_length:g} was observed, {steps} steps give at most {steps + 1}; "
+            "type the server's --steps"
+        )

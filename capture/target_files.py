@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.encode import TargetLimits
-from replay.capture.target_check import TransformersCalls, check_folder
+from replay.capture.target_check import CONFIG, TransformersCalls, check_folder
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.fields import Fields, is_integer, read_json, show
 from replay.traces.files import as_path, read_small
-from replay.traces.header import MAX_VOCAB
+from replay.traces.header import MAX_LAYERS, MAX_VOCAB
 from replay.traces.ranges import open_ranges
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _INSTALL = "type pip install '.[local]' in a checkout of replay"
+_LAYERS = "num_hidden_layers"
 _MOST_JSON = 1 << 24  # bytes of a config.json or generation_config.json
 _SAMPLE = 1 << 16  # bytes of weights read from the middle and the end of each file: two fine-tunes differ there
 
@@ -69,6 +70,39 @@ def resolve_target(model: str) -> Path:
             f"{model} is neither a folder nor a hub id that can be fetched ({reason}): "
             "give --model a Transformers checkpoint folder or a hub id"
         ) from error
+
+
+def stated_layers(model: str) -> int | None:
+    """The decoder layers that config.json of a path, or of a hub id in the cache, states; None where it does not.
+
+    Nothing is fetched and nothing heavy imported, so that a tap beyond them is refused at once.
+    """
+    path = as_path(model).expanduser() / CONFIG
+    if not os.path.lexists(path):
+        cached = _cached_config(model)
+        if cached is None:
+            return None
+        path = cached
+    try:
+        document = read_json(path, _MOST_JSON, follow=True, constants=True)
+    except TraceCorruptError:
+        return None  # said when it is opened
+    if not isinstance(document, dict):
+        return None
+    inner = {name: value for name, value in document.items() if isinstance(value, dict) and _LAYERS in value}
+    config = inner.get("text_config", {} if inner or "text_config" in document else document)
+    layers = config.get(_LAYERS)
+    return layers if isinstance(layers, int) and is_integer(layers, 1, MAX_LAYERS) else None
+
+
+def _cached_config(model: str) -> Path | None:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, CONFIG)
+    except (ImportError, ValueError):  # a path is no hub id
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 @dataclass(frozen=True, slots=True)

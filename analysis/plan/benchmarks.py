@@ -16,6 +16,7 @@ Told apart by what is in them:
 """
 
 import codecs
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,8 +102,10 @@ def _read(path: Path) -> str:
 
 
 def _split(typed: str) -> tuple[str, Mapping[str, float]]:
+    """The name, and what is typed behind its last colon. A file that is there may have any name."""
     name, colon, words = typed.rpartition(":")
-    if not colon or "=" not in words or "/" in words:
+    there = os.path.lexists(typed) or all(map(os.path.lexists, typed.split(",")))
+    if there or not colon or "=" not in words or "/" in words:
         return typed, {}
     known = _TYPED | {"seconds": "seconds"} if typed.startswith("http") else _TYPED
     return name, read_pairs(words, "--bench", known)

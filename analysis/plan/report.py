@@ -92,6 +92,8 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
             f"Accept lengths come from {wording.counted(requests, 'request')}, and an interval from fewer than "
             f"{FEW_REQUESTS} is often too narrow: capture more."
         )
+    if any(choice.load.context for choice in plan.choices) and _free_context(plan):
+        yield "The context changes nothing here, as it has no cost: type --cost kv=MS, of one token of context."
     if plan.misfit > MISFIT:
         yield (
             f"No cost model of this kind meets the timings within {wording.percent(plan.misfit, 0)}: some were "
@@ -119,6 +121,11 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
         yield "Accept lengths that were typed or came with a timing have no interval."
     if plan.timings and (loads := untimed_plain(plan)):
         yield f"Nobody timed {loads[0].spelled} without speculation; add it, since every answer is held against it."
+
+
+def _free_context(plan: Plan) -> bool:
+    """Whether nothing was timed and no cost of context typed, so that it counts for nothing."""
+    return not plan.timings and all(term.ms.high == 0 for term in plan.costs if term.name == "kv")
 
 
 def _table(rows: Sequence[Row]) -> Fitted:

@@ -23,7 +23,7 @@ from replay.capture.options import (
 )
 from replay.capture.prompts import PromptFile, read_prompts
 from replay.capture.size import ITEM_BYTES, Room, RowSize, expect
-from replay.capture.target_files import fingerprint_target
+from replay.capture.target_files import fingerprint_target, stated_layers
 from replay.errors import CaptureError
 from replay.printable import counted
 from replay.traces.header import EngineInfo, TargetInfo, TraceHeader
@@ -50,6 +50,7 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     prompts = read_prompts(options.prompts)
     check_output_folder(options)
     begun = check_resumed(options, prompts, "transformers")
+    _check_taps(options)
     from replay.capture.local.target import check_target, load_target
     from replay.capture.target_check import TransformersCalls
     from replay.capture.target_files import open_target
@@ -83,6 +84,15 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     with begin(options.out, header) as writer:
         result = _Recorder(options, target, writer, kept, on_event).run(requests, header.embed)
         return replace(result, left_out=encoded.left_out)
+
+
+def _check_taps(options: CaptureOptions) -> None:
+    """Taps beyond the target, before it is opened or fetched. Raises UsageError."""
+    if (layers := stated_layers(options.model)) is None:
+        return
+    if options.taps is not None:
+        parse_taps(options.taps, layers=layers)
+    then_taps_of(options, layers=layers)
 
 
 def _room(options: CaptureOptions, files: "TargetFiles", kept: Kept, requests: Sequence[EncodedRequest]) -> Room:

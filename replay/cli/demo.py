@@ -9,8 +9,8 @@ import click
 
 from replay.cli.capture import run_capture
 from replay.cli.options import PATH, json_option
+from replay.cli.replaying import run_simulation
 from replay.cli.rounds_output import show_rounds
-from replay.cli.simulate import run_simulation
 from replay.cli.terminal import refuse_existing, say
 from replay.errors import OutputError
 from replay.traces.sample_files import sample_prompts

@@ -137,6 +137,18 @@ def _pages(benches: tuple[str, ...], api_key: str | None) -> dict[str, list[str]
     return found
 
 
+def _refuse_draft(draft: Path) -> None:
+    """What its config alone tells, before torch is imported. Raises as ``read_draft``."""
+    from replay.check.inspection import refuse_target
+    from replay.checkpoint.config import parse_config
+    from replay.checkpoint.config_file import CONFIG, read_config
+    from replay.checkpoint.hub import head_folder
+
+    folder = head_folder(draft)
+    refuse_target(folder)
+    parse_config(read_config(folder), name=str(folder / CONFIG))
+
+
 def _played(
     trace: Path, draft: Path, wiring: str | None, steps: str, target: Path | None, no_verify: bool
 ) -> "list[tuple[Played, Length]]":
@@ -144,12 +156,15 @@ def _played(
     from replay.analysis.plan.ask import listed
     from replay.analysis.plan.policies import THRESHOLDS, with_lengths
     from replay.analysis.plan.settings import MOST_STEPS
+
+    opened = open_whole(trace, target, verify=not no_verify)
+    _refuse_draft(draft)
+    fed = parse_wiring_option(wiring, opened.header.target)
+    depths = sorted(listed(steps or _DEEPEST, "--steps", MOST_STEPS))
     from replay.simulator.confidence import draft_anchors, play_depths, play_thresholds
     from replay.simulator.variant import Variant
 
-    opened, checkpoint = open_whole(trace, target, verify=not no_verify), read_draft(draft)
-    depths = sorted(listed(steps or _DEEPEST, "--steps", MOST_STEPS))
-    fed = parse_wiring_option(wiring, opened.header.target)
+    checkpoint = read_draft(draft)
     variant = Variant(checkpoint.name, wiring=fed, steps=depths[-1])
     with show_progress("replaying") as progress:
 

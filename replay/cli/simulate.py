@@ -1,9 +1,8 @@
 """`replay simulate`: heads on a trace, under every asked variant."""
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -25,18 +24,18 @@ from replay.cli.options import (
     top_option,
     workers_options,
 )
-from replay.cli.progress import show_progress
+from replay.cli.replaying import check_device, refuse_output, run_simulation, write_after
 from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds
+from replay.cli.sweeping import (
+    check_every_trace,
+    check_reach,
+    check_temperature,
+    every_variant,
+    name_folders,
+    note_chains,
+)
 from replay.cli.table_formats import refuse_beside, refuse_two_forms
-from replay.cli.terminal import refuse_existing, say
-from replay.errors import ReplayError, UsageError
-
-if TYPE_CHECKING:
-    from replay.checkpoint.checkpoint import Checkpoint
-    from replay.simulator.variant import Variant
-    from replay.traces.reader import Trace
-    from replay.traces.rounds import Rounds
-
+from replay.errors import UsageError
 
 _repeated = partial(click.option, multiple=True)  # repeated options make a sweep
 
@@ -159,11 +158,9 @@ def simulate(
     from replay.cli.drafts import expand_drafts, name_heads, read_drafts
     from replay.engines.precision import with_kv
     from replay.faults.table import parse_faults
-    from replay.simulator.binding import check_one_target, distinct, resolve
+    from replay.simulator.binding import check_one_target, distinct
     from replay.simulator.cache import check_cache_folder
-    from replay.simulator.groups import check_variants
-    from replay.simulator.variant import default_steps, sweep
-    from replay.traces.rounds import is_rounds_file
+    from replay.simulator.variant import sweep
     from replay.traces.rounds_sets import pool_rounds
 
     drafts = expand_drafts(drafts)
@@ -176,18 +173,18 @@ def simulate(
         if wanted is not None:
             refuse_beside(form, by=by, observed=observed)
     if output is not None:
-        refuse_existing(output, force, ours=is_rounds_file)
+        refuse_output(output, force)
     if cache is not None:
         check_cache_folder(cache, verify=not no_verify)
     hands = read_workers(workers, ray)
-    _check_device(device)
+    check_device(device)
     seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)
-    every = open_traces(_name_folders(traces), part, target, verify=not no_verify)
+    every = open_traces(name_folders(traces), part, target, verify=not no_verify)
     opened = next(iter(every.values()))
     check_one_target(every)
     for one in every.values():
-        _check_temperature(temperature, one.header.capture.temperature)
+        check_temperature(temperature, one.header.capture.temperature)
     choices: dict[str, list[Any]] = dict(
         wiring=[parse_wiring_option(text, opened.header.target) for text in wirings] or [None],
         precision=[with_kv(precision, kv) for precision in precisions or (None,) for kv in kv_dtypes or ("auto",)],
@@ -199,131 +196,28 @@ def simulate(
     )
     sweep(draft=[str(drafts[0])], **choices)  # refuses what cannot be before a head is fetched from a hub
     checkpoints = read_drafts(name_heads([head_folder(path) for path in drafts]))
-    variants = [
-        variant
-        for name, checkpoint in checkpoints.items()
-        for variant in sweep(
-            draft=[name],
-            steps=list(steps or (default_steps(checkpoint),)),
-            topk=list(topk or (1,)),
-            num_draft_tokens=list(num_draft_tokens) or [None],
-            **choices,
-        )
-    ]
+    variants = every_variant(checkpoints, steps, topk, num_draft_tokens, choices)
+    check_reach(seen, variants)
     if len(wirings) > 1:
         variants = distinct(variants, checkpoints, opened)
-    _note_chains(num_draft_tokens, {variant.steps for variant in variants if variant.topk == 1})
+    note_chains(num_draft_tokens, {variant.steps for variant in variants if variant.topk == 1})
     ranked = None
     if rank_precision is not None:
         from replay.simulator.precision_ranking import one_by_one
 
         variants, ranked = one_by_one(variants, rank_precision, checkpoints)
     if len(every) > 1:
-        for one in every.values():
-            check_variants(
-                [resolve(variant, checkpoints[variant.draft], one) for variant in variants], checkpoints, one
-            )
+        check_every_trace(every.values(), variants, checkpoints)
     agreement = not no_agreement and ranked is None  # a ranking asks what each tensor costs, not what a server did
     apart = {
         name: run_simulation(one, checkpoints, variants, device, agreement=agreement, cache=cache, workers=hands)
         for name, one in every.items()
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
-    unwritten = None if output is None else _write(rounds, output, force)  # first: a reader of stdout may go away
+    unwritten = None if output is None else write_after(rounds, output, force)  # first: a reader of stdout may go away
     if ranked is None:
         show_rounds(rounds, as_json, Wanted(by=by, observed=seen, sort=sort, top=top, table_format=table_format))
     else:
         show_ranking(rounds, ranked, as_json)
     if unwritten is not None:
         raise unwritten
-
-
-def _write(rounds: "Rounds", path: Path, force: bool) -> ReplayError | None:
-    """Why the rounds could not be written: said after the report, so that a full disk loses the file only."""
-    from replay.traces.rounds import write_rounds
-
-    try:
-        write_rounds(rounds, path, force=force)
-    except ReplayError as error:
-        return error
-    return None
-
-
-def _note_chains(num_draft_tokens: tuple[int, ...], steps: set[int]) -> None:
-    for wanted in num_draft_tokens:
-        for chain_steps in sorted(steps):
-            if wanted != chain_steps + 1:
-                say(f"note: topk 1 with {chain_steps} steps verifies {chain_steps + 1} tokens a round, not "
-                    f"{wanted}; SGLang sets it so as well")  # fmt: skip
-
-
-def _check_temperature(wanted: float | None, recorded: float) -> None:
-    if wanted is not None and wanted != recorded:
-        raise UsageError(
-            f"temperature {wanted:g} was asked for, the trace was recorded at {recorded:g} and is replayed so; "
-            f"capture one with --temperature {wanted:g}"
-        )
-
-
-def _name_folders(paths: tuple[Path, ...]) -> dict[str, Path]:
-    """Folder names, or whole paths where two folders are called alike."""
-    from replay.checkpoint.hub import spoken_name
-
-    resolved = list(dict.fromkeys(path.resolve() for path in paths))
-    names = [spoken_name(path) for path in resolved]
-    return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, resolved, strict=True)}
-
-
-def run_simulation(
-    trace: "Trace",
-    checkpoints: "Mapping[str, Checkpoint]",
-    variants: "Sequence[Variant]",
-    device: str,
-    *,
-    agreement: bool = True,
-    cache: Path | None = None,
-    workers: int | str | None = None,
-) -> "Rounds":
-    """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server.
-
-    ``cache`` is a folder of variants that were replayed before, ``workers`` as ``read_workers`` gave them.
-    """
-    from replay.simulator.cache import open_cache, simulate_cached
-    from replay.simulator.kept import keep_tasks
-    from replay.simulator.progress import ReplayProgress
-    from replay.simulator.workers import use_workers
-
-    with show_progress("replaying") as progress:
-
-        def on_event(event: ReplayProgress) -> None:
-            progress.update(event.stage, event.done + event.part, event.total, "requests")
-
-        def on_found(found: int) -> None:
-            if found:
-                progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
-            elif cache is not None and next(cache.glob("??/*.sha256"), None) is not None:
-                progress.note(
-                    f"note: {cache} has none of these variants whole as this version, its kernels, the trace and the "
-                    "heads make them; they are replayed, and what lies there stays"
-                )
-
-        with use_workers(workers, trace, checkpoints, device) as hands:
-            kernels = None if hands is None else hands.kernels
-            kept = None
-            if cache is not None:
-                kept = open_cache(cache, trace, checkpoints, device, agreement=agreement, kernels=kernels)
-            if cache is not None and kept is None:
-                progress.note(f"note: the recording of {trace.path} has not ended, so --cache keeps nothing of it")
-            return simulate_cached(
-                kept, trace, checkpoints, variants, device=device, agreement=agreement,
-                workers=keep_tasks(kept, hands), on_event=on_event, on_found=on_found,
-            )  # fmt: skip
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from error

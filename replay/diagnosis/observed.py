@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH, OUTLIER_ROUNDS
+from replay.capture.observed_number import refuse_beyond
 from replay.errors import TraceError, UsageError
 from replay.traces.reader import Trace
 
@@ -74,11 +75,7 @@ def count_by_request(rounds: "pl.DataFrame", steps: int) -> dict[str, list[int]]
 
 
 def _check_steps(given: "Observed", steps: int) -> None:
-    if given.accept_length > steps + 1:
-        raise UsageError(
-            f"an accept length of {given.accept_length:g} was observed, {steps} steps give at most {steps + 1}; "
-            "type the server's --steps"
-        )
+    refuse_beyond(given, steps)
     if given.num_steps is not None and given.num_steps != steps:
         raise UsageError(
             f"{given.source} says {given.num_steps} steps, {steps} are replayed; type --steps {given.num_steps}"

@@ -368,6 +368,25 @@ def test_bench_serving_and_vllm_say_a_token_s_time(tmp_path: Path) -> None:
     assert (found.setting, found.load.batch, found.seconds) == (make_setting(3), 16, pytest.approx(0.010))
 
 
+@pytest.mark.parametrize("name", ["run:a=1.json", "v:steps=3", "a=b", "a,b:c=1", "one:more"])
+def test_a_file_may_be_called_as_what_is_typed_behind_files(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('{"mean_tpot_ms": 4.0, "max_concurrency": 16, "spec_decode_acceptance_length": 2.5}')
+    with pytest.raises(UsageError, match=f"does not say how many steps were drafted; type .*{name}:steps=N"):
+        read_benchmark(str(path))
+    (found,) = read_benchmark(f"{path}:steps=3")
+    assert found.setting == make_setting(3)
+
+
+def test_a_context_that_costs_nothing_is_said() -> None:
+    """Beside a cost of its own it counts."""
+    typed = {"lengths": ["steps=3,accept=2"], "context": 1000}
+    for costs, said in ((["pass=20,draft=1"], True), (["pass=20,draft=1,kv=0.01"], False)):
+        planned = asked(Question(costs=costs, **typed))  # type: ignore[arg-type]
+        assert said == any("type --cost kv=MS" in doubt for doubt in doubts(planned.plan)), costs
+    assert not any("kv=MS" in doubt for doubt in doubts(plan("batch=1,tok/s=90", **typed).plan))
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1, 2]", "{", "hello", '{"mean_tpot_ms": null}'])
 def test_a_file_that_says_no_time_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "file").write_text(text)

@@ -19,7 +19,7 @@ from support.trace_maker import H, V, make_four, make_header, make_weights, writ
 
 import replay
 from replay.capture.prompts import read_prompts
-from replay.capture.target_files import fingerprint_target
+from replay.capture.target_files import fingerprint_target, stated_layers
 from replay.cli.app import cli
 from replay.traces.writer import TraceWriter
 
@@ -205,6 +205,33 @@ def test_another_target_is_not_loaded_to_go_on(tmp_path: Path, prompts: Path, mo
     monkeypatch.setattr("replay.capture.target_files.open_target", lambda model: SimpleNamespace(folder=Path(model)))
     typed = ["--model", target, "--prompts", prompts, "-o", tmp_path / "trace", "--resume"]
     assert "begun with target.fingerprint ffff" in refused("capture", *typed)
+
+
+@pytest.mark.usefixtures("nothing_heavy")
+@pytest.mark.parametrize("typed", [["--taps", "1,9"], ["--taps", "1", "--taps-for", "1", "--then-taps", "9"]])
+@pytest.mark.parametrize("place", ["top", "text_config", "hub"])
+def test_a_tap_beyond_the_target_is_refused_by_its_config_alone(
+    tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str], place: str
+) -> None:
+    target, config = tmp_path / "target", {"num_hidden_layers": 4}
+    target.mkdir()
+    document = {"text_config": config, "vision_config": {"num_hidden_layers": 99}} if place == "text_config" else config
+    (target / "config.json").write_text(json.dumps(document))
+    if place == "hub":
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(target / "config.json"))
+    model = "some/target" if place == "hub" else target
+    said = refused("capture", "--model", model, "--prompts", prompts, "-o", tmp_path / "out", *typed)
+    assert "tap 9 is R[9], the target has 4 layers" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"num_hidden_layers": "4"}', '{"num_hidden_layers": 0}', '{"text_config": {}}',
+             '{"num_hidden_layers": 4, "text_config": {}}', '{"vision_config": {"num_hidden_layers": 4}}'],
+)  # fmt: skip
+def test_a_config_that_does_not_tell_the_layers_refuses_nothing_early(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert stated_layers(str(tmp_path)) is None
 
 
 def test_a_server_that_is_not_there_is_said_at_once(

@@ -77,6 +77,13 @@ def test_a_trace_can_be_simulated(trace: Path, draft: Path, tmp_path: Path) -> N
         (["--device", "nowhere"], "device 'nowhere' cannot be used here"),
         (["-o", "."], "is a folder; name a file"),
         (["-o", "missing/r.parquet"], "make it first"),
+        (["-o", "r.CSV"], "ends in .CSV; type -o r.parquet, or --format csv > r.CSV for the table alone"),
+        (["-o", "r.json"], "-o writes rounds as parquet, and r.json ends in .json; type -o r.parquet"),
+        (
+            ["--observed", "99"],
+            "99 was observed, 5 steps give at most 6; type the server's --steps",
+        ),
+        (["--steps", "1", "--steps", "3", "--observed", "4.1"], "4.1 was observed, 3 steps give at most 4"),
     ],
 )
 def test_options_that_cannot_be(trace: Path, draft: Path, options: list[str], said: str) -> None:

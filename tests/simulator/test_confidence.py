@@ -1,5 +1,6 @@
 """Depths and early stops from one replay: against simulate, against the obvious loop, and against plain enumeration."""
 
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -153,3 +154,15 @@ def test_what_is_typed_wrong_is_said_before_the_trace_is_replayed(
     typed = ["plan", str(trace.path), "--draft", str(write_head(tmp_path / "draft", HEAD)), *cost, *wrong]
     done = CliRunner().invoke(cli, typed)
     assert done.exit_code == 1 and done.stderr.startswith("replay: ")
+
+
+@pytest.mark.parametrize("wrong", [["--draft", "/nosuch"], ["--draft", "DRAFT", "--wiring", "embed,99"]])
+def test_a_head_and_a_wiring_are_refused_before_torch_is_imported(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "replay.simulator.confidence", None)  # to import it is an error
+    monkeypatch.setattr("replay.cli.plan.read_draft", lambda *_: pytest.fail("the head was read"))
+    draft = str(write_head(tmp_path / "draft", HEAD))
+    typed = ["plan", str(trace.path), "--cost", "pass=20", *(draft if word == "DRAFT" else word for word in wrong)]
+    done = CliRunner().invoke(cli, typed)
+    assert done.exit_code == 1 and ("/nosuch does not exist" in done.stderr or "tap 99 is R[99]" in done.stderr)

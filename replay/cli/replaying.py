@@ -1,0 +1,98 @@
+"""The replay of a sweep on the terminal: its progress, what its cache says, where its rounds go."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from replay.cli.progress import show_progress
+from replay.cli.terminal import refuse_existing
+from replay.errors import ReplayError, UsageError
+
+if TYPE_CHECKING:
+    from replay.checkpoint.checkpoint import Checkpoint
+    from replay.simulator.variant import Variant
+    from replay.traces.reader import Trace
+    from replay.traces.rounds import Rounds
+
+_TABLES = {".csv": "csv", ".md": "md"}  # endings of what --format prints
+_OTHERS = (".tsv", ".txt", ".json", ".jsonl", ".html", ".xlsx", ".arrow", ".feather")  # which nothing here prints
+
+
+def run_simulation(
+    trace: "Trace",
+    checkpoints: "Mapping[str, Checkpoint]",
+    variants: "Sequence[Variant]",
+    device: str,
+    *,
+    agreement: bool = True,
+    cache: Path | None = None,
+    workers: int | str | None = None,
+) -> "Rounds":
+    """Simulate and show how far it is; ``agreement`` also holds the variants against the trace's own server.
+
+    ``cache`` is a folder of variants that were replayed before, ``workers`` as ``read_workers`` gave them.
+    """
+    from replay.simulator.cache import open_cache, simulate_cached
+    from replay.simulator.kept import keep_tasks
+    from replay.simulator.progress import ReplayProgress
+    from replay.simulator.workers import use_workers
+
+    with show_progress("replaying") as progress:
+
+        def on_event(event: ReplayProgress) -> None:
+            progress.update(event.stage, event.done + event.part, event.total, "requests")
+
+        def on_found(found: int) -> None:
+            if found:
+                progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
+            elif cache is not None and next(cache.glob("??/*.sha256"), None) is not None:
+                progress.note(
+                    f"note: {cache} has none of these variants whole as this version, its kernels, the trace and the "
+                    "heads make them; they are replayed, and what lies there stays"
+                )
+
+        with use_workers(workers, trace, checkpoints, device) as hands:
+            kernels = None if hands is None else hands.kernels
+            kept = None
+            if cache is not None:
+                kept = open_cache(cache, trace, checkpoints, device, agreement=agreement, kernels=kernels)
+            if cache is not None and kept is None:
+                progress.note(f"note: the recording of {trace.path} has not ended, so --cache keeps nothing of it")
+            return simulate_cached(
+                kept, trace, checkpoints, variants, device=device, agreement=agreement,
+                workers=keep_tasks(kept, hands), on_event=on_event, on_found=on_found,
+            )  # fmt: skip
+
+
+def check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from error
+
+
+def refuse_output(path: Path, force: bool) -> None:
+    """Before the work. Raises UsageError for a name that says another form than parquet, and as ``refuse_existing``."""
+    from replay.traces.rounds import is_rounds_file
+
+    refuse_existing(path, force, ours=is_rounds_file)
+    ending = path.suffix.lower()
+    if ending in _TABLES or ending in _OTHERS:
+        table = f", or --format {_TABLES[ending]} > {path} for the table alone" if ending in _TABLES else ""
+        raise UsageError(
+            f"-o writes rounds as parquet, and {path} ends in {path.suffix}; type -o {path.with_suffix('.parquet')}"
+            f"{table}"
+        )
+
+
+def write_after(rounds: "Rounds", path: Path, force: bool) -> ReplayError | None:
+    """Why the rounds could not be written: said after the report, so that a full disk loses the file only."""
+    from replay.traces.rounds import write_rounds
+
+    try:
+        write_rounds(rounds, path, force=force)
+    except ReplayError as error:
+        return error
+    return None
