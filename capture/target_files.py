@@ -10,8 +10,9 @@ from replay.capture.encode import TargetLimits
 from replay.capture.target_check import CONFIG, TransformersCalls, check_folder
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.fields import Fields, is_integer, read_json, show
-from replay.traces.files import as_path, open_regular, read_small
+from replay.traces.files import as_path, read_small
 from replay.traces.header import MAX_LAYERS, MAX_VOCAB
+from replay.traces.ranges import open_ranges
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -27,20 +28,21 @@ def fingerprint_target(folder: Path) -> str:
 
     Raises CaptureError where the folder holds no safetensors file or one that is cut short.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    there = os.listdir(folder) if os.path.isdir(folder) else []
+    files = sorted(folder / name for name in there if name.endswith(".safetensors"))
     if not files:
         raise CaptureError(f"{folder} holds no safetensors file: save the target's weights as safetensors")
     try:
         digest = hashlib.sha256(read_small(folder / "config.json", _MOST_JSON, follow=True))
         for path in files:
-            with open_regular(path, follow=True) as file:
-                length = int.from_bytes(os.pread(file, 8, 0), "little")
-                size = os.fstat(file).st_size
+            with open_ranges(path, follow=True) as file:
+                length = int.from_bytes(file.read(0, 8), "little")
+                size = file.size
                 if size < 8 + length:
                     raise CaptureError(f"{path} is cut short ({size} bytes): copy or download it again")
-                digest.update(os.fsencode(path.name) + b"\0" + os.pread(file, length, 8))
+                digest.update(os.fsencode(path.name) + b"\0" + file.read(8, length))
                 for start in ((size + 8 + length) // 2, max(8 + length, size - _SAMPLE)):
-                    digest.update(os.pread(file, _SAMPLE, start))
+                    digest.update(file.read(start, _SAMPLE))
     except TraceCorruptError as error:
         raise CaptureError(f"{error}: copy or download it again") from error
     return digest.hexdigest()

@@ -30,6 +30,7 @@ _HOMES = {
     "render": "replay.analysis.report.report",
     "compare": "replay.analysis.compare.compare",
     "diagnose": "replay.diagnosis.diagnose",
+    "plan": "replay.analysis.plan.ask",
     "check_head": "replay.check.run",
     "inspect": "replay.check.inspection",
     "Part": "replay.traces.parts",
@@ -60,6 +61,7 @@ __all__ = [
     "load_head",
     "parse_faults",
     "parse_wiring",
+    "plan",
     "pool_rounds",
     "read_rounds",
     "render",
@@ -76,6 +78,7 @@ __all__ = [
 if TYPE_CHECKING:
     from replay.analysis.compare.compare import compare
     from replay.analysis.page.notebook import charts
+    from replay.analysis.plan.ask import plan
     from replay.analysis.report.by_group import summarise_by
     from replay.analysis.report.report import render
     from replay.analysis.summary import summarise

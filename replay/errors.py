@@ -6,6 +6,7 @@ ReplayError
 ├── CheckpointError     a draft head or target checkpoint that cannot be loaded as it stands
 ├── PromptError         a prompt file or a row of it
 ├── CaptureError        the target or its engine could not be recorded
+├── StorageError        shared or object storage that cannot be read, or has changed
 ├── OutputError         the place to write to: exists already, is full, cannot be written
 ├── WorkerError         processes or a cluster that replay a sweep: ended, cannot be reached, unlike each other
 └── TraceError          a trace or rounds file that cannot be trusted
@@ -44,6 +45,10 @@ class PromptError(ReplayError):
 
 class CaptureError(ReplayError):
     """The target or its engine could not be recorded."""
+
+
+class StorageError(ReplayError):
+    """Shared or object storage cannot be read, lacks what is asked for, or has changed."""
 
 
 class OutputError(ReplayError):

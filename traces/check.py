@@ -12,6 +12,7 @@ from replay.errors import TraceCorruptError
 from replay.printable import counted
 from replay.traces import files
 from replay.traces.check_lm_head import lm_head_findings
+from replay.traces.ranges import sha256_of
 from replay.traces.reader import Trace
 from replay.traces.records import RequestRecord
 from replay.traces.self_check import tap_doubts
@@ -103,7 +104,7 @@ def _uncovered(trace: Trace) -> Iterator[TraceFinding]:
 
 def _checksum_problem(path: Path, start: int, sha256: str) -> Iterator[str]:
     try:
-        found = files.sha256_of(path, start)
+        found = sha256_of(path, start)
     except TraceCorruptError as error:
         yield str(error)
         return

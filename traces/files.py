@@ -12,6 +12,7 @@ from pathlib import Path
 
 from replay.errors import OutputError, TraceCorruptError, UsageError
 from replay.printable import shorten
+from replay.traces.addresses import refuse_address
 
 HEADER = "trace.json"
 REQUESTS = "requests.parquet"
@@ -152,10 +153,12 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def as_path(value: object) -> Path:
-    """``value`` as a path. Raises UsageError for what is none, and for a name with a NUL in it."""
+    """``value`` as a path of this machine. Raises UsageError for what is none, for an address of storage elsewhere, and
+    for a name with a NUL in it."""
     if not isinstance(value, str | os.PathLike):
         raise UsageError(f"a path was expected, {type(value).__name__} {shorten(repr(value), 60)} was given")
-    path = Path(value)
+    refuse_address(value)
+    path = value if isinstance(value, Path) else Path(value)
     if "\0" in str(path):
         raise UsageError(f"{path} holds a zero character, which no path has; give another")
     return path

@@ -20,10 +20,11 @@ from replay.traces.fp8 import dequantise, shake
 from replay.traces.header import FP8, TraceHeader, read_header
 from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
 from replay.traces.records import Piece, RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
+from replay.traces.remote import as_source, entry_of, local_file
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.stretches import TOKENS, runs, stretches
 from replay.traces.taps import EMBED, sort_taps
-from replay.traces.tensors import Layout, map_rows
+from replay.traces.tensors import Layout, fetch_rows, map_rows, take_rows
 from replay.traces.verify import Verifier
 from replay.traces.weights import find_weight, load_weight
 
@@ -92,15 +93,18 @@ class Trace:
         target: str | Path | None = None,
         verify: bool = True,
     ) -> Self:
-        """Open the trace in the folder ``path``; headers and the request table are read and checked, rows are not.
+        """Open the trace in the folder ``path``, or at an address as ``s3://bucket/trace``; headers and request table
+        are read and checked, rows are not.
 
         ``target`` is the folder of the target's checkpoint, where it has moved and the trace holds none of its weights.
         With ``verify`` the header is held against its checksum now, and each shard when the first of its rows is read.
+        Of a shard elsewhere only ranges are read, so its header alone is held against a checksum (``check_sums`` too).
 
         Raises TraceError where there is none, TraceVersionError for another version, TraceIncompleteError where its
-        recording has not ended (unless ``allow_incomplete``), TraceCorruptError for anything that disagrees.
+        recording has not ended (unless ``allow_incomplete``), TraceCorruptError for anything that disagrees,
+        StorageError for storage elsewhere that cannot be read.
         """
-        folder = files.as_path(path)
+        folder = as_source(path)
         if not os.path.lexists(folder / files.HEADER):
             raise TraceError(
                 f"{folder} holds no {files.HEADER}, so it is no trace: give the folder that a capture wrote"
@@ -115,7 +119,7 @@ class Trace:
                 )
         elif not allow_incomplete:
             raise TraceIncompleteError(_say_unfinished(folder, len(records)))
-        return cls(folder, header, records, layouts, None if target is None else files.as_path(target), verify)
+        return cls(folder, header, records, layouts, None if target is None else as_source(target), verify)
 
     def take(self, part: Part) -> Self:
         """The part of this trace that is asked for: a trace of its requests alone, which reads the same files.
@@ -321,6 +325,7 @@ class Trace:
         import torch
 
         record = self.records[index]
+        self._fetch(record, taps)
         tokens = self._stored(record, TOKENS, record.tokens).to(torch.int64)
         self._check_ids(record, "tokens", tokens)
         return RequestRows(
@@ -481,13 +486,11 @@ class Trace:
 
     def _tap_rows(self, shard: str, tap: str, places: Sequence[int]) -> "torch.Tensor":
         """Some rows of a stored tap, by where they lie in the shard: a copy."""
-        values = map_rows(self._layout(shard), f"tap.{tap}")
+        layout = self._layout(shard)
+        values = take_rows(layout, f"tap.{tap}", places)
         if self.header.taps[tap].dtype != FP8:
-            return values[list(places)]
-        import torch
-
-        chosen = values.view(torch.uint8)[list(places)].view(values.dtype)  # which torch cannot index
-        return self._dequantised(chosen, map_rows(self._layout(shard), f"scale.{tap}")[list(places)])
+            return values
+        return self._dequantised(values, take_rows(layout, f"scale.{tap}", places))
 
     def _dequantised(self, values: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
         import torch
@@ -521,20 +524,32 @@ class Trace:
         parts = [map_rows(self._layout(one.record.shard), name, *one.rows(name)) for one in places]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _fetch(self, record: RequestRecord, taps: Sequence[str]) -> None:
+        """Of a trace elsewhere, what ``read`` is about to need."""
+        if entry_of(self.path / record.shard) is None:
+            return
+        held = [tap for tap in taps if tap in (record.taps or self.header.taps)]
+        rows = stretches(self._every, record, record.rows_left_out, record.rows)
+        wanted = [(one, name) for one in rows for tap in held for name in (f"tap.{tap}", f"scale.{tap}")]
+        wanted += [(one, TOKENS) for one in stretches(self._every, record, 0, record.tokens)]
+        fetch_rows((self._layout(one.record.shard), name, *one.rows(name)) for one, name in wanted)
+
     def _rows(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
         return map_rows(self._layout(record.shard), name, start, start + count)
 
     def _layout(self, shard: str) -> Layout:
         """A shard whose rows are about to be read. Raises TraceCorruptError where its bytes are not those it names."""
         layout = self._layouts[shard]
-        if self._verifier is not None:
+        if self._verifier is not None and entry_of(layout.path) is None:
             self._verifier.check(layout.path, layout.data_start, layout.metadata["data_sha256"])
         return layout
 
     @ReadingTrace()
     def _weight(self, which: str) -> "torch.Tensor":
-        if self._verifier is not None and self.header.weights is not None:
-            self._verifier.check(self.path / files.WEIGHTS, 0, self.header.weights.sha256)
+        if self.header.weights is not None:
+            path = local_file(self.path / files.WEIGHTS)  # all of it is used
+            if self._verifier is not None:
+                self._verifier.check(path, 0, self.header.weights.sha256)
         return load_weight(self.path, self.header, which, self.target_folder)
 
     def _finite(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":

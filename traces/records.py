@@ -21,6 +21,7 @@ from replay.traces.fields import Fields, parse_json
 from replay.traces.files import shard_name, shard_number
 from replay.traces.header import FP8, MAX_COUNT, MAX_VOCAB, OLDEST, VERSION, TraceHeader, canonical_taps
 from replay.traces.parquet import check_parquet, first_line
+from replay.traces.ranges import fetch_ranges
 from replay.traces.taps import FINAL
 from replay.traces.tensors import NAMES, Layout, parse_layout
 
@@ -387,6 +388,7 @@ def scan_shards(folder: Path, header: TraceHeader) -> tuple[list[Layout], list[R
     """Every shard of ``folder`` in order and the records they carry. Raises TraceCorruptError, TraceVersionError."""
     numbers = sorted(number for name in os.listdir(folder) if (number := shard_number(name)) is not None)
     layouts, records = [], []
+    fetch_ranges((folder / shard_name(number), 0, 1) for number in numbers)  # and what is fetched with the first byte
     for expected, number in enumerate(numbers):
         if number != expected:
             raise TraceCorruptError(f"{folder} lacks {shard_name(expected)}, but holds {shard_name(number)}")

@@ -25,6 +25,7 @@ from replay.traces.agreement import Agreement, problem, read_agreement
 from replay.traces.fields import Fields, is_number, parse_json, show, some
 from replay.traces.files import PLAIN, as_path, describe_path
 from replay.traces.parquet import check_parquet, first_line
+from replay.traces.remote import as_source
 from replay.traces.taps import parse_tap
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def read_rounds(path: Path) -> Rounds:
     import polars as pl
     from polars.exceptions import PanicException, PolarsError
 
-    path = as_path(path)
+    path = as_source(path)
     if (seen := describe_path(path)) != PLAIN:
         raise TraceError(f"{path} {seen}, rounds are one parquet file: type replay simulate TRACE -o ROUNDS.parquet")
     try:

@@ -1,5 +1,6 @@
 """Rounds of several files as those of one: every variant with its file in front, every head told from the others."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -19,7 +20,7 @@ def read_joined(paths: Sequence[Path]) -> Rounds:
 
     Raises UsageError for a file that is named twice, and as ``read_rounds``.
     """
-    if len({path.resolve() for path in paths}) < len(paths):
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
         twice = next(path for place, path in enumerate(paths) if path.resolve() in [p.resolve() for p in paths[:place]])
         raise UsageError(f"{twice} is named twice; name each rounds file once")
     if len(paths) == 1:

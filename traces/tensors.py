@@ -8,16 +8,16 @@ the tensor and the numbers it refuses, and map single rows.
 import hashlib
 import json
 import math
-import mmap
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.errors import TraceCorruptError
+from replay.errors import StorageError, TraceCorruptError
 from replay.traces.fields import Fields, parse_json, show_name, some
-from replay.traces.files import open_regular
+from replay.traces.ranges import fetch_ranges, open_ranges
+from replay.traces.remote import entry_of
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Place:
 class Layout:
     """A parsed header: tensors by name, the free-text metadata, where data begins, and the file's size in bytes.
 
-    ``head_sha256`` is that of the bytes before the data.
+    ``head_sha256`` is that of the bytes before the data, ``version`` that of a file elsewhere (ranges.py).
     """
 
     path: Path
@@ -57,6 +57,7 @@ class Layout:
     data_start: int
     size: int
     head_sha256: str
+    version: str = ""
 
 
 def pack_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
@@ -97,19 +98,19 @@ def parse_layout(path: Path) -> Layout:
 
     Raises TraceCorruptError: truncated, holes or overlaps, offsets beyond the file, sizes that disagree with shapes.
     """
-    with open_regular(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        first = os.pread(descriptor, 8, 0)
+    with open_ranges(path) as file:
+        size, version = file.size, file.version
+        first = file.read(0, 8)
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > min(size - 8, MAX_HEADER):
             raise TraceCorruptError(f"{path} is truncated or no safetensors file: {size} bytes, header of {length}")
-        text = os.pread(descriptor, length, 8)
+        text = file.read(8, length)
     root = Fields(str(path), parse_json(text, str(path)))
     metadata = root.object("__metadata__") if "__metadata__" in root.values else Fields(str(path), {})
     places = {name: _place(root.object(name), 8 + length, size) for name in root.values if name != "__metadata__"}
     _check_no_holes(path, places, 8 + length, size)
     return Layout(path, places, {name: metadata.text(name) for name in metadata.values}, 8 + length, size,
-                  hashlib.sha256(first + text).hexdigest())  # fmt: skip
+                  hashlib.sha256(first + text).hexdigest(), version)  # fmt: skip
 
 
 def _place(fields: Fields, data_start: int, size: int) -> Place:
@@ -165,11 +166,45 @@ def map_rows(layout: Layout, name: str, start: int = 0, stop: int | None = None)
     begin = place.start + start * math.prod(place.shape[1:]) * item
     if begin % item:
         raise TraceCorruptError(f"{layout.path}: {name} begins at byte {place.start}, no multiple of {item}")
-    page = begin - begin % mmap.ALLOCATIONGRANULARITY
-    length = begin - page + math.prod(shape) * item
-    with open_regular(layout.path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size != layout.size:  # mapping beyond the end would kill the process when read
-            raise TraceCorruptError(f"{layout.path} holds {size} bytes now, {layout.size} when it was opened")
-        buffer = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=page)
-    return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin - page).reshape(shape)
+    with open_ranges(layout.path) as file:
+        if file.size != layout.size:  # mapping beyond the end would kill the process when read
+            raise TraceCorruptError(f"{layout.path} holds {file.size} bytes now, {layout.size} when it was opened")
+        if file.version != layout.version:
+            raise StorageError(f"{layout.path} has changed since it was opened; begin anew")
+        buffer, offset = file.buffer(begin, math.prod(shape) * item)
+    return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
+
+
+def fetch_rows(wanted: Iterable[tuple[Layout, str, int, int]]) -> None:
+    """Fetch rows (layout, tensor, start, stop) side by side that ``map_rows`` is about to be asked for.
+
+    Nothing is done for files here, nor for rows that are not there. Raises StorageError, OutputError.
+    """
+    pieces = []
+    for layout, name, start, stop in wanted:
+        place = layout.tensors.get(name)
+        if place is not None and place.shape and place.shape[0]:
+            row = (place.stop - place.start) // place.shape[0]
+            pieces.append((layout.path, place.start + start * row, place.start + stop * row))
+    fetch_ranges(pieces)
+
+
+def take_rows(layout: Layout, name: str, places: Sequence[int]) -> "torch.Tensor":
+    """Some rows of tensor ``name``, in their order: a copy. Of a file elsewhere no others are fetched.
+
+    Raises TraceCorruptError, StorageError.
+    """
+    import torch
+
+    if entry_of(layout.path) is not None and places:
+        return torch.cat([map_rows(layout, name, run[0], run[-1] + 1) for run in _runs(places)])
+    values = map_rows(layout, name)
+    if values.element_size() > 1:
+        return values[list(places)]
+    return values.view(torch.uint8)[list(places)].view(values.dtype)  # torch cannot index fp8
+
+
+def _runs(places: Sequence[int]) -> Iterator[list[int]]:
+    """Neighbours that rise by one."""
+    for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
+        yield [place for _, place in run]

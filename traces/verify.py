@@ -14,24 +14,16 @@ from pathlib import Path
 
 from replay.errors import TraceCorruptError
 from replay.traces import files
+from replay.traces.addresses import cache_folder
 from replay.traces.damage import AGAIN_OR_AS_IT_IS
 from replay.traces.fields import parse_json
+from replay.traces.ranges import sha256_of
 
 LARGE = 1 << 24  # bytes from which on a file is remembered
 _FRESH = 2 * 10**9  # nanoseconds: what changed within them may change once more at the same time of its clock
 _MOST = 1 << 26  # bytes of a memory
 
 Seen = list[int | str]
-
-
-def cache_folder() -> Path | None:
-    """$REPLAY_CACHE, or ~/.cache/replay where it is not set; None for a user without a home."""
-    if named := os.environ.get("REPLAY_CACHE"):
-        return Path(named).absolute()
-    try:
-        return (Path.home() / ".cache" / "replay").absolute()
-    except RuntimeError:  # neither HOME nor an entry in the list of users, as in a container of a foreign uid
-        return None
 
 
 class Verifier:
@@ -49,7 +41,7 @@ class Verifier:
             return
         before = _identity(path, sha256)
         if before is None or self._remembered().get(path.name) != before:
-            found = files.sha256_of(path, start)
+            found = sha256_of(path, start)
             if found != sha256:
                 raise TraceCorruptError(
                     f"{path} has changed since it was written (its SHA-256 is {found[:12]}..., not {sha256[:12]}...): "

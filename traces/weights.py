@@ -57,7 +57,7 @@ def find_tensor(checkpoint: Path, names: Sequence[str]) -> tuple[Layout, str] | 
     for name in names:
         path = _file_of(checkpoint, name)
         if path is not None:
-            layout = parse_layout(Path(os.path.realpath(path)))  # hub caches are folders of links
+            layout = parse_layout(path.resolve())  # hub caches are folders of links
             if name in layout.tensors:
                 return layout, name
     return None

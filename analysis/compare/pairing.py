@@ -151,7 +151,7 @@ def _head_names(variants: Sequence[VariantInfo]) -> dict[str, str]:
 
 
 def _apart(variant: VariantInfo, alike: Sequence[VariantInfo], between: Sequence[str]) -> str:
-    """Its name, what sets it apart from others of that name beside the head, and what of ``between`` it does not say."""
+    """Its name, what sets it apart from others of that name beside the head, and of ``between`` what it leaves out."""
     apart = [
         field.name
         for field in fields(VariantSettings)

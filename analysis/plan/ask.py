@@ -15,6 +15,7 @@ from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm
 from replay.analysis.plan.settings import MOST_BATCH, MOST_STEPS, Load, Setting, make_setting
 from replay.analysis.plan.timings import Timing, join_timings, typed_length, typed_timing
 from replay.errors import UsageError
+from replay.printable import html_table, one_line
 from replay.traces.rounds import Rounds
 
 _RANGES = ("tokens_per_second", "gain")  # of a rule
@@ -43,6 +44,13 @@ class Planned:
     plan: Plan
     provenance: tuple[tuple[str, str], ...]
     requests: int | None = None  # behind the accept lengths, where they were replayed
+
+    def __repr__(self) -> str:
+        return one_line(f"Planned({' '.join(answer(self.plan, choice) for choice in self.plan.choices)})")
+
+    def _repr_html_(self) -> str:
+        rows = [[choice.load.spelled, choice.advice, answer(self.plan, choice)] for choice in self.plan.choices]
+        return html_table("Plan", ("at", "advice", "why"), rows)
 
     def to_json(self) -> JsonObject:
         """The body of `replay plan --json`."""
@@ -78,6 +86,33 @@ class Costs:
     typed: Mapping[str, float]
     timings: tuple[Timing, ...]
     loads: tuple[Load, ...]
+
+
+def plan(
+    rounds: Rounds | None = None,
+    *,
+    times: Sequence[str] = (),
+    benches: Sequence[str] = (),
+    costs: Sequence[str] = (),
+    lengths: Sequence[str] = (),
+    batch: str = "",
+    context: int | None = None,
+    steps: str = "",
+    variant: str | None = None,
+) -> Planned:
+    """Whether speculation pays, at which depth and batch: what `replay plan` says of ``rounds`` and timings.
+
+    The options are those of the command, spelled as there; those that can be repeated are lists. ``batch`` is in
+    requests, ``context`` in tokens; ``benches`` are files. ``replay.charts`` shows what comes back.
+
+    Raises UsageError for what means nothing, without any timing or cost, and where no accept length is known.
+
+    >>> planned = replay.plan(times=["batch=1,tok/s=90", "batch=1,steps=3,accept=2.1,tok/s=110"])
+    >>> [choice.advice for choice in planned.plan.choices]
+    ['speculate']
+    """
+    asked = Question(times, benches, costs, lengths, batch, context, steps, variant)
+    return answer_question(asked, read_costs(asked), rounds, "" if rounds is None else "rounds")
 
 
 def read_costs(asked: Question) -> Costs:

@@ -12,7 +12,8 @@ from replay.checkpoint.config_file import CONFIG, is_word, read_config
 from replay.checkpoint.files import BINARY
 from replay.errors import CheckpointError, UsageError
 from replay.printable import html_table
-from replay.traces.files import HEADER, as_path, describe_path
+from replay.traces.files import HEADER, describe_path
+from replay.traces.remote import as_source, size_of
 from replay.traces.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def trace_facts(trace: "Trace") -> TraceFacts:
         fed_rows=trace.fed_rows,
         shared_rows=sum(record.shared for record in trace.records),
         missing=(*header.missing, *filter(None, [header.uncovered])),
-        bytes=sum(file.stat().st_size for file in os.scandir(trace.path) if file.is_file()),
+        bytes=sum(size_of(trace.path / name) for name in os.listdir(trace.path) if os.path.isfile(trace.path / name)),
     )
 
 
@@ -267,5 +268,5 @@ def inspect(path: "Path | str | Trace") -> TraceFacts | DraftFacts:
 
     if isinstance(path, Trace):
         return trace_facts(path)
-    folder = as_path(path)
+    folder = as_source(path)
     return draft_facts(folder) if kind_of(folder) == "draft" else trace_facts(Trace.open(folder, allow_incomplete=True))

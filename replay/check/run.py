@@ -37,7 +37,7 @@ from replay.engines.wiring import Wiring
 from replay.printable import html_table
 from replay.targets.rules import NEWEST
 from replay.traces.fields import some
-from replay.traces.files import as_path
+from replay.traces.remote import as_source
 
 if TYPE_CHECKING:
     from replay.traces.reader import Trace
@@ -215,9 +215,11 @@ def check_head(
     True
     """
     check_engine(engine)
-    folder = head_folder(as_path(draft))
+    folder = head_folder(as_source(draft))
     refuse_target(folder)
     server = None if server_args is None else parse_server_arguments(server_args, engine)
     emitted = None if trace is None else count_emitted(trace)
-    facts = read_facts(folder, as_path(target), server, engine=engine, wiring=wiring, emitted=emitted, weights=weights)
+    facts = read_facts(
+        folder, as_source(target), server, engine=engine, wiring=wiring, emitted=emitted, weights=weights
+    )
     return check(facts)

@@ -21,7 +21,7 @@ from replay.checkpoint.tensor_table import expected_tensors, optional_tensors, s
 from replay.errors import CheckpointError, UsageError
 from replay.printable import counted
 from replay.traces.fields import show, show_name, some
-from replay.traces.files import as_path
+from replay.traces.remote import as_source
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +203,7 @@ def load_head(folder: Path | str) -> Checkpoint:
     >>> head.config.num_taps
     3
     """
-    return read_checkpoint(head_folder(as_path(folder)))
+    return read_checkpoint(head_folder(as_source(folder)))
 
 
 def head_from_tensors(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from replay.checkpoint.config_file import read_object
 from replay.errors import CheckpointError, TraceCorruptError
 from replay.traces.fields import show, show_name, some
-from replay.traces.files import PLAIN, describe_path, open_regular
+from replay.traces.files import PLAIN, describe_path
+from replay.traces.ranges import open_ranges
+from replay.traces.remote import local_file
 from replay.traces.tensors import Layout, parse_layout
 from replay.traces.weights import INDEX, SINGLE
 
@@ -100,8 +102,9 @@ def _load_safetensors(path: Path) -> "dict[str, torch.Tensor]":
     from safetensors.torch import load_file
 
     _check_size(path, read_layout(path).size)  # before the library maps it
+    path = local_file(path)
     try:
-        return load_file(path)
+        return load_file(os.fspath(path))
     except (SafetensorError, OSError, KeyError, RuntimeError, MemoryError) as error:
         raise CheckpointError(
             f"{path} cannot be read as safetensors: {error}; copy or export the head again"
@@ -121,7 +124,7 @@ def _check_size(path: Path, size: int) -> None:
 def read_layout(path: Path) -> Layout:
     """The header of a safetensors file, be it a link. Raises CheckpointError."""
     try:
-        return parse_layout(Path(os.path.realpath(path)))  # hub caches are folders of links
+        return parse_layout(path.resolve())  # hub caches are folders of links
     except TraceCorruptError as error:
         raise CheckpointError(f"{error}; copy or export the checkpoint again") from error
 
@@ -131,11 +134,12 @@ def load_binary(path: Path) -> "dict[str, torch.Tensor]":
     import warnings
 
     try:
-        with open_regular(path, follow=True) as descriptor:
-            size = os.fstat(descriptor).st_size
+        with open_ranges(path, follow=True) as file:
+            size = file.size
     except TraceCorruptError as error:
         raise CheckpointError(f"{error}; copy or export the checkpoint again") from error
     _check_size(path, size)
+    path = local_file(path)
     try:
         import torch
     except ImportError as error:

@@ -1,6 +1,5 @@
 """Tensor names, shapes and dtypes of a checkpoint, from its headers alone; small tensors and single rows on request."""
 
-import os
 import re
 import struct
 from array import array
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from replay.checkpoint.files import BINARY, load_binary, read_layout, weight_files
 from replay.checkpoint.tensor_table import spell
 from replay.errors import CheckpointError, TraceCorruptError
-from replay.traces.files import open_regular
+from replay.traces.ranges import open_ranges
 from replay.traces.tensors import Layout
 from replay.traces.weights import INDEX, SINGLE
 
@@ -128,8 +127,8 @@ def _by_name(facts: list[TensorFact]) -> tuple[dict[str, TensorFact], tuple[str,
 
 def _bytes_at(path: Path, start: int, length: int) -> bytes:
     try:
-        with open_regular(path) as descriptor:
-            data = os.pread(descriptor, length, start)
+        with open_ranges(path) as file:
+            data = file.read(start, length)
     except TraceCorruptError as error:
         raise CheckpointError(f"{error}; copy or export the checkpoint again") from error
     if len(data) != length:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from replay.cli.options import (
-    PATH,
+    SOURCE,
     api_key_option,
     draft_option,
     json_option,
@@ -22,7 +22,7 @@ _WAIT = 4.0  # seconds for a server's arguments
 
 @click.command()
 @draft_option
-@click.option("--target", required=True, type=PATH, metavar="DIR", help="Target's folder; its config.json is enough.")
+@click.option("--target", required=True, type=SOURCE, metavar="DIR", help="Target's folder; its config.json is enough.")
 @click.option("--server", metavar="URL", help="A running SGLang server, whose arguments in force are read.")
 @api_key_option
 @click.option(
@@ -39,7 +39,7 @@ _WAIT = 4.0  # seconds for a server's arguments
     help="Release of SGLang that serves it, e.g. 0.5.18.  [default: what --server says, else the newest known]",
 )
 @trained_wiring_option
-@click.option("--trace", type=PATH, metavar="TRACE", help="Hold the vocabulary map against its outputs.")
+@click.option("--trace", type=SOURCE, metavar="TRACE", help="Hold the vocabulary map against its outputs.")
 @no_verify_option
 @click.option("--weights", is_flag=True, help="Read the head's tensors whole: NaN, constants, what fp16 cannot hold.")
 @click.option("--exit-zero", is_flag=True, help="Exit 0 even with findings of severity error.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from replay.cli.options import (
-    PATH,
+    SOURCE,
     format_option,
     json_option,
     no_verify_option,
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("rounds_a", type=PATH, metavar="ROUNDS_A")
-@click.argument("rounds_b", type=PATH, metavar="[ROUNDS_B]", required=False)
+@click.argument("rounds_a", type=SOURCE, metavar="ROUNDS_A")
+@click.argument("rounds_b", type=SOURCE, metavar="[ROUNDS_B]", required=False)
 @click.option("--variant-a", metavar="NAME", help="Variant A.  [default: of one file its first, of two the only one]")
 @click.option("--variant-b", metavar="NAME", help="Variant B.  [default: each that is not A]")
-@click.option("--trace-a", type=PATH, metavar="TRACE", help="Trace of ROUNDS_A, if ROUNDS_B is of another recording.")
-@click.option("--trace-b", type=PATH, metavar="TRACE", help="Trace of ROUNDS_B, recorded of the same prompts.")
+@click.option("--trace-a", type=SOURCE, metavar="TRACE", help="Trace of ROUNDS_A, if ROUNDS_B is of another recording.")
+@click.option("--trace-b", type=SOURCE, metavar="TRACE", help="Trace of ROUNDS_B, recorded of the same prompts.")
 @no_verify_option
 @part_options
 @page_options

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option, no_verify_option, open_whole, target_option
+from replay.cli.options import SOURCE, json_option, no_verify_option, open_whole, target_option
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
 from replay.errors import ReplayError, UsageError
@@ -13,7 +13,7 @@ from replay.traces.reader import Trace
 
 
 @click.command()
-@click.argument("path", type=PATH, metavar="TRACE|DRAFT")
+@click.argument("path", type=SOURCE, metavar="TRACE|DRAFT")
 @click.option(
     "--check",
     is_flag=True,

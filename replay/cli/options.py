@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from replay.cli.terminal import say
 from replay.errors import UsageError
+from replay.traces.addresses import is_address, refuse_address
+from replay.traces.remote import as_source
 
 if TYPE_CHECKING:
     from replay.check.facts import Target
@@ -18,12 +20,30 @@ if TYPE_CHECKING:
     from replay.traces.reader import Trace
 
 Command = Callable[..., None]
-PATH = click.Path(path_type=Path)
+
+
+class _Source(click.Path):
+    """A path that is read from, or an address in storage elsewhere."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return as_source(value) if is_address(value) else super().convert(value, param, ctx)
+
+
+class _Place(click.Path):
+    """A path of this machine."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        refuse_address(value)
+        return super().convert(value, param, ctx)
+
+
+SOURCE = _Source(path_type=Path)
+PATH = _Place(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
-trace_argument = click.argument("trace", type=PATH, metavar="TRACE")
+trace_argument = click.argument("trace", type=SOURCE, metavar="TRACE")
 draft_option = click.option(
-    "--draft", required=True, type=PATH, metavar="DIR|ID", help="Draft head's folder, or its hub id, e.g. org/name."
+    "--draft", required=True, type=SOURCE, metavar="DIR|ID", help="Draft head's folder, or its hub id, e.g. org/name."
 )
 trained_wiring_option = click.option(
     "--wiring",
@@ -33,7 +53,7 @@ trained_wiring_option = click.option(
 )
 target_option = click.option(
     "--target",
-    type=PATH,
+    type=SOURCE,
     metavar="DIR",
     help="The target's checkpoint, if the trace lacks its weights (--no-weights) and it has moved.",
 )
@@ -74,8 +94,8 @@ def source_options(command: Command) -> Command:
     for option in (
         no_verify_option,
         target_option,
-        click.option("--draft", type=PATH, metavar="DIR", help=f"The head, if it has moved.  {said}"),
-        click.option("--trace", type=PATH, metavar="DIR", help=f"The trace, if it has moved.  {said}"),
+        click.option("--draft", type=SOURCE, metavar="DIR", help=f"The head, if it has moved.  {said}"),
+        click.option("--trace", type=SOURCE, metavar="DIR", help=f"The trace, if it has moved.  {said}"),
     ):
         command = option(command)
     return command

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from replay.cli.options import (
-    PATH,
+    SOURCE,
     api_key_option,
     json_option,
     no_verify_option,
@@ -30,7 +30,7 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
 
 
 @click.command()
-@click.argument("source", type=PATH, metavar="[ROUNDS|TRACE]", required=False)
+@click.argument("source", type=SOURCE, metavar="[ROUNDS|TRACE]", required=False)
 @click.option(
     "--time",
     "times",
@@ -61,7 +61,7 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
 @click.option("--batch", default="", metavar="N,N", help="Batches to plan for.  [default: those timed]")
 @click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens of context, where --cost kv says a cost.")
 @click.option("--steps", default="", metavar="N,N", help="Further depths to plan for, within bounds.")
-@click.option("--draft", type=PATH, metavar="DIR", help="Draft head's folder, beside a TRACE.")
+@click.option("--draft", type=SOURCE, metavar="DIR", help="Draft head's folder, beside a TRACE.")
 @click.option("--wiring", metavar="W", help="Of that head.  [default: what it states]")
 @click.option("--variant", metavar="NAME", help="The variant of ROUNDS whose depths are planned.")
 @target_option

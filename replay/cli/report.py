@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from replay.cli.options import (
-    PATH,
+    SOURCE,
     format_option,
     json_option,
     part_options,
@@ -21,7 +21,7 @@ from replay.errors import UsageError
 
 
 @click.command()
-@click.argument("rounds", type=PATH, nargs=-1, required=True, metavar="ROUNDS...")
+@click.argument("rounds", type=SOURCE, nargs=-1, required=True, metavar="ROUNDS...")
 @click.option("--peers", is_flag=True, help="Add the metrics of other projects, made from the same rounds.")
 @by_option
 @part_options

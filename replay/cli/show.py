@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
-from replay.cli.options import PATH, json_option, part_options, read_part, source_options
+from replay.cli.options import SOURCE, json_option, part_options, read_part, source_options
 from replay.cli.terminal import print_json, print_rich
 from replay.errors import UsageError
 
 
 @click.command()
-@click.argument("rounds", type=PATH, metavar="ROUNDS")
+@click.argument("rounds", type=SOURCE, metavar="ROUNDS")
 @part_options
 @click.option("--variant", metavar="NAME", help="The variant to show.  [default: that of the largest accept length]")
 @click.option("--first-rejected", is_flag=True, help="Only rounds whose first drafted token was rejected.")

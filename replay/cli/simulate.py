@@ -8,6 +8,7 @@ import click
 
 from replay.cli.options import (
     PATH,
+    SOURCE,
     cache_option,
     format_option,
     json_option,
@@ -40,11 +41,11 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 
 
 @click.command()
-@click.argument("traces", type=PATH, metavar="TRACE...", nargs=-1, required=True)
+@click.argument("traces", type=SOURCE, metavar="TRACE...", nargs=-1, required=True)
 @_repeated(
     "--draft",
     "drafts",
-    type=PATH,
+    type=SOURCE,
     metavar="DIR|ID",
     help="Draft head's folder or hub id, or a quoted pattern, e.g. 'runs/*/checkpoint-*'; repeat for several.",
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replay.cli.options import PATH, json_option, no_verify_option, part_options, read_part
+from replay.cli.options import PATH, SOURCE, json_option, no_verify_option, part_options, read_part
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich, print_text
 from replay.printable import counted
@@ -14,7 +14,7 @@ from replay.printable import counted
 if TYPE_CHECKING:
     from replay.traces.copying import Copied
 
-_traces = click.argument("traces", type=PATH, metavar="TRACE...", nargs=-1, required=True)
+_traces = click.argument("traces", type=SOURCE, metavar="TRACE...", nargs=-1, required=True)
 _output = click.option("-o", "--output", required=True, type=PATH, metavar="TRACE", help="Folder to write into.")
 _force = click.option("--force", is_flag=True, help="Replace an existing trace.")
 
@@ -54,7 +54,7 @@ def merge(
 
 
 @trace.command()
-@click.argument("source", type=PATH, metavar="TRACE")
+@click.argument("source", type=SOURCE, metavar="TRACE")
 @part_options
 @_output
 @_force

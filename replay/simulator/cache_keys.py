@@ -47,10 +47,12 @@ def rows_sha256(table: "pl.DataFrame | None") -> str:
 def trace_sha256(trace: Trace) -> str:
     """Of trace.json, which holds the checksums of all else, and of which requests are open.
 
-    Where the target's weights lie elsewhere, of those files' sizes and times as well. Raises TraceError.
+    Where the target's weights lie elsewhere, of those files' sizes and times as well, and of shards in a storage, whose
+    rows are held against no checksum, of their versions. Raises TraceError.
     """
     said = [files.read_small(trace.path / files.HEADER, 1 << 24)]
     said += [record.request_id.encode() for record in trace.records]
+    said += [f"{one.size} {one.version}".encode() for one in trace.layouts if one.version]
     said += [_outside(trace, which).encode() for which in ("embed", "lm_head")]
     return sha256_of_parts(said)
 

@@ -1,7 +1,8 @@
 """A Ray cluster as workers: the tasks of a sweep (tasks.py) as Ray Core tasks, on whichever node has a core to spare.
 
 Ray hands tasks out and does those of a lost process or node again (https://docs.ray.io, "Fault tolerance": tasks). Each
-node opens the trace and the heads at the same path as here; that, its replay and its kernels are looked at first.
+node opens the trace and the heads at the same path or address as here; that, its replay and its kernels are looked at
+first.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from replay.simulator.tasks import Result, Task
 from replay.traces import files
 from replay.traces.fields import show
 from replay.traces.reader import Trace
+from replay.traces.remote import as_source
 
 AUTO, LOCAL = "auto", "local"
 _ADDRESS = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:]{2,45}\]):([0-9]{1,5})", re.ASCII)
@@ -60,7 +62,7 @@ def open_cluster(
 
 def _source(checkpoint: Checkpoint) -> HeadSource | StoredHead:
     if checkpoint.path is not None:
-        return HeadSource(str(Path(checkpoint.path).absolute()), checkpoint_sha256(checkpoint))
+        return HeadSource(str(as_source(checkpoint.path).absolute()), checkpoint_sha256(checkpoint))
     return StoredHead.carry(checkpoint)
 
 
@@ -222,13 +224,13 @@ def _look_around(asked: Asked) -> Node:
 
 
 def lacking(asked: Asked) -> str:
-    """What is not there, as a sentence goes on; empty where all is."""
+    """What is not there, as a sentence goes on; empty where all is. Raises StorageError where a storage refuses."""
     try:
         if _header_sha256(asked.trace) != asked.header_sha256:
             return f"has another trace at {asked.trace}"
     except TraceError:
         return f"has no trace at {asked.trace}"
-    missing = next((head for head in asked.heads if not Path(head).is_dir()), None)
+    missing = next((head for head in asked.heads if not as_source(head).is_dir()), None)
     if missing is not None:
         return f"has no draft head at {missing}"
     try:

@@ -21,6 +21,7 @@ from replay.simulator.packs import estimator_of, notes_of, replay_pack, spans_of
 from replay.simulator.results import Played, RoundsTable, Tally
 from replay.simulator.tasks import Result, Task
 from replay.traces.reader import Trace
+from replay.traces.remote import as_source
 
 _KEPT = 2  # sweeps' groups of which the heads stay in memory
 
@@ -34,7 +35,7 @@ class HeadSource:
 
     def read(self, name: str) -> Checkpoint:
         """Raises CheckpointError."""
-        found = read_checkpoint(Path(self.path))
+        found = read_checkpoint(as_source(self.path))
         if checkpoint_sha256(found) != self.sha256:
             raise CheckpointError(f"draft head {name} in {self.path} changed while it was replayed; replay it again")
         return found

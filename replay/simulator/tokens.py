@@ -30,6 +30,7 @@ from replay.traces.fields import some
 from replay.traces.parts import Part, choose
 from replay.traces.reader import RequestRows, Trace
 from replay.traces.records import RequestRecord
+from replay.traces.remote import as_source, local_folder
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
 
 # Rounding moves a draft by some tenths of a nat; another head, wiring or trace moves it by several.
@@ -201,7 +202,7 @@ def _read_words(trace: Trace, sources: Sources, found: _Found) -> None:
             raise UsageError(f"the target's folder {told.path} is not here; name it with --target")
         if told.fingerprint and sources.target and fingerprint_target(folder) != told.fingerprint:
             raise UsageError(f"--target {folder} is not the checkpoint of {told.name} that was recorded; give that one")
-        found.spelling = read_spelling(folder)
+        found.spelling = read_spelling(local_folder(folder))
     except ReplayError as error:
         if sources.target is not None:
             raise
@@ -232,7 +233,7 @@ def _group(rounds: Rounds, variant: VariantInfo, trace: Trace, typed: Path | Non
         raise UsageError(
             f"the rounds file does not say where draft head {variant.draft} lies; name its folder with --draft"
         )
-    checkpoint = read_checkpoint(Path(path))
+    checkpoint = read_checkpoint(as_source(path))
     asked = Variant(
         draft=variant.draft,
         wiring=Wiring(variant.wiring),

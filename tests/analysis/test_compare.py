@@ -328,6 +328,26 @@ def test_heads_of_two_files_are_told_apart(
     assert named[1] in write_comparison(comparison, "")
 
 
+def test_the_steps_of_two_files_are_named_where_no_name_says_them() -> None:
+    """Each file has one depth, so its names, made by itself, tell its wirings alone."""
+    wirings = {"embed,3,16": ("embed", "3", "16"), "3,16,28": ("3", "16", "28")}
+
+    def file(steps: int, *named: str, **more: Any) -> Rounds:
+        variants = [make_variant(name, steps=steps, wiring=wirings[name.split()[0]], **more) for name in named]
+        return make_rounds({variant: [[0, 1], [1]] for variant in variants}, trace=TRACE)
+
+    def names(*files: Rounds) -> list[str]:
+        pairs = compare_variants(pair_rounds(*files)).pairs
+        return [pairs[0].a.variant, *(pair.b.variant for pair in pairs)]
+
+    told = names(file(3, "embed,3,16"), file(5, "3,16,28", "embed,3,16"))
+    assert told[1] == "3,16,28 steps=5" and all(
+        name.startswith(f"embed,3,16 steps={steps}") for name, steps in ((told[0], 3), (told[2], 5))
+    )
+    assert names(file(3, "embed,3,16"), file(3, "3,16,28")) == ["embed,3,16", "3,16,28"]
+    assert names(file(3, "embed,3,16"), file(5, "3,16,28 steps=5")) == ["embed,3,16 steps=3", "3,16,28 steps=5"]
+
+
 def test_a_report_says_which_is_which() -> None:
     """The letters of the table are those of the provenance, and two files say which of them it was."""
     a, b = one("x", A), one("x", B)

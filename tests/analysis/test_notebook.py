@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -44,13 +45,51 @@ def test_they_are_the_charts_of_the_page(rounds: Rounds, shown: Charts) -> None:
 
 
 def test_each_question_has_its_chart(shown: Charts) -> None:
-    assert [one.heading for one in shown] == ["Accept length", "Acceptance by position", "Accepted tokens of a round"]
+    assert [one.heading for one in shown] == [
+        "Accept length", "Acceptance by position", "Accepted tokens of a round",
+        "Accept length by wiring and the other facts",
+    ]  # fmt: skip
     assert shown["POSITION"] is shown[1] and list(shown[1:]) == list(shown)[1:]
-    assert replay.charts(grid())["accept length by"].heading == "Accept length by wiring and steps"
+    assert replay.charts(grid())["accept length by"].heading == "Accept length by steps and wiring"
     assert replay.charts(served())["server"].heading == "Against the server"
     assert [one.heading for one in replay.charts(replay.compare(sweep()))]
     assert replay.charts(rare_diagnosis())["hypotheses"]
     assert replay.charts(nothing()) == []
+
+
+def test_a_plan_has_its_charts() -> None:
+    planned = replay.plan(times=["batch=1,tok/s=90", "batch=1,steps=3,accept=2.1,tok/s=110"])
+    assert replay.charts(planned)["tokens a second"].spec == replay.charts(planned.plan)[0].spec
+    assert repr(planned).startswith("Planned(Batch 1: speculate with 3 steps.")
+    assert "Batch 1" in planned._repr_html_()
+    with pytest.raises(replay.ReplayError, match="no timing of a server was given"):
+        replay.plan()
+
+
+def runs() -> Rounds:
+    """Two runs of three checkpoints; one checkpoint was replayed on a single request."""
+    every = [(run, step) for run in "ab" for step in (9, 50, 100)]
+    played = {
+        make_variant(f"{run}{step}", draft=f"{run}{step}"): [[1], [], []]
+        if (run, step) == ("b", 9)
+        else [[1, 2], [step % 3], [0]]
+        for run, step in every
+    }
+    heads = {f"{run}{step}": {"path": f"/{run}/checkpoint-{step}", "step": step} for run, step in every}
+    return replace(make_rounds(played), drafts=heads)
+
+
+def test_checkpoints_of_a_run_are_a_curve_over_the_step() -> None:
+    chart = replay.charts(runs())["training step"]
+    values = chart.spec["data"]["values"]
+    assert [(one["curve"], one["step"]) for one in values] == [(run, step) for run in "ab" for step in (9, 50, 100)]
+    told = {row.name: row for row in replay.summarise(runs())}
+    for one in values:
+        row = told[f"{one['curve']}{one['step']}"]
+        assert one["length"] == row.accept_length
+        assert (one["low"], one["high"]) == row.accept_length_ci95 if row.name != "b9" else "low" not in one
+    assert "<svg" in chart.html() and json.dumps(chart.spec, allow_nan=False)
+    assert not [one for one in replay.charts(sweep()) if "training" in one.heading]
 
 
 def test_a_chart_comes_as_vega_lite_and_as_svg(shown: Charts) -> None:

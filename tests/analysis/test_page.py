@@ -234,6 +234,8 @@ def test_a_diagnosis_is_a_ranking_and_a_waterfall() -> None:
     ]  # fmt: skip
     text = write_diagnosis(diagnosis, "as text")
     assert LOADS.findall(text) == [] and text.count("<svg") == 2 and "Verdict: engine" in text
+    assert "Provenance" not in text
+    assert "<dt>trace</dt><dd>a&lt;b</dd>" in write_diagnosis(diagnosis, "as text", [("trace", "a<b")])
 
 
 def test_a_comparison_is_a_difference_with_its_interval() -> None:

@@ -30,6 +30,17 @@ from replay.analysis.view import View
 from replay.traces.rounds import Rounds
 
 
+@pytest.mark.parametrize(("requests", "said"), [(1, True), (5, True), (6, False), (30, False)])
+def test_of_few_requests_the_best_is_not_named(requests: int, said: bool) -> None:
+    """Of one comparison, two-sided at 0.05: 2 ^ -5 is the least p of a sign test over six requests."""
+    alike = [[1, 0] if number % 2 else [0, 1, 0] for number in range(requests)]
+    other = [[0, 1] if number % 2 else [1, 0] for number in range(requests)]
+    rounds = make_rounds({make_variant("a"): alike, make_variant("b", kv="stale"): other})
+    first = answer(assess(rounds, summarise(rounds)))
+    assert first.startswith("Which of 2 variants is best cannot be told: kv ") == said, first
+    assert first.startswith("Best of 2 variants") != said
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_golden_report(case: str, width: int) -> None:

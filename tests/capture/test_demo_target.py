@@ -11,7 +11,7 @@ import pytest
 from replay.capture import demo_target as module
 from replay.capture.demo_target import build_once, smollm2
 from replay.errors import CheckpointError, OutputError
-from replay.traces.verify import cache_folder
+from replay.traces.addresses import cache_folder
 
 MADE_FROM: dict[str, object] = {"recipe": 1}
 

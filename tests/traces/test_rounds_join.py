@@ -1,13 +1,17 @@
 """Rounds of several files as one: what is told apart, what is one, what is refused."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from support.rounds_maker import make_rounds, make_variant
 
+import replay
+from replay.analysis.report.by_group import render_groups, summarise_by
 from replay.analysis.summary import summarise
 from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
@@ -24,6 +28,23 @@ def one(path: str = "/runs/a/draft", *, played: list[list[int]] = PLAYED, **chan
     variant = make_variant("embed,3,16", draft="draft", by_request=sums, anchors=9, anchors_accepted=4, **changes)
     made = make_rounds({variant: played})
     return replace(made, drafts={"draft": {"path": path, "notes": [f"seen from {path}"]}})
+
+
+def test_its_page_has_a_heat_map_and_its_groups_name_the_file() -> None:
+    files = {
+        name: make_rounds(
+            {make_variant(f"steps={steps}", steps=steps, wiring=wiring, by_request=((9, 4, 1),) * 2): [[1], [0, steps]]
+             for steps in (1, 3)}
+        )
+        for name, wiring in (("x", ("embed", "3", "16")), ("y", ("3", "16", "28")))
+    }  # fmt: skip
+    joined = join_rounds(files)
+    console = Console(width=200, file=io.StringIO())
+    console.print(render_groups(summarise_by(joined, "trace"), "trace", joined=True))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(f"{name}: steps={steps}" in said for name in "xy" for steps in (1, 3))
+    heat = replay.charts(replace(joined, trace={**joined.trace, "files": list(files)}))["by steps and wiring"]
+    assert len(heat.spec["data"]["values"]) == 4
 
 
 def test_every_variant_has_its_file_in_front_and_its_own_numbers() -> None:

@@ -15,7 +15,7 @@ from support.trace_maker import H, V, make_four, make_header, write_trace
 from replay.capture import demo_target
 from replay.cli.app import cli
 from replay.errors import OutputError, TraceCorruptError
-from replay.traces import files, verify
+from replay.traces import addresses, files, verify
 from replay.traces.header import TraceHeader
 from replay.traces.reader import Trace
 from replay.traces.writer import TraceWriter
@@ -232,7 +232,7 @@ def test_a_user_without_a_home_opens_traces(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("REPLAY_CACHE")
     monkeypatch.setattr(Path, "home", classmethod(nowhere))
     monkeypatch.setattr(verify, "_FRESH", 0)
-    assert verify.cache_folder() is None
+    assert addresses.cache_folder() is None
     assert len(Trace.open(folder).read(0, ["2"]).taps) == 1
     with pytest.raises(OutputError, match="you have no home; set REPLAY_CACHE"):
         demo_target.smollm2()

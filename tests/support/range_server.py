@@ -1,0 +1,51 @@
+"""A web server of one folder that gives ranges of files and no lists; or whole files only."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def range_server(folder: Path, *, ranges: bool = True) -> Iterator[str]:
+    """Its address, while the context lasts."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            """Silent."""
+
+        def do_HEAD(self) -> None:
+            self._answer(send=False)
+
+        def do_GET(self) -> None:
+            self._answer(send=True)
+
+        def _answer(self, *, send: bool) -> None:
+            path = folder / self.path.strip("/")
+            if not path.is_file():
+                self.send_error(404)
+                return
+            data = path.read_bytes()
+            told = self.headers.get("Range") if ranges else None
+            if told:
+                first, _, last = told.removeprefix("bytes=").partition("-")
+                data = data[int(first) : int(last) + 1]
+            self.send_response(206 if told else 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("ETag", f'"{os.stat(path).st_mtime_ns:x}"')
+            self.end_headers()
+            if send:
+                self.wfile.write(data)
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()

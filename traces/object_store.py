@@ -1,0 +1,217 @@
+"""Storage elsewhere, by fsspec: what lies in a folder, a range of one file's bytes, and errors in a sentence.
+
+fsspec's file systems find keys, endpoints and proxies where their own libraries do (the environment, ~/.aws, gcloud),
+and try again what may succeed. No key is read or said here.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Any
+
+from replay.errors import StorageError
+from replay.printable import one_line
+from replay.traces import files
+
+_PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "https": ("aiohttp", "https"), "http": ("aiohttp", "https")}
+# What changes with a file's content, the surest first: lists and questions for one file share the first that is there.
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "Content-MD5", "Last-Modified", "updated", "mtime")
+# What a storage without lists is asked for by name: files of a trace, of a head and of a target.
+_TRACE = (files.REQUESTS, files.ROUNDS, files.WEIGHTS)
+_INDEX = "model.safetensors.index.json"
+_CHECKPOINT = (
+    "config.json", "model.safetensors", _INDEX, "pytorch_model.bin", "hf_quant_config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "mask_embedding.pt",
+)  # fmt: skip
+_AT_ONCE = 16  # questions
+# The roots of errors that are no OSError, where the library that raises them is loaded.
+_ROOTS = {
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "aiohttp": ("ClientError",),
+    "gcsfs.retry": ("HttpError",),
+    "google.auth.exceptions": ("GoogleAuthError",),
+    "fsspec.exceptions": ("FSTimeoutError",),
+}
+_NO_KEYS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound",
+            "TokenRetrievalError", "SSOTokenLoadError", "UnauthorizedSSOTokenError", "DefaultCredentialsError",
+            "RefreshError", "NoAuthTokenError"}  # fmt: skip
+_LATE = {"TimeoutError", "FSTimeoutError", "ConnectTimeoutError", "ReadTimeoutError", "ServerTimeoutError"}
+_FAR = {"EndpointConnectionError", "ClientConnectorError", "ConnectionError", "ConnectionClosedError", "gaierror",
+        "ServerDisconnectedError", "TransportError"}  # fmt: skip
+_MOST_REASON = 200  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file elsewhere: its address, size in bytes, and what changes with its content."""
+
+    address: str
+    size: int
+    version: str
+
+
+def list_folder(address: str) -> dict[str, Entry]:
+    """The files that lie right in a folder, by name; the one file where ``address`` is that of a file, by its own.
+
+    A web server without lists is asked for the files of a trace or a checkpoint by name. Raises StorageError where
+    nothing lies there, or it cannot be said.
+    """
+    found = _listed(address) if not address.startswith("http") else _asked(address)
+    if not found:
+        raise StorageError(f"nothing lies at {address}; mend the address")
+    return found
+
+
+def look(address: str) -> Entry:
+    """One file as it is now. Raises StorageError."""
+    with _spoken(address):
+        system, path = _system(address)
+        return _entry(address, system.info(path, **({"refresh": True} if address.startswith("s3:") else {})))
+
+
+def read_range(entry: Entry, start: int, stop: int) -> bytes:
+    """The bytes ``start`` to ``stop`` of a file. Raises StorageError, also where its storage gives no ranges."""
+    with _spoken(entry.address):
+        system, path = _system(entry.address)
+        data = system.cat_file(path, start=start, end=stop)
+    if len(data) != stop - start:
+        raise StorageError(
+            f"{entry.address} was asked for {stop - start} bytes and {len(data)} came; its storage has to give ranges "
+            "of a file, else copy it to this machine"
+        )
+    return bytes(data)
+
+
+def _listed(address: str) -> dict[str, Entry]:
+    with _spoken(address):
+        system, path = _system(address)
+        told = system.ls(path, detail=True)
+    names = {str(one["name"]).rstrip("/").rpartition("/")[2]: one for one in told if one.get("type") == "file"}
+    if len(told) == 1 and str(told[0]["name"]).strip("/") == path.strip("/"):  # a file
+        return {name: _entry(address, one) for name, one in names.items()}
+    return {name: _entry(f"{address}/{name}", one) for name, one in names.items() if name}
+
+
+def _asked(address: str) -> dict[str, Entry]:
+    """A trace's or a checkpoint's files, or the one file; shards are asked for until one is not there."""
+    if found := _those(address, (files.HEADER, *_TRACE)):
+        for first in count(0, _AT_ONCE):
+            shards = _those(address, [files.shard_name(number) for number in range(first, first + _AT_ONCE)])
+            found |= shards
+            if len(shards) < _AT_ONCE:
+                return found
+    if found := _those(address, _CHECKPOINT):
+        return found | (_those(address, _shards_of(found[_INDEX])) if _INDEX in found else {})
+    return {address.rpartition("/")[2]: look(address)}
+
+
+def _shards_of(index: Entry) -> list[str]:
+    """The plain names of files that an index of shards has; whether it can be trusted is for its reader to say."""
+    named = re.findall(rb'"(\w[\w.-]*\.safetensors)"', read_range(index, 0, index.size), re.ASCII)
+    return sorted({name.decode("ascii") for name in named})
+
+
+def _those(address: str, names: Sequence[str]) -> dict[str, Entry]:
+    """Of the files called so those that are there. Some storages forbid what is not there."""
+
+    def ask(name: str) -> Entry | None:
+        try:
+            return look(f"{address}/{name}")
+        except StorageError as error:
+            if _status(error.__cause__) in (401, 403, 404):
+                return None
+            raise
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return {name: one for name, one in zip(names, pool.map(ask, names), strict=True) if one is not None}
+
+
+def _status(error: BaseException | None) -> int | None:
+    if isinstance(error, PermissionError | FileNotFoundError):
+        return 403 if isinstance(error, PermissionError) else 404
+    told = getattr(error, "status", None) or getattr(error, "code", None)
+    return told if isinstance(told, int) else None
+
+
+def _entry(address: str, told: dict[str, Any]) -> Entry:
+    size = told.get("size")
+    if not isinstance(size, int):
+        raise StorageError(f"{address} comes without a size, so no range of it can be read; copy it to this machine")
+    return Entry(address, size, next((str(told[name]) for name in _VERSIONS if told.get(name)), ""))
+
+
+def _system(address: str) -> tuple[Any, str]:
+    """fsspec's file system for an address, and the address as that calls it."""
+    scheme = address.partition("://")[0]
+    system = _open_system(scheme)
+    return system, system._strip_protocol(address)
+
+
+@cache
+def _open_system(scheme: str) -> Any:
+    package, extra = _PACKAGES[scheme]
+    try:
+        from fsspec import get_filesystem_class
+
+        kind = get_filesystem_class(scheme)
+    except ImportError as error:
+        raise StorageError(
+            f"{scheme}:// takes the package {package}; type pip install 'eagle-replay[{extra}]'"
+        ) from error
+    settings = {"client_kwargs": {"trust_env": True}} if extra == "https" else {}  # proxies
+    return kind(use_listings_cache=False, skip_instance_cache=True, **settings)
+
+
+def forget_systems() -> None:
+    """Open file systems anew, after the environment has changed."""
+    _open_system.cache_clear()
+
+
+@contextmanager
+def _spoken(address: str) -> Iterator[None]:
+    """Errors of a storage as one sentence each. Raises StorageError."""
+    try:
+        yield
+    except tuple(_kinds()) as error:
+        cause = error.__cause__ if address.startswith("http") else None  # where all becomes FileNotFoundError
+        told = error if cause is None or not isinstance(cause, tuple(_kinds())) else cause
+        raise StorageError(_say(address, told)) from told
+
+
+def _kinds() -> Iterator[type[BaseException]]:
+    yield from (OSError, TimeoutError, ValueError)
+    for module, names in _ROOTS.items():
+        loaded = sys.modules.get(module)
+        yield from (getattr(loaded, name) for name in names if hasattr(loaded, name))
+
+
+def _say(address: str, error: BaseException) -> str:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    status = _status(error)
+    scheme = address.partition("://")[0]
+    if names & _NO_KEYS:
+        return f"{address} takes keys and none were found; {_KEYS[scheme]}"
+    if status in (401, 403):
+        return f"{address} may not be read with the keys that were found, or without any; {_KEYS[scheme]}"
+    if status == 404:
+        return f"{address} is not there, or not any more; mend the address, or put it there again"
+    if names & _LATE:
+        return f"{address} did not answer in time; try again when its storage and the network are well"
+    if names & _FAR:
+        return f"the storage of {address} cannot be reached; look at the network and the endpoint"
+    told = str(error).strip() or type(error).__name__
+    return f"{address} cannot be read ({one_line(' '.join(told.split()), _MOST_REASON)}); look at the storage"
+
+
+_KEYS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or FSSPEC_S3_ANON=true for a public one",
+    "gs": "type gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "https": "a web server's keys cannot be given: copy it to this machine",
+    "http": "a web server's keys cannot be given: copy it to this machine",
+}

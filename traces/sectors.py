@@ -1,0 +1,236 @@
+"""Files in storage, sector by sector: what was read once lies in the local cache, which keeps a bounded size.
+
+A sector is a file of its own, written whole and then renamed, with a checksum at its end. So any process may read,
+write or delete any sector at any time: one that is not there, or not whole, is read from the storage again. Its name
+has the version of the file that it is of; what has changed is never taken for what was read before.
+"""
+
+import hashlib
+import math
+import os
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import groupby
+
+from replay.errors import OutputError, StorageError, UsageError
+from replay.printable import one_line
+from replay.traces.addresses import remote_folder
+from replay.traces.object_store import Entry, look, read_range
+
+HEAD = 1 << 16  # bytes of the first sector: more than most headers
+SECTOR = 1 << 20  # bytes of a sector
+_MOST_AT_ONCE = 32  # sectors of one question
+_SIDE_BY_SIDE = 16  # questions
+_CHECKSUM = 4
+_DEFAULT_GB = 20.0
+_SHARE = 20  # of its bound so much (1/20) is written before the cache is counted again
+_TEMPORARY = ".tmp"
+_AT_WORK = 3600 * 10**9  # nanoseconds after which a temporary file is nobody's any more
+
+
+def read_bytes(entry: Entry, start: int, stop: int) -> bytearray:
+    """The bytes ``start`` to ``stop`` of a file elsewhere, out of the cache as far as it has them.
+
+    Raises StorageError where the file is gone, has changed since ``entry`` was taken, or cannot be read, OutputError
+    where the cache cannot be written.
+    """
+    if not 0 <= start <= stop <= entry.size:
+        raise StorageError(f"{entry.address} holds {entry.size} bytes, {start} to {stop} were asked for")
+    found = bytearray(stop - start)
+    missing = []
+    for number in _numbers(start, stop):
+        data = _kept(entry, number)
+        if data is None:
+            missing.append(number)
+        else:
+            _put(found, start, _bounds(number, entry.size)[0], data)
+    for run in _runs(missing):
+        for number, data in _fetch(entry, run):
+            _put(found, start, _bounds(number, entry.size)[0], data)
+    return found
+
+
+def fetch_ahead(wanted: Iterable[tuple[Entry, int, int]]) -> None:
+    """Bring ranges (file, start, stop) into the cache side by side: a storage far away answers many questions in the
+    time of one. Raises as ``read_bytes``."""
+    missing: dict[Entry, set[int]] = {}
+    for entry, start, stop in wanted:
+        there = (number for number in _numbers(start, min(stop, entry.size)) if os.path.exists(_path(entry, number)))
+        missing.setdefault(entry, set()).update(set(_numbers(start, min(stop, entry.size))).difference(there))
+    runs = [(entry, run) for entry, numbers in missing.items() for run in _runs(sorted(numbers))]
+    if len(runs) > 1:
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+            for one in [pool.submit(_keep, *each) for each in runs]:
+                one.result()
+
+
+def _keep(entry: Entry, run: list[int]) -> None:
+    for _ in _fetch(entry, run):
+        pass
+
+
+def check_same(entry: Entry) -> None:
+    """Raises StorageError where a file has changed since ``entry`` was taken, or is gone."""
+    now = look(entry.address)
+    if now != entry:
+        raise StorageError(
+            f"{entry.address} has changed while it was read; wait until it is written, then begin anew: nothing of "
+            "the other version was used"
+        )
+
+
+def write_file(path: str, parts: Iterable[bytes | bytearray], *, stamp: int | None = None, sync: bool = False) -> None:
+    """Write a file of the cache whole, or not at all; ``stamp``: its time of change. Raises OutputError."""
+    temporary = f"{path}.{os.getpid()}.{os.urandom(4).hex()}{_TEMPORARY}"
+    size = 0
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(temporary, "wb") as file:
+            for part in parts:
+                size += file.write(part)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        if stamp is not None:
+            os.utime(temporary, ns=(os.stat(temporary).st_atime_ns, stamp))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise unwritable(error) from error
+    finally:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+    _count(size)
+
+
+def unwritable(error: OSError) -> OutputError:
+    """What is said of a local cache that refuses to be written."""
+    reason = one_line(error.strerror or str(error))
+    return OutputError(
+        f"the local cache {remote_folder()} cannot be written ({reason}); make room there, or name another folder with "
+        "REPLAY_CACHE"
+    )
+
+
+def mark_used(path: str) -> None:
+    """Note that a file of the cache was used now; its time of change stays."""
+    with suppress(OSError):  # another process has deleted it, or the cache can only be read
+        os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+
+
+def bound() -> int:
+    """Bytes that the cache may hold: $REPLAY_CACHE_GB, or 20 GB. Raises UsageError for no such number."""
+    text = os.environ.get("REPLAY_CACHE_GB") or str(_DEFAULT_GB)
+    try:
+        most = float(text)
+    except ValueError:
+        most = math.nan
+    if not 0 < most < 1e9:
+        raise UsageError(f"REPLAY_CACHE_GB is {text}; set a number of GB above 0, such as 20")
+    return int(most * 1e9)
+
+
+def _fetch(entry: Entry, run: list[int]) -> Iterator[tuple[int, bytes]]:
+    start, stop = _bounds(run[0], entry.size)[0], _bounds(run[-1], entry.size)[1]
+    data = read_range(entry, start, stop)
+    check_same(entry)  # after the bytes came: they are of this version
+    for number in run:
+        low, high = _bounds(number, entry.size)
+        sector = data[low - start : high - start]
+        write_file(_path(entry, number), (sector, zlib.crc32(sector).to_bytes(_CHECKSUM, "little")))
+        yield number, sector
+
+
+def _kept(entry: Entry, number: int) -> bytes | None:
+    path = _path(entry, number)
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError:
+        return None
+    sector, told = data[:-_CHECKSUM], data[-_CHECKSUM:]
+    low, high = _bounds(number, entry.size)
+    if len(sector) != high - low or zlib.crc32(sector).to_bytes(_CHECKSUM, "little") != told:
+        return None
+    mark_used(path)
+    return sector
+
+
+def _path(entry: Entry, number: int) -> str:
+    name = hashlib.sha256(repr((entry.address, entry.size, entry.version)).encode()).hexdigest()[:32]
+    return os.path.join(remote_folder(), "sectors", name[:2], name, f"{number:06d}")
+
+
+def _bounds(number: int, size: int) -> tuple[int, int]:
+    """First byte of a sector, and the one behind its last."""
+    if number == 0:
+        return 0, min(HEAD, size)
+    return (HEAD if number == 1 else (number - 1) * SECTOR), min(number * SECTOR, size)
+
+
+def _numbers(start: int, stop: int) -> range:
+    if start == stop:
+        return range(0)
+    return range(_number(start), _number(stop - 1) + 1)
+
+
+def _number(place: int) -> int:
+    return 0 if place < HEAD else place // SECTOR + 1
+
+
+def _runs(numbers: list[int]) -> Iterator[list[int]]:
+    """Neighbours together, at most so many at once."""
+    for _, grouped in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in grouped]
+        yield from (run[at : at + _MOST_AT_ONCE] for at in range(0, len(run), _MOST_AT_ONCE))
+
+
+def _put(found: bytearray, start: int, low: int, data: bytes) -> None:
+    """Copy what of ``data``, which begins at byte ``low`` of the file, lies in ``found``, which begins at ``start``."""
+    at = low - start
+    cut = max(0, -at)
+    piece = data[cut : cut + len(found) - max(0, at)]
+    found[max(0, at) : max(0, at) + len(piece)] = piece
+
+
+# ---- the bound ----
+
+
+class _Cache:
+    """How much this process has written since the cache was counted."""
+
+    written = 0
+    counted = ""  # the folder that was
+
+
+def _count(size: int) -> None:
+    """Delete what was used least lately, once enough was written since the last time."""
+    most, folder = bound(), remote_folder()
+    _Cache.written += size
+    if _Cache.written * _SHARE < most and _Cache.counted == folder:
+        return
+    _Cache.written, _Cache.counted = 0, folder
+    found = sorted(_files(folder))
+    held = sum(size for _, size, _ in found)
+    for _, size, path in found:
+        if held <= most - most // _SHARE * 2:
+            return
+        with suppress(OSError):  # another process was first
+            os.unlink(path)
+        held -= size
+
+
+def _files(folder: str) -> Iterator[tuple[int, int, str]]:
+    """Of each file when it was used, its bytes and its path."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(place, name)
+            try:
+                told = os.lstat(path)
+            except OSError:
+                continue
+            if name.endswith(_TEMPORARY) and time.time_ns() - told.st_mtime_ns < _AT_WORK:
+                continue  # another process writes it
+            yield told.st_atime_ns, told.st_size, path
