@@ -26,6 +26,7 @@ from replay.traces.remote import as_source
 if TYPE_CHECKING:
     import torch
 
+_VALUES_AT_ONCE = 1 << 22
 _Held = TypeVar("_Held")  # what is known of a tensor: itself, or its shape
 
 
@@ -161,8 +162,16 @@ def _check_tensor(name: str, key: str, tensor: "torch.Tensor") -> None:
             f"draft head {name}: {key} is {tensor.dtype}, possible are float32, float16 and bfloat16; "
             "export the head unquantised"
         )
-    elif not torch.isfinite(tensor).all():
+    elif not _is_finite(tensor):
         raise CheckpointError(f"draft head {name}: {key} holds NaN or Inf; export the head again")
+
+
+def _is_finite(tensor: "torch.Tensor") -> bool:
+    """Some rows at a time: to ask at once takes more memory than a large tensor itself."""
+    import torch
+
+    rows = max(1, _VALUES_AT_ONCE * max(1, len(tensor)) // max(1, tensor.numel())) if tensor.dim() else 1
+    return all(bool(torch.isfinite(part).all()) for part in torch.atleast_1d(tensor).split(rows))
 
 
 def _check_vocabulary_map(name: str, config: HeadConfig, tensors: "Mapping[str, torch.Tensor]") -> tuple[str, ...]:

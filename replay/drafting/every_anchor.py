@@ -54,7 +54,7 @@ def draft_every_anchor(
         ids_A, tied_A = next_tokens(head, state.normed_AE, state.logit_sizes)
         drafted.append(ids_A)
         tied.append(tied_A)
-    drafted_AK, tied_AK = torch.stack(drafted, 1), torch.stack(tied, 1)
-    drafted_AK[find_dummies(first.anchor_rows_A, head.behaviour)] = 0
+    dummies_A1 = find_dummies(first.anchor_rows_A, head.behaviour)[:, None]
+    drafted_AK, tied_AK = torch.stack(drafted, 1).masked_fill(dummies_A1, 0), torch.stack(tied, 1)
     parts = zip(drafted_AK.cpu().split(counts), tied_AK.cpu().split(counts), strict=True)
     return [Drafts(*part) for part in parts]

@@ -18,7 +18,7 @@ from replay.drafting.product_sizes import served_sizes
 from replay.drafting.rows import DraftInput, Rows, committed_rows
 from replay.head.attention import KeyValues, Sight, attend_committed_and_chain
 from replay.head.model import Head, HeadOutput
-from replay.head.products import ProductSizes, group_by_size
+from replay.head.products import ProductSizes, group_by_size, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ def first_pass(head: Head, inputs: Sequence[DraftInput]) -> FirstPass:
     made = MadeRows(
         head.embed(ids_R),
         head.fuse(torch.cat([part.features_RKD for part in parts]), sizes),
-        positions_R.to(head.device),
+        to_device(positions_R, head.device),
         sizes,
     )
     keep = keep_A if sizes is None else None
     output = head.forward(*made.fields, attention.committed, keep, sizes)
-    index_A = torch.cat([item.anchors_A for item in inputs]).to(head.device) - 1
+    index_A = to_device(torch.cat([item.anchors_A for item in inputs]), head.device) - 1
     batch_rows = _batch_rows(inputs)
     kept = output if sizes is None else HeadOutput(output.normed_RE[keep_A], output.feedback_RE[keep_A])
     kept = _with_whole_prompts(head, inputs, parts, made, kept)
@@ -134,7 +134,7 @@ def _context_pass(head: Head, inputs: Sequence[DraftInput], parts: Sequence[Rows
         attention.remember(kv)
     known_A = torch.cat([item.tokens_T.cpu()[item.anchors_A.cpu()] for item in inputs])
     known_AE = head.embed(known_A)
-    index_A = torch.cat([item.anchors_A for item in inputs]).to(head.device) - 1
+    index_A = to_device(torch.cat([item.anchors_A for item in inputs]), head.device) - 1
     return FirstPass(attention, HeadOutput(known_AE, known_AE), index_A)
 
 
@@ -154,7 +154,7 @@ def _anchor_rows(inputs: Sequence[DraftInput], device: torch.device) -> Tensor:
     """Indices of the anchors' rows among all packed rows."""
     rows, start = [], 0
     for item in inputs:
-        rows.append((start - 1 + item.anchors_A).to(device))
+        rows.append(to_device(start - 1 + item.anchors_A, device))
         start += item.rows
     return torch.cat(rows)
 
@@ -183,7 +183,9 @@ class PackedAttention:
         self._rows = [item.rows for item in inputs]
         self._reach_all = [torch.arange(1, rows + 1, device=head.device) for rows in self._rows]
         # Anchor S drafts from row S-1 and sees rows 0..S-1.
-        self._reach_anchors = [item.anchors_A.to(head.device) for item in inputs]
+        self._reach_anchors = [to_device(item.anchors_A, head.device) for item in inputs]
+        self._number_all = [range(1, rows + 1) for rows in self._rows]
+        self._number_anchors: list[list[int]] = [item.anchors_A.tolist() for item in inputs]
         self._blanks = [None if blank_R is None else blank_R.to(head.device) for blank_R in blanks]
         self._base: list[KeyValues] = []
 
@@ -207,19 +209,23 @@ class PackedAttention:
         self._base.append(KeyValues(k_RMH, v_RMH))
         none = KeyValues(*(part.new_empty((0, len(q), *part.shape[1:])) for part in (k_RMH, v_RMH)))
         some = self._anchors_last and layer == self._head.config.num_layers - 1
-        return self._answer(layer, q, self._reach_anchors if some else self._reach_all, none, 0)
+        return self._answer(layer, q, none, 0, anchors=some)
 
     def answer(self, layer: int, q_ANH: Tensor, chain: KeyValues, step: int) -> Tensor:
         """Mixed values for the rows that embed the anchors' drafted token number ``step`` and see J drafted rows."""
-        return self._answer(layer, q_ANH, self._reach_anchors, chain, step)
+        return self._answer(layer, q_ANH, chain, step, anchors=True)
 
-    def _answer(self, layer: int, q: Tensor, reaches: Sequence[Tensor], chain: KeyValues, step: int) -> Tensor:
+    def _answer(self, layer: int, q: Tensor, chain: KeyValues, step: int, *, anchors: bool) -> Tensor:
+        reaches = self._reach_anchors if anchors else self._reach_all
+        numbers: Sequence[Sequence[int]] = self._number_anchors if anchors else self._number_all
         counts = [len(reach) for reach in reaches]
         chains = (KeyValues(*pair) for pair in zip(chain.k.split(counts, 1), chain.v.split(counts, 1), strict=True))
-        parts = zip(q.split(counts), self.committed_kv(layer), reaches, chains, self._blanks, strict=True)
+        parts = zip(q.split(counts), self.committed_kv(layer), reaches, chains, self._blanks, numbers, strict=True)
         answers = [
-            attend_committed_and_chain(q, base, reach, own, self._head.numerics, self._sight(reach, blank_R, step))
-            for q, base, reach, own, blank_R in parts
+            attend_committed_and_chain(
+                q, base, reach, own, self._head.numerics, self._sight(reach, blank_R, step), number
+            )
+            for q, base, reach, own, blank_R, number in parts
         ]
         return torch.cat(answers)
 

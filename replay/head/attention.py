@@ -5,6 +5,7 @@ G queries per key-value head (N = M*G), H features per head. Over slots, where l
 each, C slots, n heads.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,11 @@ from replay.engines.profiles import Numerics
 
 # Scores of one block of queries, in elements: bounds memory on long requests (64 MiB in fp32).
 _BLOCK_SCORES = 1 << 24
+# In fp32 on a CPU: blocks that fit into its caches, and that the allocator keeps instead of asking the kernel anew.
+_BLOCK_SCORES_CPU = 1 << 22
+# Committed rows are left out by so many at a time, so that each that stays keeps its place in the vectors of a sum, and
+# down to so many: over fewer (measured: up to 384) a CPU's product sums in another order.
+_ROWS_AT_ONCE, _ROWS_AT_LEAST = 64, 512
 
 
 class KeyValues(NamedTuple):
@@ -60,15 +66,25 @@ def attend_committed_and_chain(
     chain: KeyValues,
     numerics: Numerics,
     sight: Sight = FULL_SIGHT,
+    reaches: Sequence[int] | None = None,
 ) -> Tensor:
     """Mixed values [A, N*H]: query a sees committed rows 0..reach[a]-1 and its own J chain rows, in that order.
 
     ``sight`` takes some of the committed rows away. One softmax spans both. J may be 0. Queries run in blocks, so
     memory grows with R, not with A*R. Scores are scaled by H**-0.5 times ``numerics.score_factor``.
+
+    ``reaches`` is ``reach_A`` as numbers, where the caller knows them: to ask a GPU for them would wait for it. Rows
+    beyond all of a block are then left out of its products in fp32, where their weights are zeros (torch 2.13 on an
+    AMD EPYC: no bit of the sums over the rest changes).
     """
     heads, kv_heads = q_ANH.shape[1], base.k.shape[1]
     rows = base.k.shape[0]
-    size = max(1, _BLOCK_SCORES // (heads * max(1, rows + chain.k.shape[0])))
+    dtype = q_ANH.dtype
+    if numerics.attention_fp32:
+        q_ANH, base, chain = q_ANH.float(), base.float(), chain.float()
+    fp32 = q_ANH.dtype == torch.float32
+    most = _BLOCK_SCORES_CPU if fp32 and q_ANH.device.type == "cpu" else _BLOCK_SCORES
+    size = max(1, most // (heads * max(1, rows + chain.k.shape[0])))
     blocks = [slice(start, start + size) for start in range(0, q_ANH.shape[0], size)]
     out = [
         _attend_block(
@@ -78,21 +94,26 @@ def attend_committed_and_chain(
             KeyValues(chain.k[:, block], chain.v[:, block]),
             numerics,
             sight.of(block),
-        )
+            None if reaches is None or not fp32 else reaches[block],
+        ).to(dtype)
         for block in blocks
     ]
-    return torch.cat(out) if out else q_ANH.new_empty((0, heads * base.v.shape[-1]))
+    return torch.cat(out) if out else q_ANH.new_empty((0, heads * base.v.shape[-1]), dtype=dtype)
 
 
 def _attend_block(
-    q_AMGH: Tensor, base: KeyValues, reach_A: Tensor, chain: KeyValues, numerics: Numerics, sight: Sight
+    q_AMGH: Tensor,
+    base: KeyValues,
+    reach_A: Tensor,
+    chain: KeyValues,
+    numerics: Numerics,
+    sight: Sight,
+    reaches: Sequence[int] | None,
 ) -> Tensor:
-    dtype = q_AMGH.dtype
-    if numerics.attention_fp32:
-        q_AMGH, base, chain = q_AMGH.float(), base.float(), chain.float()
     queries, _, group, width = q_AMGH.shape
     scale = width**-0.5 * numerics.score_factor
-    rows = base.k.shape[0]
+    rows, seen = _rows_that_matter(base.k.shape[0], reaches, sight)
+    base = KeyValues(base.k[:rows], base.v[:rows])
     # The queries of one key-value head form the rows of one product: [M, G*A, H] x [M, H, R].
     q_MgH = q_AMGH.permute(1, 2, 0, 3).flatten(1, 2)
     base_MgR = (q_MgH @ base.k.permute(1, 2, 0)).mul_(scale)  # in place: scores are the largest tensors
@@ -100,7 +121,7 @@ def _attend_block(
     unseen_AR, blank_AR = _hidden_rows(reach_A, rows, sight)
     if blank_AR is not None:
         base_MGAR = base_MGAR.masked_fill(blank_AR, float("-inf") if sight.masked else 0.0)
-    base_MGAR = base_MGAR.masked_fill_(unseen_AR, float("-inf"))
+    base_MGAR[..., seen:].masked_fill_(unseen_AR[:, seen:], float("-inf"))
     if chain.k.shape[0]:
         chain_MGAJ = torch.einsum("amgh,jamh->mgaj", q_AMGH, chain.k) * scale
         base_MGAR = torch.cat([base_MGAR, chain_MGAJ], dim=-1)
@@ -112,7 +133,16 @@ def _attend_block(
     out_MGAH: Tensor = out_MgH.unflatten(1, (group, queries))
     if chain.k.shape[0]:
         out_MGAH = out_MGAH + torch.einsum("mgaj,jamh->mgah", chain_w, chain.v)
-    return out_MGAH.permute(2, 0, 1, 3).flatten(1).to(dtype)
+    return out_MGAH.permute(2, 0, 1, 3).flatten(1)
+
+
+def _rows_that_matter(rows: int, reaches: Sequence[int] | None, sight: Sight) -> tuple[int, int]:
+    """How many committed rows a block of queries takes into its products, and how many of them all queries see."""
+    if not reaches:
+        return rows, 0
+    beyond = max(0, rows - max(_ROWS_AT_LEAST, *reaches))
+    seen = min(reaches) if sight.first_A is None else 0
+    return rows - beyond // _ROWS_AT_ONCE * _ROWS_AT_ONCE, seen
 
 
 def _hidden_rows(reach_A: Tensor, rows: int, sight: Sight) -> tuple[Tensor, Tensor | None]:
@@ -123,7 +153,7 @@ def _hidden_rows(reach_A: Tensor, rows: int, sight: Sight) -> tuple[Tensor, Tens
         unseen_AR |= rows_R < sight.first_A[:, None]
     if sight.blank_R is None or sight.own_A is None:
         return unseen_AR, None
-    return unseen_AR, sight.blank_R & (rows_R != sight.own_A[:, None])
+    return unseen_AR, sight.blank_R[:rows] & (rows_R != sight.own_A[:, None])
 
 
 def attend_to_slots(

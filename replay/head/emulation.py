@@ -47,8 +47,9 @@ class Emulation:
         self._products = self._plan_products()
         # Counting reads every number once more, and in fp32 and bf16 nothing overflows that was finite in the trace.
         self._counts = dtype == torch.float16 or bool(precision.rules or precision.features or precision.kv)
-        self._beyond: Counter[str] = Counter()
-        self._overflowed: Counter[str] = Counter()
+        # Sums stay on the device until somebody asks: to read one would wait for all that was started there.
+        self._beyond: dict[str, Tensor] = {}
+        self._overflowed: dict[str, Tensor] = {}
         self._rows: Counter[str] = Counter()
         self._short_groups: list[str] = []
 
@@ -104,7 +105,7 @@ class Emulation:
             return quantise_weight(weight.to(device), form, dtype, largest)
         cast = weight.to(device=device, dtype=self._dtype)
         if self._dtype == torch.float16:
-            self._beyond[f"values of {name} became infinite in fp16"] += int((cast.isinf() & ~weight.isinf()).sum())
+            _count(self._beyond, f"values of {name} became infinite in fp16", cast.isinf() & ~weight.to(device).isinf())
         return cast.to(dtype)
 
     def _note_short_group(self, name: str, inputs: int, form: Format) -> None:
@@ -154,7 +155,7 @@ class Emulation:
         if product == "lm_head":
             # A row with NaN has nothing but NaN logits. Where nothing overflows, its input tells that at no cost.
             finite_R = _finite_rows(out_RO if self._counts else x_RI)
-            self._beyond[_NOT_FINITE] += int((~finite_R).sum())
+            _count(self._beyond, _NOT_FINITE, ~finite_R)
         self._count_overflow(product, x_RI, out_RO)
         return out_RO
 
@@ -174,17 +175,17 @@ class Emulation:
     def _count_beyond(self, what: str, x: Tensor, form: Format) -> None:
         if form.is_dtype:
             infinite = x.to(getattr(torch, PRECISIONS[form.grid])).isinf() & ~x.isinf()
-            self._beyond[f"values of {what} became infinite in {form.grid}"] += int(infinite.sum())
+            _count(self._beyond, f"values of {what} became infinite in {form.grid}", infinite)
         elif form.fixed is not None:
             top = LARGEST[form.grid] * form.fixed
             said = f"values of {what} lay beyond {top:g} and were clipped in {form.grid}"
-            self._beyond[said] += int((x.abs() > top).sum())
+            _count(self._beyond, said, x.abs() > top)
 
     def _count_overflow(self, what: str, before_RI: Tensor, after_RO: Tensor) -> None:
         if self._counts:
             finite_R = _finite_rows(after_RO)
             self._rows[what] += len(after_RO)
-            self._overflowed[what] += int((~finite_R & _finite_rows(before_RI)).sum())
+            _count(self._overflowed, what, ~finite_R & _finite_rows(before_RI))
 
     def notes(self) -> list[str]:
         """What was clipped or became infinite so far and which groups are short, in words; often nothing."""
@@ -194,11 +195,11 @@ class Emulation:
                 f"{self._precision}: the inputs of {', '.join(self._short_groups)} are no multiple of the group, whose "
                 "last one is shorter, as GPTQ makes it; many kernels refuse such a weight"
             )
-        said += [f"{self._precision}: {count:,} {what}" for what, count in self._beyond.items() if count]
+        beyond, overflowed = _read(self._beyond), _read(self._overflowed)
+        said += [f"{self._precision}: {count:,} {what}" for what, count in beyond.items()]
         return said + [
             f"{self._precision}: {what} overflowed in {count:,} of {self._rows[what]:,} rows"
-            for what, count in self._overflowed.items()
-            if count
+            for what, count in overflowed.items()
         ]
 
 
@@ -217,6 +218,17 @@ class RoundedProducts:
         bias_O = None if bias_O is None else bias_O.to(entering_RI.dtype)
         out_RO = multiply(entering_RI, weight_OI, bias_O, self.execution, sizes)
         return self.emulation.leaving(name, x_RI, out_RO)
+
+
+def _count(counts: dict[str, Tensor], what: str, found: Tensor) -> None:
+    """Add how many of ``found`` are true; no synchronisation with a GPU."""
+    number, earlier = found.sum(), counts.get(what)
+    counts[what] = number if earlier is None else earlier + number.to(earlier.device)
+
+
+def _read(counts: Mapping[str, Tensor]) -> dict[str, int]:
+    """Those that are not 0."""
+    return {what: number for what, count in counts.items() if (number := int(count))}
 
 
 def _finite_rows(x_RN: Tensor) -> Tensor:

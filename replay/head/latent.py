@@ -10,7 +10,7 @@ Suffixes: R rows, I inputs, N attention heads, P not rotated and Q rotated featu
 of a value, C = L + Q what a row stores. Source: SGLang 0.5.23 models/kimi_k25_eagle3.py, models/deepseek_v2.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +35,13 @@ class LatentWeights:
     kv_b_OL: Tensor
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "LatentWeights":
-        """Those among the weights of a head."""
-        q_a, kv_a, q_b, kv_b = (
-            tensors[f"{PREFIX}{part}.weight"] for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
-        )
-        return cls(torch.cat([q_a, kv_a]), q_b, kv_b)
+    def of(cls, tensors: MutableMapping[str, Tensor]) -> "LatentWeights":
+        """Those among the weights of a head; the two that are stacked are rows of the stack from now on."""
+        names = [f"{PREFIX}{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")]
+        q_a, kv_a, q_b, kv_b = (tensors[name] for name in names)
+        down_OI = torch.cat([q_a, kv_a])
+        tensors[names[0]], tensors[names[1]] = down_OI.split([len(q_a), len(kv_a)])
+        return cls(down_OI, q_b, kv_b)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from replay.head.emulation import Emulation, RoundedProducts
 from replay.head.families import FAMILIES
 from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
 from replay.head.latent import LatentAttention, LatentWeights
-from replay.head.parts import Parts, stack, stack_gate_up
-from replay.head.products import FP32_ON_CPU, Execution, ProductSizes
+from replay.head.parts import Parts, stack, stack_gate_up, stack_once
+from replay.head.products import FP32_ON_CPU, Execution, ProductSizes, to_device
 from replay.head.rope import inverse_frequencies
 
 
@@ -213,7 +213,7 @@ class Head:
             )
         prefixes = [f"layers.{layer}.self_attn." for layer in range(config.num_layers)]
         biases = [stack(self._weights, prefix, "q_k_v", "bias") if self._biased else None for prefix in prefixes]
-        stacked = [stack(self._weights, prefix, "q_k_v") for prefix in prefixes]
+        stacked = [stack_once(self._weights, prefix, "q_k_v") for prefix in prefixes]
         kind = GroupedAttention if config.block is None else BlockAttention
         return kind(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
 
@@ -224,7 +224,7 @@ class Head:
 
         Where the config skips fc (``HeadConfig.skips_fc``), they are that state: no fc, no norm before it.
         """
-        x = self.emulation.features(features_RKD.to(self.device))
+        x = self.emulation.features(to_device(features_RKD, self.device))
         assert x.shape[-1] == self.config.features_width  # what does not fit was refused before (simulator/fit.py)
         return self._family.fuse(self._parts, x, sizes)
 
@@ -236,7 +236,7 @@ class Head:
 
     def embed(self, ids_R: Tensor) -> Tensor:
         """Embeddings [R, E] of target token ids."""
-        return self.emulation.embedding(functional.embedding(ids_R.to(self.device), self._embed_VE))
+        return self.emulation.embedding(functional.embedding(to_device(ids_R, self.device), self._embed_VE))
 
     def masks(self, rows: int) -> tuple[Tensor, Tensor] | None:
         """Embeddings and states [R, E] of drafted rows that are fed nothing of what was drafted before; None where they

@@ -3,7 +3,7 @@
 Suffixes as in model.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -90,8 +90,16 @@ def stack(weights: Mapping[str, Tensor], prefix: str, parts: str, kind: str = "w
     return torch.cat([weights[f"{prefix}{part}_proj.{kind}"] for part in parts.split("_")])
 
 
-def stack_gate_up(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """gate and up of every MLP among the weights, joined, by the MLP's prefix."""
+def stack_once(weights: MutableMapping[str, Tensor], prefix: str, parts: str) -> Tensor:
+    """``stack`` of weights, whose parts are from now on rows of it: what they were before can leave memory."""
+    joined = stack(weights, prefix, parts)
+    names = [f"{prefix}{part}_proj.weight" for part in parts.split("_")]
+    weights.update(zip(names, joined.split([len(weights[name]) for name in names]), strict=True))
+    return joined
+
+
+def stack_gate_up(weights: MutableMapping[str, Tensor]) -> dict[str, Tensor]:
+    """gate and up of every MLP among the weights, joined once, by the MLP's prefix."""
     tail = "gate_proj.weight"
     prefixes = [name.removesuffix(tail) for name in weights if name.endswith(tail)]
-    return {prefix: stack(weights, prefix, "gate_up") for prefix in prefixes}
+    return {prefix: stack_once(weights, prefix, "gate_up") for prefix in prefixes}

@@ -58,6 +58,13 @@ def group_by_size(sizes_R: Tensor) -> ProductSizes:
     return ProductSizes(sizes_R, tuple((size, (sizes_R == size).nonzero()[:, 0]) for size in sizes))
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` there. From the CPU to a GPU it goes by pinned memory, so that nobody waits for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def multiply(
     x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, execution: Execution, sizes: ProductSizes | None
 ) -> Tensor:

@@ -15,6 +15,7 @@ from time import perf_counter
 import click
 import torch
 from support.heads import tiny_config
+from support.kimi_sizes import SIZES
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,15 +27,6 @@ from replay.drafting.next_tokens import next_tokens
 from replay.drafting.rows import DraftInput
 from replay.head.model import Head, TargetTables
 from replay.head.products import Execution
-
-# Of Kimi-K2-Instruct's config.json and its EAGLE-3 heads: one layer, dense MLP, a draft vocabulary of 32,000.
-SIZES = {
-    "architectures": ["Eagle3DeepseekV2ForCausalLM"], "hidden_size": 7168, "num_attention_heads": 64,
-    "num_key_value_heads": 64, "head_dim": None, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432, "vocab_size": 163840,
-    "draft_vocab_size": 32000, "max_position_embeddings": 131072, "rope_theta": 50000.0,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]},
-}  # fmt: skip
 
 
 def make_head() -> Head:
@@ -112,7 +104,7 @@ def main(rows: int, runs: int) -> None:
             "fc": (lambda: head.fuse(features), lambda: functional.linear(features, fc)),
             "lm_head and argmax": (lambda: next_tokens(head, state), lambda: functional.linear(state, lm_head)),
         }
-        parameters = sum(one.numel() for one in head._weights.values()) + lm_head.numel()
+        parameters = sum(one.numel() for one in head._weights.values())
         print(f"{parameters / 1e9:.2f} billion parameters, {rows} rows, {torch.get_num_threads()} threads")
         for name, works in stages.items():
             ours, bare = seconds(runs, *works)

@@ -7,6 +7,7 @@ from support.heads import DEEPSEEK_YARN, LATENT, PARALLEL, SPECULATORS, target_t
 
 from replay.drafting.rows import DraftInput
 from replay.engines.behaviour import HEALTHY, Behaviour
+from replay.engines.precision import PLAIN, Precision
 from replay.engines.profiles import ENGINES
 from replay.head.model import Head, TargetTables
 from replay.head.products import Execution
@@ -47,6 +48,7 @@ def make_head(
     numerics: str = "sglang",
     execution: Execution = FP64,
     behaviour: Behaviour = HEALTHY,
+    precision: Precision = PLAIN,
 ) -> Head:
     """The same weights whenever it is called with the same name."""
     checkpoint = tiny_checkpoint(**HEADS[name])
@@ -56,6 +58,7 @@ def make_head(
         profile=replace(ENGINES[engine], numerics=numerics),
         execution=execution,
         behaviour=behaviour,
+        precision=precision,
     )
 
 
