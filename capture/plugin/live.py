@@ -81,8 +81,8 @@ class LiveRecording:
             return
         with self._guarded():
             if _has_rows(batch):
-                seen = "none" if hidden is None else f"{hidden.shape[-1]} features a row"
-                raise RuntimeError(f"a forward gave not the hidden states that recording set (it gave {seen})")
+                kept = "no hidden states" if hidden is None else f"hidden states of {hidden.shape[-1]} features"
+                self.recorder.fail(f"SGLang kept {kept} in a forward whose rows were to be recorded")
 
     def _whole(self, hidden_RC: "Tensor", final: "Tensor | None", logits: "Tensor | None") -> TargetForward:
         if final is None or logits is None or logits.shape[-1] != self.columns.vocabulary:

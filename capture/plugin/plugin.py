@@ -135,7 +135,7 @@ class Plugin:
         given: Any = getattr(out, "logits_output", None)
         hidden, final = getattr(given, "hidden_states", None), getattr(given, "last_hidden_states", None)
         if hidden is None or not self.columns.are_all_in(hidden):
-            if self.live is not None:
+            if self.live is not None and given is not None:  # a forward in parts gives nothing before its last one
                 self.live.miss_forward(forward_batch, hidden)
             return
         hidden, final = self.columns.apart(hidden, final)
