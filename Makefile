@@ -1,8 +1,9 @@
 # make demo    replay a small real target and head, start to end
 # make test    all tests
 # make test-kernels   the tests of equality with a real server, under kernels that sum in other orders (see KERNELS)
-# make test-sglang VERSION=0.5.22   are rounds of a server of that SGLang predicted? It makes an environment of its own,
-#              with the versions that this SGLang names of Transformers and of what else is there (0.5.16 or newer)
+# make test-sglang VERSION=0.5.22   are rounds of a server of that SGLang predicted, and is one without a draft recorded? It
+#              makes an environment of its own, with the versions that this SGLang names of Transformers and of what else
+#              is there (0.5.16 or newer)
 # make lint    ruff, and mypy on an installed copy
 # make bench   speed and memory of a replay on this machine
 # make clean   remove environment and builds (the demo's folder and the cached target stay)
@@ -53,6 +54,7 @@ test-kernels: $(VENV)/with-dev
 	done
 
 OTHER := $(VENV)-sglang-$(VERSION)
+OTHERS := installed_sglang or every_round or reports or are_the_servers or without_a_draft or (passes_its_check and alone)
 
 test-sglang:
 	@test -n '$(VERSION)' || (echo 'type for example make test-sglang VERSION=0.5.22'; exit 1)
@@ -61,7 +63,7 @@ test-sglang:
 	$(OTHER)/bin/python tests/rig/pins.py > $(OTHER)/pins.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(OTHER)/pins.txt
 	$(OTHER)/bin/python -Im pytest --quiet tests/capture/test_sglang_seams.py tests/whole/test_predict_server.py \
-		tests/whole/test_predict_trees.py -k 'installed_sglang or every_round or reports or are_the_servers' $(ARGS)
+		tests/whole/test_predict_trees.py tests/capture/test_sglang_plugin.py -k '$(OTHERS)' $(ARGS)
 
 # Types are checked in an installed copy, because that is what ships; build/ and the list of
 # an earlier build go first, because setuptools would take modules from there into the copy.

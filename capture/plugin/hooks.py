@@ -7,11 +7,12 @@ one is not there):
 - after ``ModelRunner.init_attention_backends``, before graphs are captured: the target captures the wanted taps beside
   those the draft is fed, and keeps its final hidden states;
 - before ``ModelRunner.forward`` of the draft's prefill: a few rows of what it is fed are copied, whatever was meant;
+- before ``ModelRunner.forward`` of a target without a draft: it is asked for hidden states, where SGLang asks requests;
 - after ``ModelRunner.forward`` of the target, before the sampler may write to the logits: rows are copied, and the
   hidden states are cut back to the columns that the draft is fed, on every rank;
 - before ``LogitsProcessor.forward`` of the target, where SGLang hands neither end of its stream on (joined.py);
 - after ``EAGLEWorkerV2.verify``: which rows were accepted, and before 0.5.21 after ``eagle_sample``, which says so;
-- ``Scheduler.get_internal_state``: where the rows lie, for clients that ask ``/server_info``.
+- ``Scheduler.get_internal_state``: where the rows lie, or why there are none, for clients that ask ``/server_info``.
 
 Every process of a server imports this module, so it imports nothing heavy.
 """
@@ -74,6 +75,8 @@ def _install(scheduler: Any) -> None:
 def _set_up(plugin: Any, found: seams.Found) -> None:
     from replay.capture.plugin.server_state import simulation_problem
 
+    if seams.STATE in found.ways:  # first, so that who asks the server is told why it is not recorded
+        _after(*found.ways[seams.STATE].owner(), plugin.after_internal_state)
     problem = found.problem or simulation_problem()
     if problem is not None:
         plugin.refuse(problem)
@@ -88,9 +91,9 @@ def _hook(found: seams.Found, plugin: Any) -> None:
     """Put the hooks where their seams are."""
     if seams.FEED in found.ways:
         _before(*found.ways[seams.FORWARD].owner(), plugin.before_forward)
+    _before(*found.ways[seams.FORWARD].owner(), plugin.ask_for_states)
     _after(*found.ways[seams.TAPS].owner(), plugin.after_attention)
     _after(*found.ways[seams.FORWARD].owner(), plugin.after_forward)
-    _after(*found.ways[seams.STATE].owner(), plugin.after_internal_state)
     if seams.VERIFY in found.ways:
         _after(*found.ways[seams.VERIFY].owner(), plugin.after_verify)
     if (way := found.ways.get(seams.ACCEPTED)) is not None and way.name == "eagle_sample":

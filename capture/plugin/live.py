@@ -34,6 +34,24 @@ def in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or ['?'])[0]}"
 
 
+def ask_for_states(batch: Any) -> bool:
+    """Let a forward keep all hidden states where it would keep none and has rows to record; whether it would not have.
+
+    Raises what is UNFORESEEN.
+    """
+    mode: Any = getattr(batch, "capture_hidden_mode", None)
+    if getattr(mode, "name", "") != "NULL" or not _has_rows(batch):
+        return False
+    batch.capture_hidden_mode = type(mode).FULL
+    return True
+
+
+def _has_rows(batch: Any) -> bool:
+    """Whether a target's forward has rows to record: those of requests of ours."""
+    ours = any(rid.startswith(RID_PREFIX) for rid in batch.rids or ())
+    return ours and not batch.forward_mode.is_idle()
+
+
 class LiveRecording:
     """Hands the rows of a server's forwards to ``recorder``, ``k`` logits of each; no more once that has failed."""
 
@@ -53,9 +71,18 @@ class LiveRecording:
         if not self.goes_on:
             return
         with self._guarded():
-            ours = any(rid.startswith(RID_PREFIX) for rid in batch.rids or ())
-            if ours and not batch.forward_mode.is_idle():
+            if _has_rows(batch):
                 self._record(batch, self._whole(hidden_RC, final, logits))
+
+    def miss_forward(self, batch: Any, hidden: "Tensor | None") -> None:
+        """End the recording where a forward with rows to record gave other hidden states than were set, or none."""
+        self._held = None
+        if not self.goes_on:
+            return
+        with self._guarded():
+            if _has_rows(batch):
+                kept = "no hidden states" if hidden is None else f"hidden states of {hidden.shape[-1]} features"
+                self.recorder.fail(f"SGLang kept {kept} in a forward whose rows were to be recorded")
 
     def _whole(self, hidden_RC: "Tensor", final: "Tensor | None", logits: "Tensor | None") -> TargetForward:
         if final is None or logits is None or logits.shape[-1] != self.columns.vocabulary:

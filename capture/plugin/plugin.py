@@ -13,7 +13,7 @@ from typing import Any
 from replay.capture.plugin.columns import Columns
 from replay.capture.plugin.facts import server_details, server_url, target_info
 from replay.capture.plugin.joined import Joined, keeps_final
-from replay.capture.plugin.live import UNFORESEEN, LiveRecording, in_words
+from replay.capture.plugin.live import UNFORESEEN, LiveRecording, ask_for_states, in_words
 from replay.capture.plugin.model import NeverFed, capture_boundaries, capturing_parts, check_fed
 from replay.capture.plugin.recorder import RowRecorder
 from replay.capture.plugin.recording import Recording
@@ -25,6 +25,7 @@ from replay.capture.plugin.server_state import (
     layout_problem,
     ranks,
     resolved_arguments,
+    states_problem,
     versions,
     world,
 )
@@ -50,6 +51,7 @@ class Plugin:
         self.columns: Columns | None = None
         self.live: LiveRecording | None = None
         self.joined: Joined | None = None  # where SGLang hands on neither end of the stream
+        self._asked = False  # whether it was we who had the forward that runs keep its hidden states
         self.no_feed: threading.Thread | None = None  # that tells why the feed is recorded no more, once it is not
 
     # ---- what it says ----
@@ -112,6 +114,20 @@ class Plugin:
         except UNFORESEEN as error:
             self.end_feed(f"the rows of a draft's prefill could not be copied: {in_words(error)}")
 
+    def ask_for_states(self, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Before a target's forward without a draft, on every rank: let it keep hidden states for requests of ours.
+
+        SGLang 0.5.15 and 0.5.16 model_executor/forward_batch_info.py ``ForwardBatch.init_new`` keep them for requests
+        that ask to have them returned; from 0.5.17 on --enable-return-hidden-states is enough.
+        """
+        self._asked = False
+        if runner.is_draft_worker or self.columns is None or self.columns.fed:
+            return
+        try:
+            self._asked = ask_for_states(forward_batch)
+        except UNFORESEEN as error:  # the forward then lacks them, which ends the recording
+            logger.error("replay: hidden states could not be asked for: %s", in_words(error))
+
     def after_forward(self, out: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Copy the rows of a target forward; give the draft the columns it had without us."""
         if runner.is_draft_worker or self.columns is None:
@@ -119,9 +135,13 @@ class Plugin:
         given: Any = getattr(out, "logits_output", None)
         hidden, final = getattr(given, "hidden_states", None), getattr(given, "last_hidden_states", None)
         if hidden is None or not self.columns.are_all_in(hidden):
+            if self.live is not None and given is not None:  # a forward in parts gives nothing before its last one
+                self.live.miss_forward(forward_batch, hidden)
             return
         hidden, final = self.columns.apart(hidden, final)
         given.hidden_states = self.columns.fed_of(hidden) if self.columns.fed else _whole(final)
+        if self._asked:
+            given.hidden_states = None  # as without us
         if self.joined is not None and self.joined.problem and self.live is not None:
             self.live.recorder.fail(self.joined.problem)
         if self.live is not None:
@@ -156,7 +176,7 @@ class Plugin:
 
     def _set_taps(self, runner: Any) -> None:
         """Let the target capture the taps, and begin to record. Raises ReplayError, and what is UNFORESEEN."""
-        problem = drafting_problem(runner) or self._lacks(runner) or layout_problem()
+        problem = drafting_problem(runner) or self._lacks(runner) or layout_problem() or states_problem(runner)
         if problem is not None:
             raise CaptureError(problem)
         core, processor = capturing_parts(runner.model)

@@ -52,6 +52,12 @@ def drafting_problem(runner: Any) -> str | None:
     return None
 
 
+def states_problem(runner: Any) -> str | None:
+    """Whether a server without a draft was told to keep other hidden states than those of all rows."""
+    mode = resolved_arguments().get("return_hidden_states_mode") if runner.spec_algorithm.is_none() else None
+    return f"--return-hidden-states-mode {mode} was seen, recording works with full" if mode == "last" else None
+
+
 def given_wiring(runner: Any, core: Any) -> tuple[int, ...]:
     """What the draft would be fed without us, as R indices; () without a draft. Raises CaptureError."""
     told = getattr(runner, "spec_aux_config", runner)  # SGLang 0.5.15 model_executor/model_runner.py has it itself

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -723,6 +724,63 @@ def test_a_forward_that_is_not_understood_is_served_unrecorded(tmp_path: Path, r
     recorder.close()
     assert torch.equal(logits_output.hidden_states, full[:, 2:])
     assert told(tmp_path)[0] == "failed" and "rows could not be copied" in told(tmp_path)[1]
+
+
+class CaptureHiddenMode(Enum):
+    """As SGLang 0.5.15 model_executor/forward_batch_info.py has it."""
+
+    NULL = 0
+    LAST = 1
+    FULL = 2
+
+
+def plain_forward(tmp_path: Path, rid: str, fed: tuple[int, ...] = ()) -> tuple[Any, Any, Submitted]:
+    """A decode of one request as SGLang 0.5.15 runs it: it keeps hidden states only where its batch says so.
+
+    Gives the batch, what the forward gave to the server, and what was recorded.
+    """
+    from types import SimpleNamespace
+
+    import torch
+
+    plugin, kept, runner = plugin_of(tmp_path), Submitted(), SimpleNamespace(is_draft_worker=False)
+    recording_to(plugin, kept)
+    plugin.columns = plugin.live.columns = Columns((0, 3), fed, width=2, vocabulary=16)  # type: ignore[union-attr]
+    batch = SimpleNamespace(
+        rids=[rid], capture_hidden_mode=CaptureHiddenMode.NULL, input_ids=torch.tensor([5]),
+        positions=torch.tensor([7]), spec_info=None,
+        forward_mode=SimpleNamespace(
+            is_idle=lambda: False, is_target_verify=lambda: False, is_extend=lambda: False, is_decode=lambda: True
+        ),
+    )  # fmt: skip
+    plugin.ask_for_states(runner, batch)
+    full = batch.capture_hidden_mode is CaptureHiddenMode.FULL
+    given = SimpleNamespace(
+        hidden_states=torch.ones(1, 4) if full else None, last_hidden_states=torch.ones(1, 2),
+        next_token_logits=torch.ones(1, 16),
+    )  # fmt: skip
+    plugin.after_forward(SimpleNamespace(logits_output=given), runner, batch)
+    return batch, given, kept
+
+
+def test_hidden_states_that_only_requests_ask_for_are_asked_for(tmp_path: Path) -> None:
+    _, given, kept = plain_forward(tmp_path, "replay-a")
+    ((entries, tensors),) = kept.made
+    assert (entries[0].rid, entries[0].start, tensors["tap.3"].tolist()) == ("replay-a", 7, [[1.0, 1.0]])
+    assert kept.failure is None and given.hidden_states is None  # the server gets what it would get without us
+
+
+def test_requests_of_others_keep_no_hidden_states(tmp_path: Path) -> None:
+    batch, given, kept = plain_forward(tmp_path, "somebody-else")
+    assert batch.capture_hidden_mode is CaptureHiddenMode.NULL and given.hidden_states is None
+    assert kept.made == [] and kept.failure is None
+
+
+def test_a_forward_without_the_states_that_were_set_ends_the_recording(tmp_path: Path) -> None:
+    """A server that says that it records must not lose rows in silence. With a draft, SGLang asks for them itself."""
+    _, _, kept = plain_forward(tmp_path, "replay-a", fed=(1,))
+    assert kept.made == []
+    assert kept.failure == "SGLang kept no hidden states in a forward whose rows were to be recorded"
 
 
 @pytest.mark.parametrize("fed", [[1, 2], [2, 0, 1], [3, 3], []])

@@ -17,6 +17,7 @@ from replay.capture.plugin.joined import Joined, keeps_final
 from replay.capture.plugin.plugin import Plugin
 from replay.capture.plugin.recording import RECORD_VARIABLE, TRIED, Recording
 from replay.capture.plugin.reporter import Reporter
+from replay.capture.plugin.server_state import states_problem
 from replay.capture.spool import launch_folder
 from replay.errors import CaptureError, WiringError
 
@@ -111,10 +112,14 @@ def test_a_moved_class_leaves_the_server_as_it_is(
 ) -> None:
     runner = sglang_module("srt.model_executor.model_runner").ModelRunner
     before = runner.forward
+    scheduler = sglang_module("srt.managers.scheduler").Scheduler
+    monkeypatch.setattr(scheduler, "get_internal_state", lambda self, recv_req: SimpleNamespace(internal_state={}))
     move(monkeypatch, seams.TAPS)
     manifest = start(None)
     assert manifest.state == "refused" and "ModelRunner.init_attention_backends" in manifest.reason
-    assert runner.forward is before  # nothing is hooked
+    assert runner.forward is before  # it computes as it would without us
+    told = scheduler.get_internal_state(None, None).internal_state["replay"]  # what clients are answered
+    assert (told["state"], told["reason"]) == ("refused", manifest.reason)
 
 
 def test_a_wiring_that_cannot_be_had_still_stops_the_server(
@@ -146,6 +151,18 @@ def test_a_layout_that_cannot_be_recorded_is_served_as_it_is(
     Plugin(recording, Reporter(recording, TRIED[-1])).after_attention(None, alone)
     (manifest,) = read_manifests(launch_folder(tmp_path, "0" * 16))
     assert manifest.state == "refused" and f"{flag} was seen, recording works with" in manifest.reason
+
+
+def test_a_server_that_keeps_last_states_only_is_served_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"return_hidden_states_mode": "last", "enable_return_hidden_states": True}  # as SGLang resolves it
+    monkeypatch.setattr("replay.capture.plugin.server_state.resolved_arguments", lambda: arguments)
+    alone, drafting = (
+        SimpleNamespace(spec_algorithm=SimpleNamespace(is_none=lambda none=none: none)) for none in (True, False)
+    )
+    assert states_problem(alone) == "--return-hidden-states-mode last was seen, recording works with full"
+    assert states_problem(drafting) is None  # a verify keeps all of them
+    arguments["return_hidden_states_mode"] = "full"
+    assert states_problem(alone) is None
 
 
 def test_a_moved_verify_records_no_draft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -242,6 +259,7 @@ def test_what_goes_wrong_while_hooks_are_put_leaves_the_server_unrecorded(
         raise AssertionError("moved")
 
     monkeypatch.setattr(hooks, "_hook", broken)
+    monkeypatch.setattr(hooks, "_after", lambda *_: None)
     monkeypatch.setattr("replay.capture.plugin.server_state.simulation_problem", lambda: None)
     for wiring in (None, "embed,3,16"):
         recording = Recording(str(tmp_path / str(wiring)), "0" * 16, None, wiring, 4)

@@ -6,6 +6,7 @@ folder goes on its PYTHONPATH: see README.md beside this file for what it brings
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 RIG = Path(__file__).resolve().parent
+LOWEST_PORT, HIGHEST_PORT = 20000, 32000  # the kernel hands out higher ones by itself
 LOG_TAIL = 4000  # characters of the log that an error shows
 
 
@@ -192,8 +194,15 @@ def log_tail(log: Path) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    """A TCP port of 127.0.0.1 that was free a moment ago.
+
+    SGLang takes the port 10000 above it as well (0.5.20 arg_groups/serving_hook.py), which must be below 65536.
+    """
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        while True:
+            try:
+                probe.bind(("127.0.0.1", random.randrange(LOWEST_PORT, HIGHEST_PORT)))
+            except OSError:
+                continue
+            port: int = probe.getsockname()[1]
+            return port
