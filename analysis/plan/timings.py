@@ -28,6 +28,7 @@ from replay.errors import UsageError
 
 # By how much a single timing is trusted: throughput of a server repeats to about this share.
 TRUST = 0.02
+TYPED = "typed"  # the source of what was typed
 
 _NAMES = {
     "batch": "batch",
@@ -69,7 +70,7 @@ def typed_timing(text: str) -> Timing:
     context = whole(found, "context", 0, 1, MOST_CONTEXT) if "context" in found else None
     load = Load(whole(found, "batch", 1, 1, MOST_BATCH), context)
     accept = check_accept(setting, found.get("accept"))
-    return Timing(setting, load, _seconds(text, found, load, accept), accept, "typed")
+    return Timing(setting, load, _seconds(text, found, load, accept), accept, TYPED)
 
 
 def typed_length(text: str) -> Timing:
@@ -82,7 +83,7 @@ def typed_length(text: str) -> Timing:
     setting = _setting(found)
     if not setting.speculates or "accept" not in found:
         raise UsageError(f"--length {text!r} needs steps=N and accept=L")
-    return Timing(setting, Load(), math.nan, check_accept(setting, found["accept"]), "typed")
+    return Timing(setting, Load(), math.nan, check_accept(setting, found["accept"]), TYPED)
 
 
 def _setting(found: Mapping[str, float]) -> Setting:
