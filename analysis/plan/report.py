@@ -105,6 +105,14 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
             f"{noisy[0].setting.spelled} at {noisy[0].load.spelled} within {wording.percent(noisy[0].error, 0)} alone: "
             "measure while nothing else runs there, or more often."
         )
+    servers = [server for timing in plan.timings for server in timing.servers]
+    if len(engines := dict.fromkeys(server.engine for server in servers)) > 1:
+        yield (
+            f"The timings are of {len(engines)} engine versions ({wording.listed(list(engines)[:4])}), and a plan is "
+            "for one: time every setting on the same."
+        )
+    if any(server.recording for server in servers):
+        yield "A server that was timed recorded, so it was slower than the one to plan for: time one that does not."
     loose = [row for row in plan.rows if not row.round_ms.known]
     if loose:
         where = f"{loose[0].setting.spelled} at {loose[0].load.spelled}"
