@@ -1,9 +1,11 @@
 """How sure acceptance at each position of the draft is: intervals of ``position_conditional`` by request.
 
 Requests are drawn again, as for the accept length (bootstrap.py). Where every round that got to a position accepted it,
-or none did, no resample differs, and a bootstrap would call that certain. There the interval is that of Clopper and
-Pearson (Biometrika 26, 1934) with one trial for each request that got there: the rounds of one request resemble each
-other, so it is wide rather than narrow.
+or nearly every one, resamples hardly differ, and a plain bootstrap would call that certain. So two requests that nobody
+saw are drawn from too, one that accepts all and one that accepts nothing, each with as many rounds as the mean request
+that got there: the proper Bayesian bootstrap of Muliere and Secchi (Annals of the Institute of Statistical Mathematics
+48, 1996) with the prior of Bayes and Laplace over requests. It weighs little among many requests. The rounds of one
+request resemble each other, so the interval of few requests is wide; of fewer than ``LEAST`` there is none.
 """
 
 import math
@@ -17,6 +19,7 @@ from replay.traces.rounds import Rounds
 
 Interval = tuple[float, float]
 NO_INTERVAL: Interval = (math.nan, math.nan)
+LEAST = 5  # requests that got to a position, for an interval there
 _LEVEL = 0.95
 
 
@@ -43,28 +46,21 @@ def position_intervals(
 ) -> Iterator[tuple[str, tuple[Interval, ...]]]:
     """Of each of ``names`` the 95 % interval of every position's conditional acceptance, over the ``played`` requests.
 
-    (nan, nan) where fewer than two requests got there.
+    (nan, nan) where fewer than ``LEAST`` requests got there.
     """
-    counts = [reached[name][played] for name in names]
-    sums = resampled_sums(np.hstack(counts), seed=seed, resamples=resamples)
-    start = 0
-    for name, rows in zip(names, counts, strict=True):
-        end = start + rows.shape[1]
-        yield name, tuple(_intervals(rows, sums[:, start:end]))
-        start = end
+    for name in names:
+        yield name, tuple(_intervals(reached[name][played], seed=seed, resamples=resamples))
 
 
-def _intervals(rows: Counts, sums: Floats) -> Iterator[Interval]:
-    totals, requests = rows.sum(axis=0), (rows > 0).sum(axis=0)
-    drawn = _ends(ratios(sums[:, 1:], sums[:, :-1]))
-    for position, interval in enumerate(drawn, 1):
-        got, took, trials = int(totals[position - 1]), int(totals[position]), int(requests[position - 1])
-        if trials < 2:
-            yield NO_INTERVAL
-        elif took in (0, got):
-            yield _one_sided(took == got, trials)
-        else:
-            yield interval
+def _intervals(rows: Counts, *, seed: int, resamples: int) -> list[Interval]:
+    """Of counts [requests, steps + 1]."""
+    got, took = rows[:, :-1], rows[:, 1:]
+    trials = (got > 0).sum(axis=0)
+    mean = ratios(got.sum(axis=0).astype(np.float64), trials.astype(np.float64))
+    unseen = np.vstack([np.hstack([mean, mean]), np.hstack([mean, np.zeros_like(mean)])])  # one took all, one nothing
+    sums = resampled_sums(np.vstack([np.hstack([got, took]), np.nan_to_num(unseen)]), seed=seed, resamples=resamples)
+    drawn = _ends(ratios(sums[:, len(trials) :], sums[:, : len(trials)]))
+    return [interval if count >= LEAST else NO_INTERVAL for count, interval in zip(trials, drawn, strict=True)]
 
 
 def _ends(samples: Floats) -> list[Interval]:
@@ -77,9 +73,3 @@ def _ends(samples: Floats) -> list[Interval]:
         for column, full in enumerate(whole.tolist())
         for low, high in [next(found) if full else NO_INTERVAL]
     ]
-
-
-def _one_sided(every: bool, trials: int) -> Interval:
-    """Clopper and Pearson's for all or none of ``trials``: the other end is the share at which that has 2.5 %."""
-    far = ((1 - _LEVEL) / 2) ** (1 / trials)
-    return (far, 1.0) if every else (0.0, 1 - far)

@@ -1,6 +1,6 @@
 """A plan as a page: what to do at each load, charts, the tables behind them, schedules to paste, costs, doubts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from replay.analysis import wording
 from replay.analysis.page.document import document
@@ -8,7 +8,8 @@ from replay.analysis.page.parts import doubts_section, pairs_section, section, s
 from replay.analysis.page.plan_charts import plan_charts
 from replay.analysis.plan.ask import Planned
 from replay.analysis.plan.plan import Choice, Plan, Range, Row
-from replay.analysis.plan.report import SOURCE_WORDS, TERM_WORDS, answer, doubts, rule_sentence, shares
+from replay.analysis.plan.policies import Rule
+from replay.analysis.plan.report import RULE_WORDS, SOURCE_WORDS, TERM_WORDS, answer, doubts, rule_sentence, shares
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
 
 _ADVICE = ("speculate", "do not speculate", "cannot tell")
@@ -119,21 +120,23 @@ def _schedules(plan: Plan) -> Iterator[str]:
 
 
 def _rules(plan: Plan) -> Iterator[str]:
-    if not plan.rules:
-        return
     heads = ("at", "verify while product at least", "accept length", "drafted a round", "verified a round", "tok/s",
              "range")  # fmt: skip
-    rows: Sequence[Sequence[str]] = [
-        (
-            rule.load.spelled,
-            f"{rule.threshold:g}",
-            wording.decimal(rule.accept_length),
-            wording.decimal(rule.drafted, 2),
-            wording.decimal(rule.verified, 2),
-            wording.decimal(rule.tokens_per_second[0], 1),
-            wording.interval(rule.tokens_per_second[1:], 1),
-        )
-        for rule in plan.rules
-    ]
-    said = (sentence(rule_sentence(rule)) for rule in plan.rules)
-    yield from section("Stopping by the head's own confidence", table(heads, rows, "rules"), *said)
+    for rules, what, name in zip((plan.rules, plan.verify_rules), RULE_WORDS, ("rules", "verify rules"), strict=True):
+        if rules:
+            said = (sentence(rule_sentence(rule)) for rule in rules)
+            yield from section(
+                f"{what} by the head's own confidence", table(heads, [_rule_cells(rule) for rule in rules], name), *said
+            )
+
+
+def _rule_cells(rule: Rule) -> tuple[str, ...]:
+    return (
+        rule.load.spelled,
+        f"{rule.threshold:g}",
+        wording.decimal(rule.accept_length),
+        wording.decimal(rule.drafted, 2),
+        wording.decimal(rule.verified, 2),
+        wording.decimal(rule.tokens_per_second[0], 1),
+        wording.interval(rule.tokens_per_second[1:], 1),
+    )

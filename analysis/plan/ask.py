@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from replay.analysis import wording
 from replay.analysis.json_document import JsonObject, object_json
-from replay.analysis.plan.benchmarks import read_benchmark, read_pages
+from replay.analysis.plan.benchmarks import places_of, read_benchmark, read_pages
 from replay.analysis.plan.costs import NO_TIMING, typed_costs
 from replay.analysis.plan.lengths import Length, drafts_blocks, lengths_of_rounds, lengths_of_timings, with_bounds
 from replay.analysis.plan.plan import Plan, make_plan
@@ -13,9 +13,9 @@ from replay.analysis.plan.policies import Played, Rule, depth_lengths
 from replay.analysis.plan.report import answer, doubts
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
 from replay.analysis.plan.settings import MOST_BATCH, MOST_STEPS, Load, Setting, make_setting
-from replay.analysis.plan.timings import Timing, join_timings, typed_length, typed_timing
+from replay.analysis.plan.timings import Timing, join_timings, refuse_two_models, typed_length, typed_timing
 from replay.errors import UsageError
-from replay.printable import html_table, one_line
+from replay.printable import html_table, one_line, shorten
 from replay.traces.rounds import Rounds
 
 _RANGES = ("tokens_per_second", "gain")  # of a rule
@@ -60,7 +60,7 @@ class Planned:
             "choices": [_choice_json(choice) for choice in object_json({"all": plan.choices})["all"]],
             "rows": [object_json(row) for row in plan.rows],
             "costs": [object_json(term) for term in plan.costs],
-            "timings": [object_json(timing) for timing in plan.timings],
+            "timings": [_timing_json(timing) for timing in plan.timings],
             "misfit": plan.misfit,
             "schedules": None if steps is None else {"sglang": sglang_schedule(steps), "vllm": vllm_schedule(steps)},
             "rules": [_rule_json(rule) for rule in plan.rules],
@@ -73,6 +73,10 @@ class Planned:
 def _rule_json(rule: Rule) -> JsonObject:
     ranges = {name: dict(zip(("value", "low", "high"), getattr(rule, name), strict=True)) for name in _RANGES}
     return object_json(rule) | ranges
+
+
+def _timing_json(timing: Timing) -> JsonObject:
+    return {name: value for name, value in object_json(timing).items() if name != "servers"}  # ``source`` names them
 
 
 def _choice_json(choice: JsonObject) -> JsonObject:
@@ -121,11 +125,13 @@ def read_costs(asked: Question) -> Costs:
     Raises UsageError for timings, costs, batches and depths that mean nothing, and without any timing or cost.
     """
     typed = typed_costs(asked.costs)
+    _refuse_twice(asked.benches)
     read = [
         timing
         for bench in asked.benches
         for timing in (read_pages(bench, asked.pages[bench]) if bench in asked.pages else read_benchmark(bench))
     ]
+    refuse_two_models(read)
     timings = join_timings([*map(typed_timing, asked.times), *read])
     if not timings and not typed:
         raise UsageError(NO_TIMING)
@@ -135,6 +141,18 @@ def read_costs(asked: Question) -> Costs:
         timings = [_at(timing, asked.context) for timing in timings]
     listed(asked.steps, "--steps", MOST_STEPS)
     return Costs(typed, tuple(timings), tuple(_loads(asked, timings)))
+
+
+def _refuse_twice(benches: Sequence[str]) -> None:
+    """Raises UsageError where one measurement would count as two, which would make its error smaller."""
+    seen: set[object] = set()
+    for bench in benches:
+        for place in places_of(bench):
+            if place in seen:
+                raise UsageError(
+                    f"--bench names {shorten(str(place), 200)} twice, which is one measurement; type it once"
+                )
+            seen.add(place)
 
 
 def answer_question(

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.analysis.plan.pages import is_page, timings_of_pages
+from replay.analysis.plan.pages import ROUNDED, is_page, timings_of_pages
 from replay.analysis.plan.settings import (
     MOST_BATCH,
     MOST_NODES,
@@ -34,15 +34,14 @@ from replay.analysis.plan.settings import (
     read_pairs,
     whole,
 )
-from replay.analysis.plan.timings import Timing, check_accept, round_seconds
-from replay.errors import TraceCorruptError, TraceError, UsageError
-from replay.printable import one_line
+from replay.analysis.plan.timings import Server, Timing, check_accept, round_seconds
+from replay.errors import TraceCorruptError, TraceError, TraceVersionError, UsageError
+from replay.printable import counted, one_line, shorten
 from replay.traces.fields import is_integer, is_number, parse_json, show
 from replay.traces.files import as_path, read_small
 from replay.traces.timings import is_measured, read_measured
 
 _MOST = 1 << 26  # bytes of a file that is read
-_PRINTED = 0.005  # half of the last digit of an accept length in a log
 _TYPED = {name: name for name in ("batch", "steps", "topk", "draft_tokens")}
 _SECONDS = 10  # for which the page at an address is looked at
 _FORMS = (
@@ -61,27 +60,44 @@ def read_benchmark(typed: str) -> list[Timing]:
     Raises UsageError for a file that cannot be read or says no time of a round, and for what lacks its steps.
     """
     name, said = _split(typed)
-    path = as_path(name)
-    paths = [path] if "," not in name or path.exists() else [as_path(part.strip()) for part in name.split(",")]
+    paths = _paths(name)
+    path = paths[0]
     texts = [_read(one) for one in paths]
     if len(texts) > 1 and not all(map(is_page, texts)):
         raise UsageError(f"--bench {name} names several files, and not all are /metrics pages; repeat --bench for each")
     if is_page(texts[0]):
         return timings_of_pages(texts, name, said)
     (text,) = texts
-    documents = _documents(text)
+    documents = _documents(text, path)
     if documents is None:
         timings = list(_from_log(text, path, said))
     else:
-        timings = [found for document in documents for found in _from_document(document, path, said)]
+        timings = [found for where, document in documents for found in _from_document(document, path, where, said)]
     if not timings:
         raise UsageError(f"{path} says no time of a round; possible are {_FORMS}")
     return timings
 
 
+def _paths(name: str) -> list[Path]:
+    """Raises UsageError where one of several names is empty."""
+    parts = [name] if "," not in name or as_path(name).exists() else [part.strip() for part in name.split(",")]
+    if not all(part.strip() for part in parts):
+        raise UsageError(
+            f"--bench {shorten(repr(name), 200)} names a file without a name; type FILE, or EARLIER,LATER for two "
+            "/metrics pages"
+        )
+    return [as_path(part) for part in parts]
+
+
+def places_of(typed: str) -> list[Path | str]:
+    """What ``typed`` as --bench reads: the files, links followed, or the address. Raises UsageError."""
+    name, _ = _split(typed)
+    return [name] if _is_address(name) else [Path(os.path.realpath(path)) for path in _paths(name)]
+
+
 def address_of_pages(typed: str) -> tuple[str, int] | None:
     """The address of a /metrics page that was typed as --bench, and for how many seconds to look; None for a file."""
-    if not typed.startswith(("http://", "https://")):
+    if not _is_address(typed):
         return None
     name, said = _split(typed)
     return name, whole(said, "seconds", _SECONDS, 1, 3600)
@@ -107,8 +123,12 @@ def _split(typed: str) -> tuple[str, Mapping[str, float]]:
     there = os.path.lexists(typed) or all(map(os.path.lexists, typed.split(",")))
     if there or not colon or "=" not in words or "/" in words:
         return typed, {}
-    known = _TYPED | {"seconds": "seconds"} if typed.startswith("http") else _TYPED
+    known = _TYPED | {"seconds": "seconds"} if _is_address(typed) else _TYPED
     return name, read_pairs(words, "--bench", known)
+
+
+def _is_address(typed: str) -> bool:
+    return typed.lower().startswith(("http://", "https://"))
 
 
 def _text(data: bytes) -> str:
@@ -117,26 +137,45 @@ def _text(data: bytes) -> str:
     return data.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
 
 
-def _documents(text: str) -> list[Mapping[str, Any]] | None:
-    """The JSON objects of a document, a list or JSON lines; None where the text is none of these."""
+def _documents(text: str, path: Path) -> list[tuple[str, Mapping[str, Any]]] | None:
+    """The JSON objects of a document, a list or JSON lines, each with where it stands; None where it is none of these.
+
+    Raises UsageError for a line among JSON objects that is none.
+    """
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:
         whole_text = parse_json(text, "it", ValueError, constants=True)
         found = whole_text if isinstance(whole_text, list) else [whole_text]
     except ValueError:
+        return _json_lines(text, path)
+    return [(str(path), item) for item in found if isinstance(item, dict)]
+
+
+def _json_lines(text: str, path: Path) -> list[tuple[str, Mapping[str, Any]]] | None:
+    """None where the first line is no JSON object: a log may begin with a bracket."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}"
         try:
-            found = [parse_json(line, "it", ValueError, constants=True) for line in text.splitlines() if line.strip()]
-        except ValueError:
-            return None  # a log may begin with a bracket
-    return [item for item in found if isinstance(item, dict)]
+            item = parse_json(line, where, UsageError, constants=True)
+            if not isinstance(item, dict):
+                raise UsageError(f"{where} is {show(item)} where a JSON object must stand")
+        except UsageError as error:
+            if not found:
+                return None
+            raise UsageError(f"{error}; take that line out, or measure again") from error
+        found.append((where, item))
+    return found
 
 
-def _from_document(document: Mapping[str, Any], path: Path, said: Mapping[str, float]) -> list[Timing]:
+def _from_document(document: Mapping[str, Any], path: Path, where: str, said: Mapping[str, float]) -> list[Timing]:
     if said and (is_measured(document) or "step_time" in document):
         raise UsageError(f"{path} says batch and steps of every line itself; type its name alone")
     if is_measured(document):
-        return _from_measured(document, path)
+        return _from_measured(document, path, where)
     if "step_time" in document:
         return [_from_bench_speculative(document, path)]
     if "mean_tpot_ms" in document:
@@ -145,17 +184,28 @@ def _from_document(document: Mapping[str, Any], path: Path, said: Mapping[str, f
     return []
 
 
-def _from_measured(document: Mapping[str, Any], path: Path) -> list[Timing]:
+def _from_measured(document: Mapping[str, Any], path: Path, where: str) -> list[Timing]:
     """Each repeat is a timing: their spread says how far the median is trusted."""
     try:
-        line = read_measured(document, f"a timing in {path}")
+        line = read_measured(document, where)
+    except TraceVersionError as error:
+        raise UsageError(str(error)) from error
     except TraceError as error:
-        raise UsageError(f"{error}; type replay time anew") from error
+        raise UsageError(f"{error}; take that timing out, or type replay time anew") from error
     setting = make_setting(line.steps, line.topk, line.num_draft_tokens)
+    if (line.steps, line.topk, line.num_draft_tokens) != (setting.steps, setting.topk, setting.num_draft_tokens):
+        raise UsageError(
+            f"{where} says steps {line.steps}, topk {line.topk} and {counted(line.num_draft_tokens, 'draft token')}, "
+            f"and a chain of {setting.spelled} has {setting.num_draft_tokens}; take that timing out"
+        )
+    server = Server(one_line(line.model, 200), one_line(line.engine, 200), line.recording)
     recording = ", recording" if line.recording else ""
-    source = one_line(f"measured on {line.time[:10]} ({line.engine}{recording}), {path.name}", 200)
+    source = one_line(
+        f"measured on {line.time[:10]} ({shorten(line.model, 80)}, {shorten(line.engine, 60)}{recording}), {path.name}",
+        300,
+    )
     load = Load(line.batch, line.context)
-    return [Timing(setting, load, ms / 1000, line.accept_length, source) for ms in line.round_ms]
+    return [Timing(setting, load, ms / 1000, line.accept_length, source, servers=(server,)) for ms in line.round_ms]
 
 
 def _from_bench_speculative(document: Mapping[str, Any], path: Path) -> Timing:
@@ -218,7 +268,7 @@ def _server_arguments(document: Mapping[str, Any]) -> dict[str, int]:
 
 def _setting(arguments: Mapping[str, int], said: Mapping[str, float], path: Path) -> Setting:
     """What the server drafted: as typed, else as its own arguments say. Raises UsageError where neither does."""
-    steps = whole(said, "steps", arguments.get("num_steps", 0), 0, MOST_STEPS)
+    steps = whole(said, "steps", arguments.get("num_steps", 0), 1 if "steps" in said else 0, MOST_STEPS)
     if not steps:
         raise UsageError(f"{path} does not say how many steps were drafted; type {path}:steps=N")
     topk = whole(said, "topk", arguments.get("eagle_topk", 1), 1, MOST_NODES)
@@ -249,7 +299,7 @@ def _from_line(
     told = _LENGTH.search(line)
     setting = _setting(arguments, said, path) if told else PLAIN
     accept = float(told[1]) if told else 1.0
-    if not 1 - _PRINTED <= accept <= setting.most + _PRINTED:
+    if not 1 - ROUNDED <= accept <= setting.most + ROUNDED:
         raise UsageError(
             f"{path} has accept length {accept:g}, and {setting.spelled} accept {setting.most} at most; type the steps "
             f"that its server drafted as {path}:steps=N"

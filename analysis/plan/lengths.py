@@ -17,7 +17,7 @@ from replay.analysis import wording
 from replay.analysis.bootstrap import DEFAULT_RESAMPLES, Floats
 from replay.analysis.counts import ACCEPTED, ROUNDS, length_interval, lengths, per_request, stacked_sums
 from replay.analysis.plan.settings import PLAIN, Setting
-from replay.analysis.plan.timings import Timing
+from replay.analysis.plan.timings import TYPED, Timing
 from replay.errors import UsageError
 from replay.traces.rounds import Rounds, VariantInfo
 
@@ -34,7 +34,7 @@ class Length:
 
     The interval is (nan, nan) where rounds of one request alone are known. ``draws`` of all settings with the source
     ``rounds`` come from the same resampled requests, so they may be compared draw by draw. Other sources are
-    ``timing`` and ``bounds``; of ``bounds`` the value is the middle.
+    ``timing`` (measured with one), ``typed`` and ``bounds``; of ``bounds`` the value is the middle.
     """
 
     value: float
@@ -94,16 +94,21 @@ def drafts_blocks(rounds: Rounds, variant: str | None) -> bool:
 
 
 def lengths_of_timings(timings: Sequence[Timing]) -> dict[Setting, Length]:
-    """By setting the accept length that came with the timings, averaged over loads; no interval."""
+    """By setting the accept length that was typed or came with the timings, averaged over loads; no interval."""
     told: dict[Setting, list[float]] = {PLAIN: [1.0]}
+    typed: set[Setting] = set()
     for timing in timings:
         if timing.accept_length is not None and timing.setting.speculates:
             told.setdefault(timing.setting, []).append(timing.accept_length)
-    return {setting: _fixed(sum(values) / len(values)) for setting, values in told.items()}
+            typed |= {timing.setting} if TYPED in timing.source.split(" and ") else set()
+    return {
+        setting: _fixed(sum(values) / len(values), "typed" if setting in typed else "timing")
+        for setting, values in told.items()
+    }
 
 
-def _fixed(value: float) -> Length:
-    return Length(value, (value, value), np.array([value]), "timing")
+def _fixed(value: float, source: str) -> Length:
+    return Length(value, (value, value), np.array([value]), source)
 
 
 def with_bounds(known: Mapping[Setting, Length], asked: Sequence[Setting]) -> dict[Setting, Length]:

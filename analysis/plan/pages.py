@@ -33,6 +33,7 @@ _MODE = re.compile(r'(?:^|,)mode="(\w{1,40})"', re.ASCII)
 _PRIORITY = re.compile(r'(?:^|,)priority="[^"]', re.ASCII)
 _ENGINE = re.compile(r'(?:^|,)(?:engine|dp_rank|tp_rank|pp_rank|model_name)="[^"]{0,4096}"')
 _RUNNING = (("sglang", "running_reqs"), ("vllm", "requests_running"))  # how their gauges end
+ROUNDED = 0.005  # half of the last digit of an accept length as servers print it
 _UNEVEN = 0.02  # share by which rounds may fail to be tokens less accepted: requests that ran without a draft
 _WAY = (
     "give --bench EARLIER,LATER with two pages of one steady load, or the address of the page, or time it: replay time"
@@ -153,7 +154,7 @@ def _sglang(
         return _Left("its server drafts and has not said its accept length yet")
     told = {name: int(after.get(f"sglang:spec_num_{name}", 0)) for name in ("steps", "draft_tokens")}
     setting = _setting(told, said, called)
-    accept = min(lengths[1], float(setting.most))
+    accept = _possible(setting, lengths[1], called)
     error = max(TRUST, abs(lengths[1] - lengths[0]) / accept)
     return Timing(setting, load, seconds / tokens * accept, accept, f"metrics {called}", error)
 
@@ -175,13 +176,19 @@ def _vllm(grown: Page, load: Load, called: str, said: Mapping[str, float]) -> Ti
     if abs(steps - round(steps)) > _UNEVEN:
         return _Left(f"its rounds drafted {steps:.2f} tokens on average, so not all the same number")
     setting = _setting({"steps": round(steps)}, said, called)
-    accept = min(1 + accepted / drafts, float(setting.most))
+    accept = _possible(setting, 1 + accepted / drafts, called)
     return Timing(setting, load, seconds / drafts, accept, f"metrics {called}")
 
 
 def _setting(told: Mapping[str, int], said: Mapping[str, float], called: str) -> Setting:
-    """As typed, else as the pages say. Raises UsageError where neither does."""
-    steps = whole(said, "steps", told.get("steps", 0), 0, MOST_STEPS)
+    """As the pages say, else as typed. Raises UsageError where neither does, and where they contradict each other."""
+    for name, least in (("steps", 1), ("draft_tokens", 2)):
+        if name in said and told.get(name, 0) not in (0, whole(said, name, 0, least, MOST_NODES)):
+            raise UsageError(
+                f"{called} says that its server drafted {name}={told[name]}, and {name}={said[name]:g} was typed; "
+                f"leave {name} out, or see to the page"
+            )
+    steps = whole(said, "steps", told.get("steps", 0), 1 if "steps" in said else 0, MOST_STEPS)
     if not steps:
         raise UsageError(f"{called} does not say how many steps were drafted; type {called}:steps=N")
     nodes = whole(said, "draft_tokens", told.get("draft_tokens", 0), 0, MOST_NODES)
@@ -189,3 +196,13 @@ def _setting(told: Mapping[str, int], said: Mapping[str, float], called: str) ->
     if "topk" not in said and nodes and nodes != steps + 1:
         raise UsageError(f"{called} drafts a tree of {nodes} tokens and does not say its topk; type {called}:topk=N")
     return make_setting(steps, topk, nodes or None)
+
+
+def _possible(setting: Setting, accept: float, called: str) -> float:
+    """``accept`` without what rounding added to it. Raises UsageError for more than the steps can give."""
+    if accept > setting.most + ROUNDED:
+        raise UsageError(
+            f"{called} has accept length {accept:g}, and {setting.spelled} accept {setting.most} at most; give pages "
+            f"of one server with one setting, or type the steps that it drafted as {called}:steps=N"
+        )
+    return min(accept, float(setting.most))

@@ -1,6 +1,7 @@
 """A plan → what a person reads: what to do at each load, tables, schedules, doubts, provenance. Nothing is computed."""
 
 from collections.abc import Iterator, Sequence
+from math import isnan
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -22,7 +23,8 @@ TERM_WORDS = {
     "draft": "each draft step",
     "draft-row": "each row in a draft step",
 }
-SOURCE_WORDS = {"rounds": "", "timing": "measured", "bounds": "bounded"}
+SOURCE_WORDS = {"rounds": "", "timing": "measured", "typed": "typed", "bounds": "bounded"}
+RULE_WORDS = ("Stopping", "Verifying fewer, drafting all,")
 
 
 def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]], requests: int | None = None) -> RenderableType:
@@ -34,7 +36,7 @@ def render_plan(plan: Plan, provenance: Sequence[tuple[str, str]], requests: int
         parts += [Text(), Text(shares(plan, choice))] if shares(plan, choice) else []
     parts += [Text(), heading("Costs"), _costs(plan)]
     parts += list(_schedules(plan))
-    for rules, what in ((plan.rules, "Stopping"), (plan.verify_rules, "Verifying fewer, drafting all,")):
+    for rules, what in zip((plan.rules, plan.verify_rules), RULE_WORDS, strict=True):
         if rules:
             parts += [Text(), heading(f"{what} by the head's own confidence"), _rules(rules), Text()]
             parts += [Text(rule_sentence(rule)) for rule in rules]
@@ -105,6 +107,14 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
             f"{noisy[0].setting.spelled} at {noisy[0].load.spelled} within {wording.percent(noisy[0].error, 0)} alone: "
             "measure while nothing else runs there, or more often."
         )
+    servers = [server for timing in plan.timings for server in timing.servers]
+    if len(engines := dict.fromkeys(server.engine for server in servers)) > 1:
+        yield (
+            f"The timings are of {len(engines)} engine versions ({wording.listed(list(engines)[:4])}), and a plan is "
+            "for one: time every setting on the same."
+        )
+    if any(server.recording for server in servers):
+        yield "A server that was timed recorded, so it was slower than the one to plan for: time one that does not."
     loose = [row for row in plan.rows if not row.round_ms.known]
     if loose:
         where = f"{loose[0].setting.spelled} at {loose[0].load.spelled}"
@@ -117,7 +127,7 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
             "Accept lengths that are marked bounded come from other depths: replay simulate --steps with each of them "
             "gives them exactly."
         )
-    if any(row.length_source == "timing" for row in plan.rows):
+    if any(row.length_source in ("timing", "typed") for row in plan.rows):
         yield "Accept lengths that were typed or came with a timing have no interval."
     if plan.timings and (loads := untimed_plain(plan)):
         yield f"Nobody timed {loads[0].spelled} without speculation; add it, since every answer is held against it."
@@ -189,6 +199,11 @@ def rule_sentence(rule: Rule) -> str:
     """What a rule is worth against the best fixed depth."""
     value, low, high = rule.gain
     place = rule.load.spelled[0].upper() + rule.load.spelled[1:]
+    if isnan(low):
+        return (
+            f"{place}: {value:.3f} times the tok/s of the best fixed depth ({rule.against.spelled}) on one request "
+            "alone, which chose the rule."
+        )
     told = "more than" if low > 1 else "less than" if high < 1 else "not told apart from"
     return (
         f"{place}: {told} the best fixed depth ({rule.against.spelled}), {value:.3f} times its tok/s "

@@ -25,9 +25,11 @@ from replay.analysis.plan.settings import (
     whole,
 )
 from replay.errors import UsageError
+from replay.printable import shorten
 
 # By how much a single timing is trusted: throughput of a server repeats to about this share.
 TRUST = 0.02
+TYPED = "typed"  # the source of what was typed
 
 _NAMES = {
     "batch": "batch",
@@ -43,10 +45,20 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Server:
+    """What a timings file says of the server that was timed."""
+
+    model: str
+    engine: str
+    recording: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds of a round, with the share by which they may be off, and the accept length that was seen there.
 
     ``accept_length`` is None where nobody said it; ``count`` measurements stand behind it; ``source`` in words.
+    ``servers`` are those that were timed, where a file says it.
     """
 
     setting: Setting
@@ -56,6 +68,7 @@ class Timing:
     source: str
     error: float = TRUST
     count: int = 1
+    servers: tuple[Server, ...] = ()
 
 
 def typed_timing(text: str) -> Timing:
@@ -69,7 +82,7 @@ def typed_timing(text: str) -> Timing:
     context = whole(found, "context", 0, 1, MOST_CONTEXT) if "context" in found else None
     load = Load(whole(found, "batch", 1, 1, MOST_BATCH), context)
     accept = check_accept(setting, found.get("accept"))
-    return Timing(setting, load, _seconds(text, found, load, accept), accept, "typed")
+    return Timing(setting, load, _seconds(text, found, load, accept), accept, TYPED)
 
 
 def typed_length(text: str) -> Timing:
@@ -82,7 +95,7 @@ def typed_length(text: str) -> Timing:
     setting = _setting(found)
     if not setting.speculates or "accept" not in found:
         raise UsageError(f"--length {text!r} needs steps=N and accept=L")
-    return Timing(setting, Load(), math.nan, check_accept(setting, found["accept"]), "typed")
+    return Timing(setting, Load(), math.nan, check_accept(setting, found["accept"]), TYPED)
 
 
 def _setting(found: Mapping[str, float]) -> Setting:
@@ -147,6 +160,17 @@ def join_timings(timings: Sequence[Timing]) -> list[Timing]:
     return [_joined(same) for _, same in sorted(grouped.items(), key=lambda item: _order(item[0]))]
 
 
+def refuse_two_models(timings: Sequence[Timing]) -> None:
+    """Raises UsageError where timings are of servers with different targets."""
+    models = dict.fromkeys(server.model for timing in timings for server in timing.servers)
+    if len(models) > 1:
+        first, second, *_ = models
+        raise UsageError(
+            f"the timings are of two models ({shorten(first, 200)} and {shorten(second, 200)}); leave out the --bench "
+            "of one, or type its rounds as --time if both are one model"
+        )
+
+
 def _order(key: tuple[Setting, Load]) -> tuple[int, int, Setting]:
     setting, load = key
     return load.batch, load.context or 0, setting
@@ -166,6 +190,7 @@ def _joined(same: Sequence[Timing]) -> Timing:
         source=" and ".join(dict.fromkeys(timing.source for timing in same)),
         error=max(min(timing.error for timing in same), notch),
         count=sum(timing.count for timing in same),
+        servers=tuple(dict.fromkeys(server for timing in same for server in timing.servers)),
     )
 
 

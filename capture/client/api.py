@@ -30,7 +30,7 @@ _ANSWER_SECONDS, _PAGE_SECONDS, _PAGE_WAIT = 60.0, 3.0, 30.0
 _MOST, _MOST_PAGE = 1 << 26, 1 << 24  # bytes of these; an answer of a hundred thousand tokens has some 10 million
 _MOST_STREAM = 1 << 30  # bytes of an answer that comes bit by bit
 _PAGE_RETRIES = 2
-_ADVICE = "see to the server and its address, --server takes that of an SGLang server"
+START_RECORDING = "start the server (replay serve starts one that records)"
 _READ, _SHOWN = 4096, 300  # bytes of an answer that are looked at for a message, and the characters it shows
 
 
@@ -68,6 +68,17 @@ class ServerApi:
     retries: int = 5
     again: str = "type the same command with --resume"  # what is said to do when the last try has failed
     sleep: Callable[[float], None] = time.sleep
+    option: str = "--server"  # in which the address was typed
+    start: str = START_RECORDING  # what is said to do where nobody listens
+
+    @property
+    def _advice(self) -> str:
+        return f"see to the server and its address, {self._takes}"
+
+    @property
+    def _takes(self) -> str:
+        what = "the address of an SGLang server" if self.option == "--server" else "the whole address of its page"
+        return f"{self.option} takes {what}"
 
     def get(self, *paths: str) -> Any:
         """The JSON at the first of ``paths`` that the server has. Raises CaptureError.
@@ -85,9 +96,7 @@ class ServerApi:
         try:
             return self.call(path)
         except NobodyThereError as error:
-            raise CaptureError(
-                f"{self.url}{error}: start the server (replay serve starts one that records), or mend --server"
-            ) from error
+            raise CaptureError(f"{self.url}{error}: {self.start}, or mend {self.option}") from error
 
     def patiently(self, attempt: Callable[[int], _Result], retries: int | None = None) -> _Result:
         """The result of ``attempt(number)``, tried again with growing pauses while it raises TransientError.
@@ -115,7 +124,7 @@ class ServerApi:
         return parse_json(
             answer.data,
             f"the answer of {path}",
-            lambda said: kind(f"{said}; it says {_show(answer.data)}; {_ADVICE}"),
+            lambda said: kind(f"{said}; it says {_show(answer.data)}; {self._advice}"),
         )
 
     def stream(self, path: str, body: Mapping[str, Any], clock: Callable[[], float]) -> list[tuple[float, bytes]]:
@@ -152,30 +161,34 @@ class ServerApi:
             yield
         except SlowError as error:
             said = f"{path} {error}"
-            raise TransientError(said) if posts else CaptureError(f"{self.url}{said}; {_ADVICE}") from error
+            raise TransientError(said) if posts else CaptureError(f"{self.url}{said}; {self._advice}") from error
         except LargeError as error:
-            raise CaptureError(f"{self.url}{path} answers with more than {limits.size} bytes; {_ADVICE}") from error
+            raise CaptureError(
+                f"{self.url}{path} answers with more than {limits.size} bytes; {self._advice}"
+            ) from error
         except urllib.error.HTTPError as error:
             raise self._refusal(path, error) from error
         except http.client.InvalidURL as error:
-            raise CaptureError(f"{self.url}{path} is no address ({error}): see to --server") from error
+            raise CaptureError(f"{self.url}{path} is no address ({error}): see to {self.option}") from error
         except (OSError, http.client.IncompleteRead) as error:  # no connection, cut off
             nobody = isinstance(getattr(error, "reason", error), ConnectionRefusedError | socket.gaierror)
             kind = NobodyThereError if nobody else TransientError
             raise kind(f"{path} gave no answer ({_reason(error)})") from error
         except (ValueError, http.client.HTTPException) as error:
-            raise CaptureError(f"{self.url}{path} gives no answer of HTTP ({_reason(error)}); {_ADVICE}") from error
+            raise CaptureError(
+                f"{self.url}{path} gives no answer of HTTP ({_reason(error)}); {self._advice}"
+            ) from error
 
     def _refusal(self, path: str, error: urllib.error.HTTPError) -> Exception:
         said = _show(error.msg.encode())
         if 300 <= error.code < 400:
             place = error.headers.get("Location")
             where = f" and sends to {show_name(place)}" if place else ""
-            return CaptureError(f"{self.url}{path} answered {error.code}{where}; {_ADVICE}")
+            return CaptureError(f"{self.url}{path} answered {error.code}{where}; {self._advice}")
         if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             return CaptureError(f"{self.url}{path} refuses ({error.code}): give the server's key with --api-key")
         if error.code == HTTPStatus.NOT_FOUND:
-            return NoSuchPathError(f"{self.url} has no {path}: --server takes the address of an SGLang server")
+            return NoSuchPathError(f"{self.url} has no {path}: {self._takes}")
         if error.code in _AGAIN:
             return TransientError(f"{path} answered {error.code} {said}", _pause(error.headers.get("Retry-After")))
         message = f"{self.url}{path} answered {error.code}: {said}"
@@ -193,26 +206,28 @@ def open_api(
     timeout: float = 600.0,
     retries: int = 5,
     again: str = "type the same command with --resume",
+    option: str = "--server",
+    start: str = START_RECORDING,
 ) -> ServerApi:
-    """For an address as typed: ``http://host:port``, a bare ``host:port`` too. Raises UsageError."""
+    """For an address as typed in ``option``: ``http://host:port``, a bare ``host:port`` too. Raises UsageError."""
     address = url.strip().rstrip("/")
     if "://" not in address:
         address = f"http://{address}"
     scheme, _, rest = address.partition("://")
     if scheme not in ("http", "https") or not rest or any(character.isspace() for character in rest):
-        raise UsageError(f"--server {url!r} is no address: type for example http://127.0.0.1:30000")
-    _check_host(address, url)
-    return ServerApi(address, _clean_key(api_key), timeout, retries, again)
+        raise UsageError(f"{option} {url!r} is no address: type for example http://127.0.0.1:30000")
+    _check_host(address, f"{option} {url!r}")
+    return ServerApi(address, _clean_key(api_key), timeout, retries, again, option=option, start=start)
 
 
-def _check_host(address: str, url: str) -> None:
+def _check_host(address: str, typed: str) -> None:
     try:
         parts = urllib.parse.urlsplit(address)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise UsageError(f"--server {url!r} is no address ({error}): type for example http://127.0.0.1:30000") from None
+        raise UsageError(f"{typed} is no address ({error}): type for example http://127.0.0.1:30000") from None
     if not host or port == 0:
-        raise UsageError(f"--server {url!r} names no host or no port: type for example http://127.0.0.1:30000")
+        raise UsageError(f"{typed} names no host or no port: type for example http://127.0.0.1:30000")
 
 
 def _clean_key(api_key: str | None) -> str | None:

@@ -4,7 +4,7 @@ import time
 from functools import partial
 
 from replay.capture.client.api import NobodyThereError, ServerApi, open_api
-from replay.errors import CaptureError
+from replay.errors import CaptureError, UsageError
 
 
 def poll_pages(url: str, seconds: int, api_key: str | None = None) -> list[str]:
@@ -14,7 +14,10 @@ def poll_pages(url: str, seconds: int, api_key: str | None = None) -> list[str]:
     """
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("/")
-    api = open_api(f"{scheme}://{host}", api_key, retries=2, again="type the same command again")
+    if not host:
+        raise UsageError(f"--bench {url!r} is no address: type for example http://127.0.0.1:30000/metrics")
+    address = f"{scheme.lower()}://{host}"
+    api = open_api(address, api_key, retries=2, again="type the same command again", option="--bench")
     page = partial(_page, api, f"{slash}{path}")
     pages = [api.patiently(page)]
     for _ in range(seconds):

@@ -7,7 +7,7 @@ from pathlib import Path
 from replay.capture.client.capture import encode
 from replay.capture.client.facts import ServerFacts
 from replay.capture.options import ServerOptions
-from replay.capture.prompts import read_prompts
+from replay.capture.prompts import PromptFile
 
 _RANDOM_IDS = (32, 256)  # token ids that every vocabulary has, and that stand for no image
 
@@ -38,14 +38,17 @@ class Load:
 
 
 class TimedPrompts:
-    """Token ids for each request of a load: texts of a file one after another, or ids of chance, new in each repeat."""
+    """Token ids for each request of a load: texts of a file one after another, or ids of chance, new in each repeat.
 
-    def __init__(self, options: TimingOptions, facts: ServerFacts) -> None:
+    Each repeat goes on in the file where the one before it ended. What a file of n texts leaves alike: every n-th
+    request.
+    """
+
+    def __init__(self, options: TimingOptions, facts: ServerFacts, prompts: PromptFile | None) -> None:
         self.seed = options.seed
         self.sha256: str | None = None
         self.texts: tuple[tuple[int, ...], ...] = ()
-        if options.prompts is not None:
-            prompts = read_prompts(options.prompts)
+        if options.prompts is not None and prompts is not None:
             asked = ServerOptions(options.server, options.prompts, Path(), raw=options.raw, max_new_tokens=1)
             self.texts = tuple(request.prompt_ids for request in encode(prompts, facts, asked).requests)
             self.sha256 = prompts.sha256
@@ -55,7 +58,7 @@ class TimedPrompts:
         if not self.texts:
             chance = random.Random(f"{self.seed} {load} {repeat}")
             return [[chance.randrange(*_RANDOM_IDS) for _ in range(length)] for _ in range(load.batch)]
-        return [self._joined(request, length) for request in range(load.batch)]
+        return [self._joined(repeat * load.batch + request, length) for request in range(load.batch)]
 
     def _joined(self, last: int, length: int) -> list[int]:
         pieces: list[tuple[int, ...]] = []

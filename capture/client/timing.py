@@ -18,6 +18,7 @@ from replay.capture.client.api import NoSuchPathError, RefusedError, ServerApi, 
 from replay.capture.client.facts import ServerFacts, ask_facts
 from replay.capture.client.rounds_timed import LEAST_ROUNDS, Window, read_chunks, time_rounds
 from replay.capture.client.timed_prompts import Load, TimedPrompts, TimingOptions
+from replay.capture.prompts import read_prompts
 from replay.errors import CaptureError, UsageError
 from replay.printable import counted
 from replay.traces.fields import is_integer, show
@@ -27,6 +28,7 @@ MOST_BATCH, MOST_CONTEXT = 1 << 12, 1 << 20
 _BATCHES = tuple(1 << power for power in range(7))  # that are timed where none are typed
 _CONTEXT = 512
 _SETTLE = 1.0  # seconds
+_MOST_SEED = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,11 @@ def time_server(
     A server that records, that is busy, that drafts a changing number of steps or that is several copies is refused.
     """
     _check(options)
+    texts = None if options.prompts is None else read_prompts(options.prompts)
     again = "type the same command again"
-    api = open_api(options.server, options.api_key, timeout=options.timeout, retries=2, again=again)
+    api = open_api(
+        options.server, options.api_key, timeout=options.timeout, retries=2, again=again, start="start the server"
+    )
     facts = ask_facts(api, None)
     drafting = _drafting(facts.arguments, api.url)
     if facts.recording and not options.allow_recording:
@@ -62,7 +67,13 @@ def time_server(
             "serve, or type --allow-recording"
         )
     loads = _loads(options, facts, on_note)
-    prompts = TimedPrompts(options, facts)
+    prompts = TimedPrompts(options, facts, texts)
+    asked = options.repeats * max(load.batch for load in loads)
+    if 0 < len(prompts.texts) < asked:
+        on_note(
+            f"--prompts has {counted(len(prompts.texts), 'text')}, and {counted(options.repeats, 'repeat')} of the "
+            f"largest batch ask {asked}: some rounds are the same again, and count again; give more texts"
+        )
     _check_idle(api, on_note, tries=1)
     windows: dict[Load, list[Window]] = {load: [] for load in loads}
     for repeat in range(options.repeats + 1):
@@ -86,6 +97,10 @@ def _check(options: TimingOptions) -> None:
     ):
         if numbers is not None and not (numbers and all(1 <= number <= most for number in numbers)):
             raise UsageError(f"{name} is {show(list(numbers))}; type numbers from 1 to {most}, such as 1,8,32")
+    if not 0 <= options.seed <= _MOST_SEED:
+        raise UsageError(f"--seed is {options.seed}; possible are 0 to {_MOST_SEED}")
+    if options.raw and options.prompts is None:
+        raise UsageError("--raw is of texts, and none are asked; type --prompts FILE.jsonl, or leave --raw out")
     short = next((context for context in options.contexts or () if context <= options.tokens // 2), None)
     if short is not None:
         raise UsageError(
@@ -114,6 +129,11 @@ def _drafting(arguments: Mapping[str, Any], url: str) -> Drafting:
             "three as numbers"
         )
     assert isinstance(steps, int) and isinstance(topk, int) and isinstance(nodes, int)
+    if topk == 1 and nodes != steps + 1:
+        raise CaptureError(
+            f"{url} drafts by {show(algorithm)} {counted(nodes, 'draft token')} in {counted(steps, 'step')}, and a "
+            "plan knows chains and trees alone; time a server that drafts one of these"
+        )
     return Drafting(steps, topk, nodes)
 
 

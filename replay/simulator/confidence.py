@@ -102,7 +102,7 @@ def play_thresholds(anchors: Sequence[AnchorDrafts], thresholds: Sequence[float]
 
 def _play(anchors: Sequence[AnchorDrafts], threshold: float | None, deepest: int) -> Played:
     counts = np.zeros((len(anchors), 2), dtype=np.int64)
-    drafted, verified = (np.zeros(deepest + 1, dtype=np.int64) for _ in range(2))
+    drafted, verified = (np.zeros((len(anchors), deepest + 1), dtype=np.int64) for _ in range(2))
     for row, one in enumerate(anchors):
         product_AK = one.product_AK[:, :deepest]
         sure_A = np.full(len(product_AK), deepest)
@@ -112,6 +112,6 @@ def _play(anchors: Sequence[AnchorDrafts], threshold: float | None, deepest: int
         played = served_walk(accepted_A, prompt_tokens=one.prompt_tokens, tokens=one.tokens)
         visited = [round_.anchor - one.prompt_tokens for round_ in played]
         counts[row] = len(played), int(accepted_A[visited].sum())
-        verified += np.bincount(sure_A[visited], minlength=deepest + 1)
-        drafted += np.bincount(np.minimum(sure_A[visited] + 1, deepest), minlength=deepest + 1)
+        verified[row] = np.bincount(sure_A[visited], minlength=deepest + 1)
+        drafted[row] = np.bincount(np.minimum(sure_A[visited] + 1, deepest), minlength=deepest + 1)
     return Played(threshold, deepest, counts, drafted, verified)

@@ -115,6 +115,9 @@ def test_vllm_without_drafting() -> None:
         (SGLANG, {"seconds": -5.0}, "counters fall"),
         (SGLANG, {"first_accept": 0.0, "accept": 2.0}, "has not said its accept length yet"),
         (SGLANG, {"first_steps": 0, "first_nodes": 0}, "type page:steps=N"),
+        (SGLANG, {"first_accept": 9.0}, "page has accept length 9, and 3 steps accept 4 at most"),
+        (SGLANG, {"accept": 4.01}, "accept length 4.01"),
+        (VLLM, {"tokens": 500, "drafts": 80, "drafted": 240, "accepted": 420}, "accept length 6.25"),
         (VLLM, {"prompt": 7}, "7 tokens prefilled"),
         (VLLM, {"drafts": 80, "drafted": 200, "accepted": 120}, "2.50 tokens on average"),
         (VLLM, {"drafts": 40, "drafted": 120, "accepted": 120}, "80 rounds ran in it and 40 of them drafted"),
@@ -123,6 +126,25 @@ def test_vllm_without_drafting() -> None:
 def test_an_interval_that_says_no_time_of_a_round_is_refused(form: str, later: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         read(pages(form, **({"tokens": 200, "seconds": 2.4} | later)))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"steps": 1.0, "draft_tokens": 2.0}, "drafted steps=3, and steps=1 was typed"),
+        ({"steps": 1.0}, "drafted steps=3, and steps=1 was typed"),
+        ({"steps": 0.0}, "steps is 0; possible are whole numbers from 1"),
+        ({"draft_tokens": 16.0}, "drafted draft_tokens=4, and draft_tokens=16 was typed"),
+    ],
+)
+def test_what_contradicts_the_page_is_refused(said: dict[str, float], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read(pages(SGLANG, tokens=200, seconds=2.4), **said)
+    assert read(pages(SGLANG, tokens=200, seconds=2.4), steps=3)[0] == make_setting(3)
+
+
+def test_an_accept_length_above_by_its_rounding_is_the_most() -> None:
+    assert read(pages(SGLANG, tokens=200, seconds=2.4, first_accept=4.0, accept=4.004))[3] == 4.0
 
 
 def test_of_several_intervals_the_clean_ones_are_taken() -> None:
@@ -177,6 +199,28 @@ def test_an_address_is_looked_at_again_and_again(monkeypatch: pytest.MonkeyPatch
         gone = CliRunner().invoke(cli, ["plan", "--bench", f"{url}/none"])
     assert done.exit_code == 0 and "30.00" in done.output, done.output
     assert gone.exit_code == 1 and gone.output.startswith("replay: ")
-    for typed in ("http://127.0.0.1:9/metrics", "http:///metrics", f"{url}/metrics:seconds=0", f"{url}:a=1"):
+    addresses = ("http://", "https://[::1/metrics", "HTTP://127.0.0.1:9/metrics")
+    for typed in (
+        *addresses,
+        "http://127.0.0.1:9/metrics",
+        "http:///metrics",
+        f"{url}/metrics:seconds=0",
+        f"{url}:a=1",
+    ):
         refused = CliRunner().invoke(cli, ["plan", "--bench", typed])
         assert refused.exit_code == 1 and "Traceback" not in refused.output and refused.output.startswith("replay: ")
+        assert "--server" not in refused.output and "file" not in refused.output
+
+
+def test_a_name_that_is_empty_or_there_twice_is_refused(tmp_path: Path) -> None:
+    names = [tmp_path / "before.txt", tmp_path / "after.txt"]
+    for name, text in zip(names, pages(SGLANG, tokens=200, seconds=2.4), strict=True):
+        name.write_text(text)
+    (tmp_path / "link.txt").symlink_to(names[0])
+    for typed in (f"{names[0]},", ",", f",{names[1]}"):
+        with pytest.raises(UsageError, match="a file without a name"):
+            read_costs(Question(benches=[typed]))
+    both = f"{names[0]},{names[1]}"
+    for benches in ([both, both], [f"{names[0]},{tmp_path / 'link.txt'}"], [both, str(tmp_path / "." / "after.txt")]):
+        with pytest.raises(UsageError, match="twice, which is one measurement"):
+            read_costs(Question(benches=benches))

@@ -156,14 +156,13 @@ def test_a_recording_server_is_slower_and_has_to_be_asked_for(tmp_path: Path) ->
     [
         ({"tokens": 3}, "--tokens is 3"), ({"repeats": 0}, "--repeats is 0"), ({"batches": ()}, "--batch"),
         ({"contexts": (0,)}, "--context"), ({"contexts": (24,)}, "half of --tokens 48"),
-        ({"prompts": Path("none.jsonl")}, "none.jsonl"),
+        ({"prompts": Path("none.jsonl")}, "none.jsonl"), ({"seed": -1}, "--seed is -1"),
+        ({"raw": True}, "--raw is of texts"),
     ],
 )  # fmt: skip
 def test_options_that_mean_nothing_are_refused_before_anything_is_asked(changes: dict[str, Any], words: str) -> None:
-    server = TimedServer()
-    with pytest.raises(Exception, match=words):
-        timed(server, replace(OPTIONS, **changes))
-    assert server.asked == []
+    with pytest.raises(Exception, match=words):  # nobody listens there
+        time_server(replace(OPTIONS, server="http://127.0.0.1:9", **changes))
 
 
 def test_others_that_come_meanwhile_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +198,28 @@ def test_an_empty_stream_is_refused() -> None:
         time_rounds(read_chunks([(0.0, b""), (0.1, b"data: [DONE]")], 2), 2, drafts=False)
 
 
+def test_a_block_of_drafts_is_no_chain() -> None:
+    """SGLang 0.5.23 says one step and a block of draft tokens for DFLASH (arg_groups/speculative_hook.py)."""
+    with pytest.raises(CaptureError, match="7 draft tokens in 3 steps"):
+        timed(TimedServer(3, state={"speculative_num_draft_tokens": 7}))
+
+
+def test_each_repeat_goes_on_in_the_texts(tmp_path: Path) -> None:
+    texts = [[text] * 300 for text in range(50, 58)]
+    rows = [json.dumps({"id": str(row[0]), "input_ids": row}) for row in texts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    notes: list[str] = []
+    for repeats in (4, 5):
+        server = TimedServer(3)
+        options = replace(OPTIONS, batches=(2,), repeats=repeats, prompts=tmp_path / "prompts.jsonl")
+        with timed_server(server) as running:
+            time_server(replace(options, server=running.url), clock=running.clock, on_note=notes.append)
+        asked = [[prompt[-1] for prompt in body["input_ids"]] for body in server.asked]
+        assert asked[1:5] == [[52, 53], [54, 55], [56, 57], [50, 51]]
+    (note,) = notes  # of five repeats, which ask ten
+    assert "8 texts" in note and "ask 10" in note
+
+
 # ---- the file, and the command ----
 
 
@@ -226,6 +247,52 @@ def test_a_line_that_is_no_timing_is_refused(
     (tmp_path / "bad.jsonl").write_text(json.dumps(change(line)))
     with pytest.raises(UsageError, match=r"bad\.jsonl"):
         read_costs(Question(benches=[str(tmp_path / "bad.jsonl")]))
+
+
+def test_a_bad_line_among_good_ones_is_named(tmp_path: Path) -> None:
+    (one,) = timed(TimedServer(3), replace(OPTIONS, batches=(1,), repeats=1))
+    good = timings_bytes([one]).decode()
+    for bad in (
+        "{",
+        "5",
+        good.replace('"batch": 1', '"batch": 0'),
+        good.replace('draft_tokens": 4', 'draft_tokens": 7'),
+    ):
+        (tmp_path / "t.jsonl").write_text(f"{good}\n{bad}\n{good}")
+        with pytest.raises(UsageError, match=r"line 3 of .*t\.jsonl") as refused:
+            read_costs(Question(benches=[str(tmp_path / "t.jsonl")]))
+        assert str(refused.value).count("measure") + str(refused.value).count("anew") + str(refused.value).count(
+            "take that timing out"
+        ) in (1, 2)
+    (tmp_path / "t.jsonl").write_text(good.replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(UsageError) as old:
+        read_costs(Question(benches=[str(tmp_path / "t.jsonl")]))
+    assert "measure it again" in str(old.value) and "anew" not in str(old.value)
+
+
+def test_what_was_timed_is_read(tmp_path: Path) -> None:
+    (one,) = timed(TimedServer(3), replace(OPTIONS, batches=(1,), repeats=1))
+    plain = replace(one, steps=0, num_draft_tokens=1, accept_length=1.0)
+
+    def asked(first: Measured, second: Measured) -> Question:
+        for name, line in (("a", first), ("b", second)):
+            (tmp_path / name).write_bytes(timings_bytes([line]))
+        return Question(benches=[str(tmp_path / "a"), str(tmp_path / "b")], lengths=["steps=3,accept=2"])
+
+    with pytest.raises(UsageError, match=r"two models \(tiny and other\)"):
+        read_costs(asked(plain, replace(one, model="other")))
+    with pytest.raises(UsageError, match="twice"):
+        read_costs(Question(benches=[str(tmp_path / "a"), str(tmp_path / "a")]))
+    for second, words in (
+        (replace(one, engine="sglang 0.5.20"), "2 engine versions"),
+        (replace(one, recording=True), "recorded, so it was slower"),
+        (one, ""),
+    ):
+        question = asked(plain, second)
+        planned = answer_question(question, read_costs(question))
+        told = " ".join(doubts(planned.plan))
+        assert words in told if words else "engine versions" not in told and "recorded" not in told
+        assert any("(tiny, sglang 0.5.23" in said for _, said in planned.provenance)
 
 
 def test_the_command_writes_a_file_that_plan_reads(tmp_path: Path) -> None:
@@ -258,4 +325,5 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(cli, ["time", *typed])
         assert result.exit_code == 1 and result.output.startswith("replay: ") and "Traceback" not in result.output
+        assert "replay serve" not in result.output  # which would record, and be refused
     assert note.read_text() == "mine"
