@@ -1,26 +1,25 @@
 """How sure acceptance at each position of the draft is: intervals of ``position_conditional`` by request.
 
-Requests are drawn again, as for the accept length (bootstrap.py). Where every round that got to a position accepted it,
-or nearly every one, resamples hardly differ, and a plain bootstrap would call that certain. So two requests that nobody
-saw are drawn from too, one that accepts all and one that accepts nothing, each with as many rounds as the mean request
-that got there: the proper Bayesian bootstrap of Muliere and Secchi (Annals of the Institute of Statistical Mathematics
-48, 1996) with the prior of Bayes and Laplace over requests. It weighs little among many requests. The rounds of one
-request resemble each other, so the interval of few requests is wide; of fewer than ``LEAST`` there is none.
+The share is a ratio of sums over the requests that got to the position. Its interval is that of Student's t on their
+linearised parts (Cochran, Sampling Techniques, 3rd edition 1977, section 6.3), with one more request among them: as
+many rounds as they have on average, half of them accepted. Agresti and Coull (American Statistician 52, 1998) add
+trials to a binomial in this way. Without it, requests that accept all alike
+would look certain, as they do to a bootstrap.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from replay.analysis.bootstrap import Floats, percentile_interval, ratios, resampled_sums
-from replay.analysis.counts import Counts, Mask
+from replay.analysis.counts import Counts
+from replay.analysis.p_values import two_sided
 from replay.traces.rounds import Rounds
 
 Interval = tuple[float, float]
 NO_INTERVAL: Interval = (math.nan, math.nan)
-LEAST = 5  # requests that got to a position, for an interval there
-_LEVEL = 0.95
+LEAST_REQUESTS = 5  # that got to a position, for an interval
+_OUTSIDE = 0.05
 
 
 def reached_by_request(rounds: Rounds) -> dict[str, Counts]:
@@ -41,35 +40,38 @@ def reached_by_request(rounds: Rounds) -> dict[str, Counts]:
     return {one.name: rows[:, : one.steps + 1] for one, rows in zip(rounds.variants, reached, strict=True)}
 
 
-def position_intervals(
-    reached: Mapping[str, Counts], names: Sequence[str], played: Mask, *, seed: int, resamples: int
-) -> Iterator[tuple[str, tuple[Interval, ...]]]:
-    """Of each of ``names`` the 95 % interval of every position's conditional acceptance, over the ``played`` requests.
+def position_requests(reached: Counts) -> tuple[int, ...]:
+    """Of ``reached`` [requests, steps + 1], by position: how many requests got there."""
+    return tuple((reached[:, :-1] > 0).sum(axis=0).tolist())
 
-    (nan, nan) where fewer than ``LEAST`` requests got there.
+
+def position_intervals(reached: Counts) -> tuple[Interval, ...]:
+    """Of ``reached`` [requests, steps + 1] the 95 % interval of every position's conditional acceptance.
+
+    (nan, nan) where fewer than ``LEAST_REQUESTS`` requests got there.
     """
-    for name in names:
-        yield name, tuple(_intervals(reached[name][played], seed=seed, resamples=resamples))
+    return tuple(_interval(reached[:, place], reached[:, place + 1]) for place in range(reached.shape[1] - 1))
 
 
-def _intervals(rows: Counts, *, seed: int, resamples: int) -> list[Interval]:
-    """Of counts [requests, steps + 1]."""
-    got, took = rows[:, :-1], rows[:, 1:]
-    trials = (got > 0).sum(axis=0)
-    mean = ratios(got.sum(axis=0).astype(np.float64), trials.astype(np.float64))
-    unseen = np.vstack([np.hstack([mean, mean]), np.hstack([mean, np.zeros_like(mean)])])  # one took all, one nothing
-    sums = resampled_sums(np.vstack([np.hstack([got, took]), np.nan_to_num(unseen)]), seed=seed, resamples=resamples)
-    drawn = _ends(ratios(sums[:, len(trials) :], sums[:, : len(trials)]))
-    return [interval if count >= LEAST else NO_INTERVAL for count, interval in zip(trials, drawn, strict=True)]
+def _interval(got: Counts, took: Counts) -> Interval:
+    there = got > 0
+    count = int(there.sum())
+    if count < LEAST_REQUESTS:
+        return NO_INTERVAL
+    more = got[there].mean()
+    trials, accepted = np.append(got[there], more), np.append(took[there], more / 2)
+    share = accepted.sum() / trials.sum()
+    parts = accepted - share * trials
+    error = math.sqrt(float(parts @ parts) * (count + 1) / count) / float(trials.sum())
+    reach = _quantile(count - 1) * error
+    return max(0.0, float(share) - reach), min(1.0, float(share) + reach)
 
 
-def _ends(samples: Floats) -> list[Interval]:
-    """``percentile_interval`` of each column [resamples, columns]; all whole columns at once, which is much faster."""
-    whole: Mask = np.asarray(np.isfinite(samples).all(axis=0), dtype=np.bool_)
-    ends = np.quantile(samples[:, whole], [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], axis=0).T.tolist()
-    found = iter(ends)
-    return [
-        (float(low), float(high)) if full else percentile_interval(samples[:, column])
-        for column, full in enumerate(whole.tolist())
-        for low, high in [next(found) if full else NO_INTERVAL]
-    ]
+@lru_cache(maxsize=256)
+def _quantile(freedom: int) -> float:
+    """Student's t that 95 % lie within, by halving; at least 4 degrees of freedom, where it is below 3."""
+    low, high = 1.0, 3.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if two_sided(middle, freedom) > _OUTSIDE else (low, middle)
+    return low

@@ -25,7 +25,7 @@ from replay.analysis.counts import (
 )
 from replay.analysis.expected_length import ExpectedSummary, summarise_expected
 from replay.analysis.json_document import JsonObject, object_json
-from replay.analysis.positions import Interval, position_intervals, reached_by_request
+from replay.analysis.positions import Interval, position_intervals, position_requests, reached_by_request
 from replay.printable import html_table
 from replay.traces.agreement import Agreement
 from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
@@ -53,7 +53,8 @@ class VariantSummary(VariantSettings):
     """One variant, its counts and ratios; the fields down to ``agreement`` are the JSON of ``replay simulate --json``.
 
     ``position_joint[j-1]`` = rounds with at least j accepted / rounds; ``position_conditional[j-1]`` = the same
-    over the rounds with at least j-1, ``position_conditional_ci95`` its interval (positions.py).
+    over the rounds with at least j-1, ``position_conditional_ci95`` its interval (positions.py), ``position_requests``
+    how many requests have such a round.
     ``accept_length_server`` = completion tokens / verify rounds as SGLang's ``meta_info`` counts it (requests without a
     round are left out; the first token of a request comes from prefill and counts, tokens past the end do not).
     """
@@ -70,6 +71,7 @@ class VariantSummary(VariantSettings):
     position_joint: tuple[float, ...]
     position_conditional: tuple[float, ...]
     position_conditional_ci95: tuple[Interval, ...]
+    position_requests: tuple[int, ...]
     all_anchors_accept_length: float
     ties: int
     seconds: float
@@ -165,7 +167,8 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
     (nan, nan) when fewer than two requests have one.
     """
     counts = per_request(rounds)
-    intervals, positions = _intervals(rounds, counts, seed=seed, resamples=resamples)
+    intervals = _intervals(counts, seed=seed, resamples=resamples)
+    reached = reached_by_request(rounds)
     spread = histograms(rounds)
     return Summaries(
         _summary(
@@ -174,7 +177,7 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
             counts[variant.name],
             spread[variant.name],
             intervals[variant.name],
-            positions[variant.name],
+            reached[variant.name],
             _expected(variant, seed=seed, resamples=resamples),
         )
         for variant in rounds.variants
@@ -191,18 +194,13 @@ def to_json(rounds: Rounds, summaries: Sequence[VariantSummary]) -> JsonObject:
     return {"trace": rounds.trace, "draft": rounds.drafts, "variants": [_variant_json(row) for row in summaries]}
 
 
-def _intervals(
-    rounds: Rounds, counts: dict[str, Counts], *, seed: int, resamples: int
-) -> tuple[dict[str, Interval], dict[str, tuple[Interval, ...]]]:
-    """By variant the interval of its accept length, and those of its positions."""
+def _intervals(counts: dict[str, Counts], *, seed: int, resamples: int) -> dict[str, Interval]:
+    """By variant the interval of its accept length."""
     found: dict[str, Interval] = {}
-    positions: dict[str, tuple[Interval, ...]] = {}
-    reached = reached_by_request(rounds)
     for names, played in alike({name: rows[:, ROUNDS] > 0 for name, rows in counts.items()}):
         sums = stacked_sums([counts[name][played] for name in names], seed=seed, resamples=resamples)
         found |= {name: length_interval(lengths(sums[i]), played) for i, name in enumerate(names)}
-        positions |= position_intervals(reached, names, played, seed=seed, resamples=resamples)
-    return found, positions
+    return found
 
 
 def _summary(
@@ -211,7 +209,7 @@ def _summary(
     counts: Counts,
     histogram: Counts,
     interval: Interval,
-    positions: tuple[Interval, ...],
+    reached: Counts,
     expected: ExpectedSummary | None,
 ) -> VariantSummary:
     rounds, accepted, drafted, cut = (int(total) for total in counts.sum(axis=0))
@@ -242,7 +240,8 @@ def _summary(
         histogram=tuple(int(count) for count in histogram),
         position_joint=joint,
         position_conditional=conditional,
-        position_conditional_ci95=positions,
+        position_conditional_ci95=position_intervals(reached),
+        position_requests=position_requests(reached),
         all_anchors_accept_length=ratio(variant.anchors_accepted + variant.anchors, variant.anchors),
         ties=variant.ties,
         seconds=variant.seconds,

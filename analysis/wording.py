@@ -7,6 +7,8 @@ from pathlib import PurePath
 from replay.analysis.summary import VariantSummary
 from replay.printable import counted as counted
 from replay.printable import one_line
+from replay.traces.rounds import HEALTHY_NAME
+from replay.traces.rounds_join import BETWEEN
 
 NOTHING = "-"
 _MOST_NAME = 200  # characters of what a file calls a variant or a head
@@ -26,6 +28,9 @@ FACTS = (
     "engine",
     "faults",
 )
+
+# What a variant's name says without "FACT=" in front of it.
+_BARE = ("draft", "wiring", "precision", "numerics", "faults")
 
 # Where the column's name alone would be misread beside the engine that recorded the trace.
 _NOUNS = {"engine": "engine profile"}
@@ -102,9 +107,18 @@ def varying(summaries: Sequence[VariantSummary]) -> tuple[str, ...]:
 
 
 def joined(summaries: Sequence[VariantSummary]) -> tuple[str, ...]:
-    """``varying`` of rounds from several files: the name, which says the file, and what no name says already."""
+    """``varying`` of rounds from several files: the name, which says the file, and what no name says already.
+
+    A name says a fact that is a word of it as a rounds file spells it: ``embed,3,16`` or ``steps=3``.
+    """
     facts = [name for name in varying(summaries) if name != "name"]
-    return ("name", *(name for name in facts if not all(fact(row, name) in row.name for row in summaries)))
+    return ("name", *(name for name in facts if not all(_spelled(row, name) for row in summaries)))
+
+
+def _spelled(row: VariantSummary, name: str) -> bool:
+    said = "+".join(row.faults) or HEALTHY_NAME if name == "faults" else fact(row, name)
+    words = row.name.rpartition(BETWEEN)[2].split()
+    return said in words if name in _BARE else f"{name}={said}" in words
 
 
 def label(summary: VariantSummary, facts: Sequence[str]) -> str:

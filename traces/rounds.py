@@ -6,11 +6,13 @@ Columns, in this order: ``variant`` (str), ``request_id`` (str), ``round`` (i32,
 JSON under the key ``replay`` of the parquet key-value metadata, so that the file needs nothing beside it.
 """
 
+import hashlib
 import io
 import json
 import math
 import os
 import secrets
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -105,7 +107,8 @@ class RequestInfo:
     ``observed_histogram[a]`` counts the server's rounds with a accepted tokens. ``source`` is ``generated`` or
     ``forced`` (teacher-forced text), ``temperature`` the one the output was sampled with (0: greedy). ``loop_tokens``
     of the output, in a row, are ``loop_period`` tokens again and again; both are 0 where it does not loop. ``trace``
-    names the trace it is of, where there are several.
+    names the trace it is of, where there are several. ``tokens_sha256`` is of its token ids, prompt and output, in 32
+    bits each, little-endian; None where it was not replayed, and in files from before there was it.
     """
 
     request_id: str
@@ -119,6 +122,7 @@ class RequestInfo:
     loop_tokens: int = 0
     loop_period: int = 0
     trace: str | None = None
+    tokens_sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,15 @@ class Rounds:
         }  # fmt: skip
         facts = pl.DataFrame([[getattr(one, name) for name in kinds] for one in self.requests], kinds, orient="row")
         return self.table.join(facts, on="request_id", how="left", maintain_order="left")
+
+
+def tokens_sha256(tokens: Sequence[int]) -> str:
+    """The checksum of token ids that ``RequestInfo`` keeps.
+
+    >>> tokens_sha256([])[:8]
+    'e3b0c442'
+    """
+    return hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest()
 
 
 def table_schema() -> "dict[str, pl.DataType]":
@@ -371,6 +384,7 @@ def _request(values: Fields) -> RequestInfo:
         loop_tokens=values.integer("loop_tokens", 0, _MOST) if "loop_tokens" in values.values else 0,
         loop_period=values.integer("loop_period", 0, _MOST) if "loop_period" in values.values else 0,
         trace=values.optional_text("trace") if "trace" in values.values else None,
+        tokens_sha256=values.optional_sha256("tokens_sha256") if "tokens_sha256" in values.values else None,
     )
 
 

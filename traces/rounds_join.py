@@ -57,7 +57,11 @@ def join_rounds(files: Mapping[str, Rounds]) -> Rounds:
         _check_target(files, name)
         for request in rounds.requests:
             own = replace(request, trace=request.trace or name) if several else request
-            _check_request(requests.setdefault(request.request_id, own), own, name)
+            first = requests.setdefault(request.request_id, own)
+            _check_request(first, own, name)
+            _check_text(first, own, name, several=several)
+            if first.tokens_sha256 is None:
+                requests[request.request_id] = replace(first, tokens_sha256=own.tokens_sha256)
     drafts, heads = tell_heads(files)
     variants, tables = [], []
     for name, rounds in files.items():
@@ -86,6 +90,22 @@ def _check_request(first: RequestInfo, other: RequestInfo, name: str) -> None:
                 f"{getattr(other, fact)!r} in {name} and {getattr(first, fact)!r} in a file before it; make a report "
                 "of each"
             )
+
+
+def _check_text(first: RequestInfo, other: RequestInfo, name: str, *, several: bool) -> None:
+    """Raises TraceError for two texts, and for sampled ones of two traces that may be two."""
+    texts = (first.tokens_sha256, other.tokens_sha256)
+    if None not in texts and texts[0] != texts[1]:
+        raise TraceError(
+            f"the rounds are of two traces: the tokens of request {first.request_id!r} in {name} are not those in a "
+            "file before it; make a report of each"
+        )
+    if None in texts and several and first is not other and first.temperature > 0:
+        raise TraceError(
+            f"the rounds are of traces at two paths, and request {first.request_id!r} was sampled: whether its text in "
+            f"{name} is that in a file before it is not in these files; simulate again with -o, or make a report of "
+            "each"
+        )
 
 
 def tell_heads(files: Mapping[str, Rounds]) -> tuple[JsonObject, dict[tuple[str, str], str]]:

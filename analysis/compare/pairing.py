@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # What the trace says of itself that a copy of it cannot change.
 _TRACE_FACTS = ("target", "model_type", "layers", "hidden_size", "dtype", "engine", "engine_version")
-_REQUEST_FACTS = ("prompt_tokens", "output_tokens", "source", "temperature")
+_REQUEST_FACTS = ("prompt_tokens", "output_tokens", "source", "temperature", "tokens_sha256")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +214,13 @@ def _check_requests(first: Rounds, second: Rounds, facts: Sequence[str]) -> None
         twin = others.get(request.request_id)
         for fact in facts if twin is not None else ():
             one, other = getattr(request, fact), getattr(twin, fact)
+            if fact == "tokens_sha256" and None in (one, other):
+                continue  # files from before there was it
+            if one != other and fact == "tokens_sha256":
+                raise TraceError(
+                    f"the rounds are of two traces: the tokens of request {request.request_id!r} differ; simulate both "
+                    "on one trace, or name the two by --trace-a and --trace-b"
+                )
             if one != other:
                 raise TraceError(
                     f"the rounds are of two traces: {fact.replace('_', ' ')} of request {request.request_id!r} is "

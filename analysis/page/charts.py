@@ -8,6 +8,7 @@ from replay.analysis.counts import position_rates, ratio, reached_positions
 from replay.analysis.page.chart_parts import BLUE, GREY, INK, SAID, Chart, Spec, beside, framed, mark, panels, rows
 from replay.analysis.page.names import distinct, folded, numbered
 from replay.analysis.page.step_charts import step_chart
+from replay.analysis.positions import LEAST_REQUESTS
 from replay.analysis.report.assessment import Report
 from replay.analysis.summary import VariantSummary
 
@@ -109,7 +110,9 @@ def _positions(few: Sequence[VariantSummary], names: dict[str, str], played: int
         ]  # fmt: skip
     caption = (
         "How often the draft is accepted at each position, of the rounds that got there, and its 95 % interval over "
-        f"requests. Position 1 counts all {wording.counted(first.rounds, 'round')} of {names[first.name]}."
+        f"requests, where {LEAST_REQUESTS} or more got there. Position 1 counts all "
+        f"{wording.counted(first.rounds, 'round')} of {wording.counted(first.played_requests, 'request')} of "
+        f"{names[first.name]}."
         + (" In the other panels the grey line is that variant." if len(few) > 1 else "")
         + (" The dashed line is the server." if others else "") + _left_out(few, played)
     )  # fmt: skip
@@ -125,7 +128,9 @@ def _own_curve(row: VariantSummary, names: dict[str, str]) -> Iterator[Spec]:
         low, high = row.position_conditional_ci95[place - 1]
         bounds = {} if math.isnan(low) else {"low": 100 * low, "high": 100 * high}
         within = f", {wording.percent(low)} to {wording.percent(high)}" if bounds else ""
-        counted = f"{wording.count(reached[place])} of {wording.counted(reached[place - 1], 'round')} that got there"
+        there = wording.counted(row.position_requests[place - 1], "request")
+        rounds = wording.counted(reached[place - 1], "round")
+        counted = f"{wording.count(reached[place])} of {rounds} of {there} that got there"
         said = f"{names[row.name]}, position {place}: {wording.percent(share)} ({counted}{within})"
         yield {"position": place, "share": 100 * share, **bounds, "said": said}
 

@@ -149,7 +149,7 @@ def _shared(report: Report) -> str:
     first = report.summaries[0]
     differ = {*report.facts, *wording.varying(report.summaries)}  # a name may say what differs
     facts = [name for name in wording.FACTS if name not in differ and name not in elsewhere]
-    if "steps" in report.facts and first.num_draft_tokens == first.steps + 1:
-        facts.remove("num_draft_tokens")
+    if "num_draft_tokens" in facts and len({row.num_draft_tokens for row in report.summaries}) > 1:
+        facts.remove("num_draft_tokens")  # it follows from the steps
     said = " · ".join(wording.phrase(first, name) for name in facts)
     return said if len(report.summaries) == 1 else f"All variants: {said}"

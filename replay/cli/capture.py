@@ -144,7 +144,9 @@ def _last_rows(text: str | None) -> int | None:
         return None
     word, _, number = text.partition(":")
     if word != "last" or not count_of(number):
-        raise UsageError(f"--prompt-rows {show_name(text)} cannot be: type last:W, W rows, for example last:2048")
+        raise UsageError(
+            f"--prompt-rows {show_name(text)} cannot be: type last:W, W rows from 1 to 999999999, for example last:2048"
+        )
     return count_of(number)
 
 

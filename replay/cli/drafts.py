@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from replay.checkpoint.checkpoint import Checkpoint
 
 _MOST_HEADS = 1000
-_SAID = 5  # broken heads whose reasons are said; of the others the names
+_SAID = 5  # broken heads that are named with their reasons; of the others the number
 
 
 def expand_drafts(typed: Sequence[Path]) -> tuple[Path, ...]:
@@ -27,7 +27,7 @@ def expand_drafts(typed: Sequence[Path]) -> tuple[Path, ...]:
             continue
         folders = sorted((one for one in map(Path, glob(str(path))) if one.is_dir()), key=_natural)
         if not folders:
-            raise UsageError(f"no folder is called as --draft {path} says; type the pattern of checkpoints' folders")
+            raise UsageError(f"--draft {path} matches no folder; type the pattern of checkpoints' folders")
         found += folders
     if len(found) > _MOST_HEADS:
         raise UsageError(f"{len(found)} heads were asked for, {_MOST_HEADS} are possible; type a narrower pattern")
@@ -80,5 +80,6 @@ def read_drafts(folders: Mapping[str, Path]) -> "dict[str, Checkpoint]":
 def _say_broken(broken: Mapping[str, str], every: int) -> str:
     names = list(broken)
     reasons = "; ".join(f"{name}: {broken[name]}" for name in names[:_SAID])
-    more = f"; and {', '.join(names[_SAID:])}" if len(names) > _SAID else ""
-    return f"{len(names)} of {every} heads cannot be replayed, leave them out: {reasons}{more}"
+    more = f"; and {len(names) - _SAID} more" if len(names) > _SAID else ""
+    advice = "leave them out" if len(names) < every else "type the folders of heads"
+    return f"{len(names)} of {every} heads cannot be replayed, {advice}: {reasons}{more}"

@@ -40,8 +40,8 @@ def check_address(address: str) -> None:
     found = _ADDRESS.fullmatch(address)
     if address not in (AUTO, LOCAL) and (found is None or not 0 < int(found[2]) < 1 << 16):
         raise UsageError(
-            f"workers of {show(address)} were asked for; type --ray auto for the cluster of this machine, --ray "
-            "HOST:PORT for another one, or --ray local for one that is started here"
+            f"{show(address)} is not the address of a Ray cluster, so there are no workers; name the "
+            "one of this machine by auto, another one by HOST:PORT, or one that is started here by local"
         )
 
 
@@ -84,8 +84,8 @@ def _connected(address: str) -> Iterator[Any]:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise WorkerError(
-            f"no Ray cluster can be reached at --ray {address} ({str(error).strip().splitlines()[0][:200]}); start one "
-            "by ray start --head, or type --workers N for this machine alone"
+            f"no Ray cluster can be reached at {address} ({type(error).__name__}); start one by ray start --head and "
+            "name the address that it says, or take workers of this machine alone"
         ) from error
     try:
         yield ray
@@ -99,8 +99,8 @@ def _knock(host: str, port: int) -> None:
         socket.create_connection((host, port), timeout=_PATIENCE).close()
     except OSError as error:
         raise WorkerError(
-            f"nothing answers at --ray {host}:{port} ({error.strerror or error}); type the address that ray start "
-            "--head said, or --workers N for this machine alone"
+            f"nothing answers at {host}:{port} ({error.strerror or error}); name the address that ray start "
+            "--head said, or take workers of this machine alone"
         ) from error
 
 

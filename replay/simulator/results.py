@@ -135,8 +135,11 @@ def variant_info(name: str, variant: ResolvedVariant, tally: Tally, trace: Trace
     )
 
 
-def request_info(row: Mapping[str, Any], loop: tuple[int, int] = (0, 0)) -> RequestInfo:
-    """A row of the trace's request table as a rounds file keeps it; ``loop`` as ``find_loop`` gives it."""
+def request_info(row: Mapping[str, Any], loop: tuple[int, int] = (0, 0), tokens: str | None = None) -> RequestInfo:
+    """A row of the trace's request table as a rounds file keeps it.
+
+    ``loop`` as ``find_loop`` gives it, ``tokens`` as ``tokens_sha256`` does.
+    """
     histogram = row["server_histogram"]
     return RequestInfo(
         request_id=row["request_id"],
@@ -149,6 +152,7 @@ def request_info(row: Mapping[str, Any], loop: tuple[int, int] = (0, 0)) -> Requ
         temperature=row["temperature"],
         loop_tokens=loop[0],
         loop_period=loop[1],
+        tokens_sha256=tokens,
     )
 
 

@@ -30,7 +30,7 @@ from replay.simulator.variant import ResolvedVariant, Variant, name_variants
 from replay.simulator.workers import use_workers
 from replay.traces.fields import show
 from replay.traces.reader import Trace
-from replay.traces.rounds import Rounds
+from replay.traces.rounds import Rounds, tokens_sha256
 
 if TYPE_CHECKING:
     import polars as pl
@@ -87,13 +87,13 @@ def simulate(
             check_follow(follow, planned.sampled)
             notes = _take(replay_tasks(hands, planned, on_event), tallies, table)
             said = [(place, notes.get(place, ())) for place in planned.leading]
-    loops = _loops(trace, requests_of(follow, only))
+    texts = _texts(trace, requests_of(follow, only))
     played_variants = zip(names, resolved, tallies, strict=True)
     return Rounds(
         table=table.frame(),
         variants=tuple(variant_info(name, variant, tally, trace) for name, variant, tally in played_variants),
         requests=tuple(
-            request_info(row, loops.get(row["request_id"], (0, 0))) for row in trace.requests.iter_rows(named=True)
+            request_info(row, *texts.get(row["request_id"], ())) for row in trace.requests.iter_rows(named=True)
         ),
         trace={**describe_trace(trace), "wirings": describe_wirings(resolved, checkpoints, trace)},
         drafts={
@@ -165,6 +165,10 @@ def count_requests(trace: Trace, asked: Collection[str] | None) -> int:
     return sum(asked is None or record.request_id in asked for record in trace.records)
 
 
-def _loops(trace: Trace, asked: Collection[str] | None) -> dict[str, tuple[int, int]]:
+def _texts(trace: Trace, asked: Collection[str] | None) -> dict[str, tuple[tuple[int, int], str]]:
+    """By request the loop of its output, and the checksum of its token ids."""
     rows = (trace.read(index, ()) for pack in plan_packs(trace, asked) for index in pack)
-    return {one.request_id: find_loop(one.tokens[one.prompt_tokens :].tolist()) for one in rows}
+    return {
+        one.request_id: (find_loop(one.tokens[one.prompt_tokens :].tolist()), tokens_sha256(one.tokens.tolist()))
+        for one in rows
+    }

@@ -36,7 +36,9 @@ _LEAK = "LOKY_MAX_MEMORY_LEAK_SIZE"  # loky ends workers that grow, and ours map
 
 def check_workers(wanted: object) -> int:
     """How many workers were asked for. Raises UsageError for what is no such number."""
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= MOST_WORKERS:
+    if not isinstance(wanted, int) or isinstance(wanted, bool):
+        raise UsageError(f"workers are {show(wanted)}; give a number from 1 (this process alone) to {MOST_WORKERS}")
+    if not 1 <= wanted <= MOST_WORKERS:
         raise UsageError(
             f"{show(wanted)} workers were asked for, possible are 1 (this process alone) to {MOST_WORKERS}; type about "
             "as many as there are cores"

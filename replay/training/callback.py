@@ -43,7 +43,7 @@ class ScoreCallback(TrainerCallback):
         self.scores: dict[int, Score] = {}
         self._trainer, self._take, self._gather = trainer, take, gather
         self._every, self._strict = every, strict
-        self._warned = False
+        self._said = ""  # of the last warning
         self._training = False
         self._metrics: dict[str, float] | None = None  # of the weights as they are; None where not scored
 
@@ -97,9 +97,9 @@ class ScoreCallback(TrainerCallback):
         sentence = f"the head was not scored at step {state.global_step}: {said}"
         if self._strict:
             raise ReplayError(sentence)
-        if not self._warned and state.is_world_process_zero:
+        if said != self._said and state.is_world_process_zero:
             warnings.warn(one_line(sentence), stacklevel=2)
-        self._warned = True
+        self._said = said
 
 
 def _shared(metrics: dict[str, float], said: str) -> tuple[dict[str, float], str]:

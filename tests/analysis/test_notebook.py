@@ -8,10 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 from support.documents import rare_diagnosis
+from support.ladder_cases import make_anchors, make_replays
 from support.report_cases import nothing, served, single, sweep
 from support.rounds_maker import make_rounds, make_variant
 
 import replay
+from replay.analysis.ladder.ladder import build_ladder
 from replay.analysis.page.charts import charts as page_charts
 from replay.analysis.page.notebook import VEGA_LITE, Charts
 from replay.analysis.report.report import assess
@@ -52,7 +54,10 @@ def test_each_question_has_its_chart(shown: Charts) -> None:
     assert shown["POSITION"] is shown[1] and list(shown[1:]) == list(shown)[1:]
     assert replay.charts(grid())["accept length by"].heading == "Accept length by steps and wiring"
     assert replay.charts(served())["server"].heading == "Against the server"
-    assert [one.heading for one in replay.charts(replay.compare(sweep()))]
+    assert [one.heading for one in replay.charts(replay.compare(sweep()))] == ["Difference in accept length"]
+    ladder = build_ladder(make_anchors(), make_replays(observed=[[1], [0, 0]]))
+    lost = replay.charts(replace(rare_diagnosis(), ladder=ladder))["training metric"]
+    assert lost.heading == "From the training metric to the server"
     assert replay.charts(rare_diagnosis())["hypotheses"]
     assert replay.charts(nothing()) == []
 

@@ -24,16 +24,16 @@ ASKED = [
     [
         (
             {"transformers": "5.24.0", "xgrammar": "0.2.7", "openai": "2.6.1"},
-            ["transformers==5.12.1", "xgrammar==0.2.1"],
+            ["transformers==5.12.1", "xgrammar==0.2.1", "torch==2.14.1+cpu"],
         ),
-        ({"transformers": "5.12.1", "xgrammar": "0.2.1", "openai": "2.8.0"}, ["openai==2.6.1"]),
+        ({"transformers": "5.12.1", "xgrammar": "0.2.1", "openai": "2.8.0"}, ["openai==2.6.1", "torch==2.14.1+cpu"]),
     ],
 )
 def test_what_is_there_in_another_version_is_named(
     monkeypatch: pytest.MonkeyPatch, there: dict[str, str], wanted: list[str]
 ) -> None:
-    """Not torch, whose build one chooses, nor what no CPU needs."""
-    have = {**there, "torch": "2.14.1", "uvloop": "0.23.0", "tomli": "1", "diffusers": "0"}
+    """Not torch in another version, whose build one chooses and pip may not move, nor what no CPU needs."""
+    have = {**there, "torch": "2.14.1+cpu", "uvloop": "0.23.0", "tomli": "1", "diffusers": "0"}
 
     def version(name: str) -> str:
         if name not in have:

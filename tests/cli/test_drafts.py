@@ -12,7 +12,7 @@ from support.trace_maker import H, V, make_requests, write_trace
 from replay.checkpoint.config import parse_config
 from replay.checkpoint.hub import step_of
 from replay.cli.app import cli
-from replay.cli.drafts import expand_drafts, name_heads
+from replay.cli.drafts import _say_broken, expand_drafts, name_heads
 
 CONFIG = tiny_config(hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1]})
 
@@ -79,6 +79,14 @@ def test_all_that_is_broken_is_named_and_nothing_replayed(runs: Path, tmp_path: 
     assert result.exit_code == 1 and result.stdout == "" and not (tmp_path / "o").exists()
     assert "2 of 5 heads cannot be replayed" in result.stderr
     assert "a:checkpoint-500: " in result.stderr and "b:checkpoint-1000: " in result.stderr
+
+
+def test_broken_heads_are_said_within_bounds() -> None:
+    some, every = ({f"h{place}": "torn" for place in range(count)} for count in (2, 7))
+    assert _say_broken(some, 7) == "2 of 7 heads cannot be replayed, leave them out: h0: torn; h1: torn"
+    said = _say_broken(every, 7)  # nothing would be left
+    assert said.startswith("7 of 7 heads cannot be replayed, type the folders of heads: h0: torn; ")
+    assert said.endswith("h4: torn; and 2 more") and "leave them out" not in said
 
 
 def test_a_pattern_without_folders_is_refused(runs: Path) -> None:

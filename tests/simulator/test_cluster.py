@@ -156,20 +156,22 @@ def typed(trace: Trace, head: Checkpoint, *options: str) -> str:
 
 @pytest.mark.parametrize("wanted", ["", "2", "here", "ray://a:1", "a:0", "a:99999", "a b:1", "auto\n"])
 def test_addresses_that_cannot_be_are_refused(trace: Trace, head: Checkpoint, wanted: str) -> None:
-    assert "--ray auto for the cluster of this machine" in typed(trace, head, "--ray", wanted)
+    assert "is not the address of a Ray cluster" in typed(trace, head, "--ray", wanted)
 
 
 def test_a_cluster_that_does_not_answer_is_said_at_once(
     trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    assert "nothing answers at --ray 127.0.0.1:" in typed(trace, head, "--ray", f"127.0.0.1:{free_port()}")
+    assert "nothing answers at 127.0.0.1:" in typed(trace, head, "--ray", f"127.0.0.1:{free_port()}")
 
     def init(**_: object) -> None:
-        raise ConnectionError("Could not find any running Ray instance.\nMore.")
+        raise ConnectionError("Could not find any; try setting `--address`.\nMore.")
 
     monkeypatch.setattr("ray.init", init)
-    assert "no Ray cluster can be reached at --ray auto (Could not find any" in typed(trace, head, "--ray", "auto")
+    said = typed(trace, head, "--ray", "auto")
+    assert "no Ray cluster can be reached at auto (ConnectionError); start one by ray start" in said
+    assert "--address" not in said  # an option of ray's, which replay has not
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "pip install 'eagle-replay[ray]'" in typed(trace, head, "--ray", "auto")
 

@@ -15,6 +15,7 @@ import replay
 from replay.analysis.report.report import assess
 from replay.analysis.summary import summarise
 from replay.simulator.loops import find_loop
+from replay.traces.rounds import tokens_sha256
 
 
 def _text(count: int, seed: int = 0) -> list[int]:
@@ -90,4 +91,6 @@ def test_simulate_finds_them_and_files_keep_them(tmp_path: Path) -> None:
         one.request_id: (one.loop_tokens, one.loop_period)
         for one in replay.read_rounds(tmp_path / "r.parquet").requests
     }
+    kept = {one.request_id: one.tokens_sha256 for one in replay.read_rounds(tmp_path / "r.parquet").requests}
+    assert kept == {one.request_id: tokens_sha256([*one.prompt_ids, *one.output_ids]) for one in requests}
     assert told == {"r0": (0, 0), "r1": (32, 2), "r2": (0, 0), "r3": (0, 0)}

@@ -29,11 +29,12 @@ from replay.faults.table import FAULTS, parse_faults
 from replay.simulator.agreement import with_agreement
 from replay.simulator.cache import Cache, open_cache, simulate_cached
 from replay.simulator.cache_keys import checkpoint_sha256
+from replay.simulator.cluster import check_address
 from replay.simulator.kept import keep_tasks
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.replayer import HeadSource
 from replay.simulator.tasks import Result, Task
-from replay.simulator.workers import LocalWorkers, open_workers, threads_of_each, use_workers
+from replay.simulator.workers import LocalWorkers, check_workers, open_workers, threads_of_each, use_workers
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds, write_rounds
 
@@ -199,6 +200,15 @@ def test_a_diagnosis_is_the_same(trace: Trace, head: Checkpoint, two: LocalWorke
 def test_numbers_that_cannot_be_are_refused(trace: Trace, head: Checkpoint, wanted: Any) -> None:
     with pytest.raises(UsageError, match="workers"):
         replay.simulate(trace, {"h": head}, VARIANTS[:1], workers=wanted)
+
+
+def test_what_is_no_number_of_workers_is_not_told_to_type_an_option() -> None:
+    """The same sentences stand before those who type a command and those who write Python."""
+    with pytest.raises(UsageError, match=r"^workers are True; give a number from 1"):
+        check_workers(True)
+    with pytest.raises(UsageError, match=r"^'nan' is not the address of a Ray cluster") as caught:
+        check_address("nan")
+    assert "--ray" not in str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["simulate", "diagnose"])

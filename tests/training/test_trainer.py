@@ -143,6 +143,16 @@ def test_a_score_that_fails_is_one_warning_and_training_ends(trace: Trace, tmp_p
     assert math.isnan(trainer.evaluate()["eval_accept_length"])
 
 
+def test_another_failure_is_another_warning(trace: Trace, tmp_path: Path) -> None:
+    trainer = make_trainer(trace, tmp_path)
+    keys = iter(["first", "first", "second", *["second"] * STEPS])
+    replay.score_training(trainer, trace, CONFIG, every=1, weights=lambda: {}[next(keys)])
+    with pytest.warns(UserWarning, match="not scored") as caught:
+        trainer.train()
+    said = [str(one.message) for one in caught if "not scored" in str(one.message)]
+    assert said == [f"the head was not scored at step {at}: '{key}'" for at, key in ((1, "first"), (3, "second"))]
+
+
 def test_a_function_of_the_users_may_fail_too_and_strict_raises(trace: Trace, tmp_path: Path) -> None:
     trainer = make_trainer(trace, tmp_path)
     replay.score_training(trainer, trace, CONFIG, every=2, weights=lambda: {}["head"], strict=True)
