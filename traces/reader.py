@@ -191,7 +191,7 @@ class Trace:
         if len(self.records) == len(self._every):
             return self
         other = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder)
-        other._verifier = self._verifier
+        other._verifier, other._shaken = self._verifier, self._shaken
         return other
 
     def __repr__(self) -> str:
@@ -228,14 +228,20 @@ class Trace:
 
     def shaken(self) -> Self:
         """The same trace with its rows in fp8 rounded once more, to see how far such rounding moves a replay."""
-        other = copy.copy(self)
+        other = self._copied()
         other._shaken = True
         return other
 
     def unverified(self) -> Self:
         """The same trace, whose shards are read without a look at their checksums."""
-        other = copy.copy(self)
+        other = self._copied()
         other._verifier = None
+        return other
+
+    def _copied(self) -> Self:
+        """A copy that is read in another way, and so has a ``whole`` of its own."""
+        other = copy.copy(self)
+        vars(other).pop("whole", None)
         return other
 
     @property

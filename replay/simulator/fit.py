@@ -3,6 +3,7 @@
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import HeadConfig
 from replay.checkpoint.tensor_table import LATENT_KV_B, expected_tensors, linear_names
+from replay.engines.behaviour import Behaviour
 from replay.engines.precision import Format, Precision, fused_name
 from replay.engines.wiring import Wiring, check_wiring
 from replay.errors import CheckpointError, UsageError
@@ -39,7 +40,7 @@ def check_prompt_rows(subject: Subject, trace: Trace) -> None:
     kept = trace.prompt_rows
     if kept is None:
         return
-    seen = _rows_seen(subject)
+    seen = rows_seen(subject.config, subject.behaviour)
     if seen is None or seen > kept:
         sees = "all rows of a prompt" if seen is None else f"the last {seen} rows of a prompt"
         raise UsageError(
@@ -48,12 +49,11 @@ def check_prompt_rows(subject: Subject, trace: Trace) -> None:
         )
 
 
-def _rows_seen(subject: Subject) -> int | None:
+def rows_seen(config: HeadConfig, behaviour: Behaviour) -> int | None:
     """How many rows before an anchor decide what is drafted there, the anchor's own included; None: all of them.
 
     A row's draft KV is of its own features alone in the first layer, in each later one of what the layer before saw.
     """
-    config, behaviour = subject.config, subject.behaviour
     windows = [behaviour.window] * config.num_layers
     if config.block is not None:  # whose context rows see no others
         widest = None if None in config.block.windows else max(filter(None, config.block.windows), default=None)

@@ -78,3 +78,11 @@ def test_rows_in_fp8_accuse_nobody_and_name_what_is_large(tmp_path: Path, head: 
     assert found.verdict in verdicts and found.named == (None if fault == "none" else fault)
     # What the draft was fed is told in fp8 as well, slot by slot.
     assert found.feeding is not None and found.feeding.wiring == WIRING.taps
+
+
+def test_states_that_cross_to_a_request_with_fewer_taps_are_named(tmp_path: Path, head: Checkpoint) -> None:
+    """Two of three requests of a batch have all taps, and what is tried with them is handed states of the third."""
+    whole = make_served(tmp_path, head, "state.crossed=previous", together=3)
+    tiered = make_less(tmp_path / "tiered", whole, taps_for=2, then=WIRING.taps)
+    found = run(tiered, head, "state.crossed", "wiring.aux-layer-id")
+    assert (found.verdict, found.named) == ("fault", "state.crossed=previous")
