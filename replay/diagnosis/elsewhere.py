@@ -13,6 +13,7 @@ from replay.analysis.followed import Followed, agreement, join, judge_rounds
 from replay.diagnosis.case import Case
 from replay.diagnosis.observed import FINAL_ROUNDS, first_rounds
 from replay.diagnosis.reference import Reference, follow
+from replay.errors import WiringError
 from replay.printable import counted
 from replay.traces.agreement import Agreement
 
@@ -22,8 +23,12 @@ def follow_elsewhere(case: Case, reference: Reference) -> Followed | None:
     where they lack what was served."""
     tried = {record.request_id for record in case.trace.records}
     rest = case.every.only([record.request_id for record in case.every.records if record.request_id not in tried])
+    try:
+        rest = rest.having(case.served.wiring.taps)
+    except WiringError:
+        return None
     rounds = rest.served_rounds()
-    if not len(rounds) or not set(case.served.wiring.taps) <= set(rest.taps):
+    if not len(rounds):
         return None
     some = first_rounds(rest, rounds, FINAL_ROUNDS)
     return follow(replace(case, trace=rest, cache=None), [case.served], some, reference.scales)[0]

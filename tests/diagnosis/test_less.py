@@ -13,6 +13,7 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.diagnose import diagnose_server, served_variant
 from replay.faults.table import FAULTS
 from replay.traces.copying import captured_request
+from replay.traces.header import VERSION
 from replay.traces.reader import Trace
 from replay.traces.writer import TraceWriter
 
@@ -66,6 +67,23 @@ def test_a_fault_of_the_other_requests_leaves_no_healthy_verdict(tmp_path: Path,
     found = run(tiered, head, "attn.scale")
     assert found.verdict == "undetermined" and found.named is None
     assert "in the others rounding does not explain" in found.why
+
+
+def test_requests_that_lack_what_was_served_say_nothing(tmp_path: Path, head: Checkpoint) -> None:
+    """Of the requests with fewer taps two have two of the wiring's three, and two the other two: together all."""
+    whole = make_served(tmp_path, head, requests=6)
+    fewer = [None, None, *[("2", "4", "final")] * 2, *[("4", "5", "final")] * 2]
+    with TraceWriter.create(tmp_path / "three", replace(whole.header, weights=None, version=VERSION)) as writer:
+        writer.write_target_weights(whole.embed_weight(), None)
+        writer.add_rounds(whole.served_rounds())
+        for index, taps in enumerate(fewer):
+            one = captured_request(whole, index)
+            writer.add([one if taps is None else replace(one, taps={tap: one.taps[tap] for tap in taps})])
+        writer.finish()
+    found = run(Trace.open(tmp_path / "three"), head, "attn.scale")
+    first = whole.served_rounds().filter(pl.col("request_id").is_in(["r0", "r1"]))
+    assert found.verdict in ("healthy", "head") and found.agreement is not None
+    assert found.agreement.rounds == len(first)
 
 
 @pytest.mark.parametrize("fault", ["none", "vocab.d2t=absolute"])

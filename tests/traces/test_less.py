@@ -209,6 +209,14 @@ def test_the_last_rows_of_prompts(tmp_path: Path, whole: Trace) -> None:
     with pytest.raises(TraceError, match=r"holds no row 1 of request 'r2', whose rows it has from 2 on"):
         less.tap_rows(2, "2", [3, 1])
     assert wrong(less) == []
+    one = captured_request(less, 3)
+    zeros = one.taps["2"].clone()
+    zeros[2] = 0
+    with TraceWriter.create(tmp_path / "zeros", replace(less.header, weights=None)) as writer:
+        writer.add([replace(one, taps={**one.taps, "2": zeros})])
+        writer.finish()
+    (said,) = wrong(Trace.open(tmp_path / "zeros"))
+    assert said.endswith("rows of 2 are all zero, first row 5")  # it has its rows from 3 on
     stored = map_rows(parse_layout(less.path / "shard-00000.safetensors"), "tap.2")
     assert len(stored) == sum(record.stored_rows for record in less.records) == sum(r.rows for r in whole.records) - 6
 
@@ -299,6 +307,18 @@ def test_requests_without_early_rows_share_none(tmp_path: Path) -> None:
     less = make_less(tmp_path / "less", whole, prompt_rows=70)
     assert [record.shared for record in less.records] == [0, 0, 0] and less.prompt_rows == 70
     assert wrong(less) == []
+    # Beside them others share as they would alone, in whatever order they are written, at once or later.
+    for name, order in (("after", [whole, less]), ("before", [less, whole])):
+        copy_requests(order, tmp_path / name / "all", named_by_trace=True)
+        merged = Trace.open(tmp_path / name / "all")
+        assert {record.request_id: record.shared for record in merged.records} == {
+            **{f"less/r{number}": 0 for number in range(3)},
+            **{f"whole/r{number}": shared for number, shared in enumerate((0, 80, 80))},
+        }
+        assert wrong(merged) == []
+    shorter = make_less(tmp_path / "shorter", whole, prompt_rows=83)
+    assert [(record.first_row, record.shared) for record in shorter.records] == [(None, 0), (None, 80), (1, 0)]
+    assert wrong(shorter) == []
     record = replace(whole.records[2], first_row=3)
     with pytest.raises(TraceCorruptError, match="which lacks some of its taps or rows"):
         check_prefixes([replace(whole.records[0], first_row=3), *whole.records[1:]], "there")
