@@ -146,7 +146,7 @@ class Trace:
         if not kept:
             raise WiringError(
                 f"no request of {self.path} has {named} at once; there are {self.say_tiers()}: choose among the taps "
-                "of one"
+                "of one, or record requests that have more (--taps-for)"
             )
         taken = self._of(kept)
         told = f"{len(kept)} of {counted(len(self.records), 'request')}"
@@ -505,7 +505,8 @@ class Trace:
         if tap in self.header.taps:
             raise WiringError(
                 f"request {record.request_id!r} of {self.path} has no tap {tap}; it has "
-                f"{', '.join(record.taps or ())}: choose among these"
+                f"{', '.join(record.taps or ())}: choose among these, leave it out (--request, --limit), or "
+                "record all taps of it (--taps-for)"
             )
         raise self._lacks(tap)
 

@@ -73,7 +73,8 @@ class Sharing:
 
     def prefixes(self, records: Sequence[RequestRecord], added: Sequence[Tensors]) -> list[tuple[int, int]]:
         """For each of the requests ``added`` behind ``records``: an earlier request's number, and how many first rows
-        it has of it; 0 where none. One that lacks its first rows is empty, and shares none. Nothing is remembered of ``added``, which may never come to the disk.
+        it has of it; 0 where none. One that lacks its own first rows is given empty. Nothing is remembered of
+        ``added``, which may never come to the disk.
 
         Raises TraceCorruptError where a shard is not what it was.
         """

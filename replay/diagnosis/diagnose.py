@@ -23,7 +23,7 @@ from replay.diagnosis.trials import Trial, healthy
 from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.cache import open_cache
-from replay.simulator.held import richest_requests
+from replay.simulator.held import requests_with_taps, richest_requests
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant, default_steps
 from replay.simulator.workers import use_workers
@@ -155,17 +155,19 @@ def _block_steps(head: Checkpoint, told: Mapping[str, object]) -> object:
 def _climb(case: Case, found: Diagnosis, tried: Sequence[Trial], tell: Tell) -> Ladder:
     """From the training metric to what was observed, with the fault that was found among the rungs."""
     served, right = _ends(case, found, {one.hypothesis.name: one.hypothesis for one in tried})
+    ends = [served, replace(served, wiring=right)]
+    same = requests_with_taps(case.every, ends, {served.draft: case.checkpoint})
 
     def on_event(progress: ReplayProgress) -> None:
         tell(Trying("the ladder", progress.done, progress.total, progress.part, "requests"))
 
     return climb(
-        case.every,
+        same,
         case.checkpoint,
         served,
         right,
         trained_steps=None,
-        observed=observe(case.every, case.served.steps, case.observation.given).accepted,
+        observed=observe(same, case.served.steps, case.observation.given).accepted,
         served_products=False,
         cache=case.cache,
         workers=case.workers,

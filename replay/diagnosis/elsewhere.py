@@ -11,11 +11,13 @@ from replay.analysis.diagnosis.evidence import MEASURED, outliers_allowed
 from replay.analysis.diagnosis.verdict import Diagnosis, without_name
 from replay.analysis.followed import Followed, agreement, join, judge_rounds
 from replay.diagnosis.case import Case
+from replay.diagnosis.hypotheses import unseen
 from replay.diagnosis.observed import FINAL_ROUNDS, first_rounds
 from replay.diagnosis.reference import Reference, follow
 from replay.errors import WiringError
 from replay.printable import counted
 from replay.traces.agreement import Agreement
+from replay.traces.fields import some
 
 
 def follow_elsewhere(case: Case, reference: Reference) -> Followed | None:
@@ -30,8 +32,8 @@ def follow_elsewhere(case: Case, reference: Reference) -> Followed | None:
     rounds = rest.served_rounds()
     if not len(rounds):
         return None
-    some = first_rounds(rest, rounds, FINAL_ROUNDS)
-    return follow(replace(case, trace=rest, cache=None), [case.served], some, reference.scales)[0]
+    few = first_rounds(rest, rounds, FINAL_ROUNDS)
+    return follow(replace(case, trace=rest, cache=None), [case.served], few, reference.scales)[0]
 
 
 def judge_elsewhere(found: Diagnosis, reference: Reference, elsewhere: Followed) -> Diagnosis:
@@ -46,6 +48,19 @@ def judge_elsewhere(found: Diagnosis, reference: Reference, elsewhere: Followed)
     )
 
 
+def judge_unseen(found: Diagnosis, case: Case) -> Diagnosis:
+    """No fault of the table explains a server only where all of them were tried."""
+    left_out = unseen(case)
+    if found.verdict != "engine" or not left_out:
+        return found
+    why = (
+        f"none of what could be tried explains the server, and {counted(len(left_out), 'likely fault')} could not be: "
+        f"the trace has the last {case.trace.prompt_rows} rows of some prompts, and they see more "
+        f"({some(left_out)}); capture again with more rows (--prompt-rows)"
+    )
+    return replace(without_name(found, why), implausible=None)
+
+
 def agreement_of_all(case: Case, reference: Reference | None, elsewhere: Followed | None) -> Agreement | None:
     """The rounds of the healthy replay counted; None where none were told, or where rows are not exact."""
     if reference is None or case.trace.rounded_taps:
@@ -54,13 +69,19 @@ def agreement_of_all(case: Case, reference: Reference | None, elsewhere: Followe
     return agreement(every, reference.noise, MEASURED)
 
 
-def held_doubts(case: Case) -> Iterator[str]:
-    """What fewer taps and rows in fp8 mean for the verdict."""
+def held_doubts(case: Case, walked: int) -> Iterator[str]:
+    """What fewer taps, fewer rows of prompts and rows in fp8 mean for the verdict; accept lengths on own walks are of
+    so many requests as are ``walked``."""
     tried, every = len(case.trace.records), len(case.every.records)
     if tried < every:
         yield (
             f"{tried} of {counted(every, 'request')} have the taps {', '.join(case.trace.taps)}: hypotheses are tried "
-            "on these, and what the head accepts by itself is of all that have its taps."
+            f"on these, and the served accept length is theirs. Accept lengths on their own walk are of {walked}."
+        )
+    if left_out := unseen(case):
+        yield (
+            f"Rows of prompts that the trace lacks keep {counted(len(left_out), 'likely fault')} ({some(left_out)}) "
+            "from being tried."
         )
     if case.trace.rounded_taps:
         yield (

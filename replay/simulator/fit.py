@@ -35,15 +35,19 @@ def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
     check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=config.features_width)
 
 
+class PromptRowsError(UsageError):
+    """A head sees rows of prompts that the trace does not have."""
+
+
 def check_prompt_rows(subject: Subject, trace: Trace) -> None:
-    """Refuse a head that sees rows of prompts that the trace does not have. Raises UsageError."""
+    """Refuse a head that sees rows of prompts that the trace does not have. Raises PromptRowsError."""
     kept = trace.prompt_rows
     if kept is None:
         return
     seen = rows_seen(subject.config, subject.behaviour)
     if seen is None or seen > kept:
         sees = "all rows of a prompt" if seen is None else f"the last {seen} rows of a prompt"
-        raise UsageError(
+        raise PromptRowsError(
             f"draft head {subject.checkpoint.name} sees {sees}, {trace.path} has the last {kept} of some; capture "
             f"again {'without --prompt-rows' if seen is None else f'with --prompt-rows last:{seen}'}"
         )

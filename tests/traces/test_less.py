@@ -239,6 +239,31 @@ def test_copies_are_bit_for_bit(tmp_path: Path, whole: Trace) -> None:
                 assert ours is None or torch.equal(ours.view(torch.uint8), stored.view(torch.uint8))
 
 
+def test_copies_announce_what_their_requests_have(tmp_path: Path, whole: Trace) -> None:
+    less = make_less(tmp_path / "less", whole, taps_for=2)
+
+    def copied(name: str, *traces: Trace) -> TraceHeader:
+        copy_requests(traces, tmp_path / name / "copy", named_by_trace=len(traces) > 1)
+        assert wrong(Trace.open(tmp_path / name / "copy")) == []
+        return Trace.open(tmp_path / name / "copy").header
+
+    bare = copied("bare", less.take(Part(requests=("r2", "r3"))))
+    assert list(bare.taps) == ["final"] and bare.capture.choices == {} and bare.version == OLDEST
+    first = copied("first", less.take(Part(limit=2)))
+    assert list(first.taps) == ["2", "final"] and first.capture.choices == {} and first.version == OLDEST
+    other = make_less(tmp_path / "other", whole.take(Part(limit=3)), taps_for=2, prompt_rows=2)
+    both = copied("both", less, other)
+    assert list(both.taps) == ["2", "final"] and both.capture.choices == {} and both.version == VERSION
+    again = copied("again", Trace.open(tmp_path / "both" / "copy").take(Part(limit=3)))
+    assert [what for what in both.missing if what.startswith("the ") and "requests" in what] == [
+        "the taps 2 of 3 of 7 requests: not all have all of these",
+        "the rows of longer prompts before their last 2, of 2 of 7 requests",
+    ]
+    assert [what for what in again.missing if "requests" in what] == [
+        "the taps 2 of 1 of 3 requests: not all have all of these"
+    ]
+
+
 def test_traces_of_other_choices_are_merged_where_their_rows_are_alike(tmp_path: Path, whole: Trace) -> None:
     ten = make_less(tmp_path / "ten", whole.take(Part(limit=2)), taps_for=1)
     last = make_less(tmp_path / "last", whole.take(Part(requests=("r2", "r3"))), prompt_rows=2)
