@@ -209,7 +209,7 @@ def _of_records(header: TraceHeader, traces: Sequence[Trace]) -> TraceHeader:
     """``header`` with the taps, the choices and the version that the requests have, and what these lack."""
     records = [record for trace in traces for record in trace.records]
     kinds = {frozenset(record.taps or header.taps) for record in records}
-    taps = {name: info for name, info in header.taps.items() if any(name in kind for kind in kinds)}
+    taps = {name: info for name, info in header.taps.items() if any(name in kind for kind in kinds)} or header.taps
     capture = header.capture if len(kinds) > 1 else replace(header.capture, taps_for=None, then_taps=())
     chosen = capture.choices or len(kinds) > 1 or any(record.first_row for record in records)
     rounded = any(info.dtype == FP8 for info in taps.values())

@@ -19,7 +19,14 @@ from replay.analysis.diagnosis.scored import AS_GOOD, Scored, rank
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge, without_name
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
-from replay.diagnosis.elsewhere import agreement_of_all, follow_elsewhere, held_doubts, judge_elsewhere, judge_unseen
+from replay.diagnosis.elsewhere import (
+    agreement_of_all,
+    follow_elsewhere,
+    held_doubts,
+    judge_elsewhere,
+    judge_unseen,
+    requests_of_all,
+)
 from replay.diagnosis.hypotheses import Hypothesis, nothing_wrong, rewired, singles
 from replay.diagnosis.plausible import implausible
 from replay.diagnosis.progress import Tell
@@ -40,7 +47,6 @@ from replay.engines.wiring import parse_wiring
 from replay.errors import TraceError
 from replay.faults.remedies import remedy
 from replay.printable import counted
-from replay.simulator.held import requests_with_taps
 from replay.traces.reader import Trace
 from replay.traces.rounds import HEALTHY_NAME
 
@@ -187,7 +193,7 @@ def _lengths(
     ``healthy_length`` is that of the healthy server over all requests.
     """
     items = [nothing_wrong(case), *shown]
-    same = requests_with_taps(case.every, [item.variant for item in items], {case.served.draft: case.checkpoint})
+    same = requests_of_all(case, [item.variant for item in items])
     if len(same) == len(case.every):
         items = list(shown)
     walks = own_walks(replace(case, every=same), items, tell)
@@ -205,9 +211,11 @@ def check_width(case: Case, tell: Tell) -> None:
     low, high = summary.accept_length_ci95
     if not high - low <= 2 * _WIDEST * summary.accept_length:
         spread = f" between {low:.2f} and {high:.2f}" if high >= low else ""  # one request has no interval
+        fewer = len(case.trace) < len(case.every)
+        mend = "record all taps of more requests (--taps-for)" if fewer else "capture more prompts"
         raise TraceError(
             f"{counted(summary.rounds, 'round')} of {counted(summary.played_requests, 'request')} leave the replay's "
-            f"accept length open{spread}, too wide to hold an observed one against; capture more prompts"
+            f"accept length open{spread}, too wide to hold an observed one against; {mend}"
         )
 
 

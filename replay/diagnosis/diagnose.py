@@ -11,6 +11,7 @@ from replay.analysis.ladder.ladder import Ladder
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.advice import check_width, conclude
 from replay.diagnosis.case import Case
+from replay.diagnosis.elsewhere import requests_of_all
 from replay.diagnosis.feed import read_feeding
 from replay.diagnosis.gains import gains_at_anchors, gains_of_walks
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis
@@ -23,7 +24,7 @@ from replay.diagnosis.trials import Trial, healthy
 from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.cache import open_cache
-from replay.simulator.held import requests_with_taps, richest_requests
+from replay.simulator.held import richest_requests
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant, default_steps
 from replay.simulator.workers import use_workers
@@ -155,8 +156,7 @@ def _block_steps(head: Checkpoint, told: Mapping[str, object]) -> object:
 def _climb(case: Case, found: Diagnosis, tried: Sequence[Trial], tell: Tell) -> Ladder:
     """From the training metric to what was observed, with the fault that was found among the rungs."""
     served, right = _ends(case, found, {one.hypothesis.name: one.hypothesis for one in tried})
-    ends = [served, replace(served, wiring=right)]
-    same = requests_with_taps(case.every, ends, {served.draft: case.checkpoint})
+    same = requests_of_all(case, [served, replace(served, wiring=right)])
 
     def on_event(progress: ReplayProgress) -> None:
         tell(Trying("the ladder", progress.done, progress.total, progress.part, "requests"))

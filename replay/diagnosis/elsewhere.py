@@ -4,7 +4,7 @@ A trace of version 2 may have the neighbours of the taps of its first requests a
 tried on these. What is then said of the server has to hold of the others as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from replay.analysis.diagnosis.evidence import MEASURED, outliers_allowed
@@ -16,8 +16,20 @@ from replay.diagnosis.observed import FINAL_ROUNDS, first_rounds
 from replay.diagnosis.reference import Reference, follow
 from replay.errors import WiringError
 from replay.printable import counted
+from replay.simulator.fit import PromptRowsError
+from replay.simulator.held import requests_with_taps
+from replay.simulator.variant import ResolvedVariant
 from replay.traces.agreement import Agreement
 from replay.traces.fields import some
+from replay.traces.reader import Trace
+
+
+def requests_of_all(case: Case, variants: Sequence[ResolvedVariant]) -> Trace:
+    """All requests on which each of these can be played: those that are tried, and others that have as much."""
+    try:
+        return requests_with_taps(case.every, variants, {case.served.draft: case.checkpoint})
+    except PromptRowsError:
+        return case.trace
 
 
 def follow_elsewhere(case: Case, reference: Reference) -> Followed | None:
@@ -50,8 +62,7 @@ def judge_elsewhere(found: Diagnosis, reference: Reference, elsewhere: Followed)
 
 def judge_unseen(found: Diagnosis, case: Case) -> Diagnosis:
     """No fault of the table explains a server only where all of them were tried."""
-    left_out = unseen(case)
-    if found.verdict != "engine" or not left_out:
+    if found.verdict != "engine" or not (left_out := unseen(case)):
         return found
     why = (
         f"none of what could be tried explains the server, and {counted(len(left_out), 'likely fault')} could not be: "

@@ -12,10 +12,12 @@ from support.served_maker import WIRING, make_checkpoint, make_served
 
 from replay.analysis.diagnosis.report import render_diagnosis
 from replay.analysis.diagnosis.verdict import Diagnosis
+from replay.capture.observed_number import Observed
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.diagnose import diagnose_server, served_variant
+from replay.errors import TraceError
 from replay.faults.table import FAULTS
-from replay.traces.copying import captured_request
+from replay.traces.copying import captured_request, copy_requests
 from replay.traces.header import VERSION
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
@@ -77,6 +79,27 @@ def test_a_fault_of_the_other_requests_leaves_no_healthy_verdict(tmp_path: Path,
     found = run(tiered, head, "attn.scale")
     assert found.verdict == "undetermined" and found.named is None
     assert "in the others rounding does not explain" in found.why
+
+
+def test_an_observed_accept_length_is_held_against_as_much_as_was_tried(tmp_path: Path, head: Checkpoint) -> None:
+    """Eight requests tell the head's own within 20 %, and one of them does not."""
+    whole = make_served(tmp_path, head, requests=REQUESTS)
+    tiered = make_less(tmp_path / "tiered", whole, taps_for=1, then=WIRING.taps)
+    mend = r"of 1 request leave .* against; record all taps of more requests \(--taps-for"
+    seen = Observed(2.4, "typed")
+    with pytest.raises(TraceError, match=mend):
+        diagnose_server(tiered, head, served_variant(tiered, "h"), observed=seen, without=frozenset(FAULTS))
+
+
+def test_a_fault_that_shows_in_whole_prompts_alone_is_named_from_these(tmp_path: Path, head: Checkpoint) -> None:
+    """Of three requests two have all rows and taps; the third has no row that the fault moves into the window."""
+    narrow = replace(head, config=replace(head.config, window=4))
+    whole = make_served(tmp_path, narrow, "shift.alignment=features", requests=3)
+    less = make_less(tmp_path / "less", whole, taps_for=2, then=WIRING.taps, prompt_rows=4)
+    copy_requests([whole.take(Part(limit=2)), less.take(Part(requests=("r2",)))], tmp_path / "both")
+    found = run(Trace.open(tmp_path / "both"), narrow, "shift.alignment", ladder=True)
+    assert (found.verdict, found.named) == ("fault", "shift.alignment=features")
+    assert found.doubts[-1].endswith("Accept lengths on their own walk are of 2.") and found.ladder is not None
 
 
 def test_requests_that_lack_what_was_served_say_nothing(tmp_path: Path, head: Checkpoint) -> None:
