@@ -11,6 +11,7 @@ from replay.capture.options import CaptureOptions, ServerOptions
 from replay.printable import counted
 from replay.traces.captured import CapturedRequest
 from replay.traces.header import FP8, OLDEST, VERSION, TapInfo, TraceHeader
+from replay.traces.lacking import say_rounded
 from replay.traces.taps import EMBED, FINAL, sort_taps
 
 
@@ -58,7 +59,7 @@ class Kept:
             first = counted(len(self.first), "request")
             yield f"the taps {', '.join(fewer)} of some requests: they were recorded of the first {first} alone"
         if rounded := [tap for tap in self.taps if self._is_rounded(tap)]:
-            yield f"the exact rows of {', '.join(rounded)}: they are stored in fp8"
+            yield say_rounded(rounded)
         if self.prompt_rows is not None:
             yield f"the rows of longer prompts before their last {self.prompt_rows}"
 

@@ -123,7 +123,7 @@ def _request_problems(trace: Trace, index: int, shared: SharedRows) -> Iterator[
         values = rows.taps[tap][rows.first_row :]
         zero = (values == 0).all(dim=1)
         if tap != EMBED and bool(zero.any()):
-            first = int(zero.nonzero()[0, 0])
+            first = rows.first_row + int(zero.nonzero()[0, 0])
             yield f"{int(zero.sum())} of {counted(len(zero), 'row')} of {tap} are all zero, first row {first}"
         if tap == FINAL:
             shared.add(index, rows.tokens, values, rows.first_row)

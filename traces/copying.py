@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from replay.errors import TraceError, UsageError
 from replay.traces.captured import CapturedRequest, ServerCounters
 from replay.traces.fields import some
-from replay.traces.header import OLDEST, ONE_TARGET, VERSION, TraceHeader
+from replay.traces.header import FP8, OLDEST, ONE_TARGET, VERSION, TraceHeader
+from replay.traces.lacking import say_missing
 from replay.traces.reader import Trace
 from replay.traces.whole import check_output, whole_folder
 from replay.traces.writer import TraceWriter
@@ -183,33 +184,41 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
                     f"the traces differ in {name}, {_say(one)} in {traces[0].path} and {_say(other)} in {trace.path}; "
                     "give traces that were recorded alike, or replay each by itself"
                 )
-    first = replace(first, weights=None, version=_least_version(traces))
-    if not others:
+    return _of_records(_joined([first, *others]), traces)
+
+
+def _joined(headers: Sequence[TraceHeader]) -> TraceHeader:
+    """The first of ``headers`` that agree, with what is said of all of them."""
+    first = replace(headers[0], weights=None)
+    if len(headers) == 1:
         return first
-    digest = hashlib.sha256("".join(header.capture.prompts_sha256 for header in (first, *others)).encode()).hexdigest()
-    most = max(header.capture.max_new_tokens for header in (first, *others))
-    missing = dict.fromkeys(what for header in (first, *others) for what in header.missing)
-    seeds = {header.capture.seed for header in (first, *others)}
+    digest = hashlib.sha256("".join(header.capture.prompts_sha256 for header in headers).encode()).hexdigest()
+    most = max(header.capture.max_new_tokens for header in headers)
+    missing = dict.fromkeys(what for header in headers for what in header.missing)
+    seeds = {header.capture.seed for header in headers}
     told = ("the one prompt file: it was merged of several",) + ("the one seed: there are several",) * (len(seeds) > 1)
-    asked = [header.capture for header in (first, *others)]
-    tiers = {(one.taps_for, one.then_taps, one.prompt_rows) for one in asked}  # of several kinds: each request says its
-    taps_for, then_taps, prompt_rows = tiers.pop() if len(tiers) == 1 else (None, (), None)
+    rows = {header.capture.prompt_rows for header in headers}
     capture = replace(
-        first.capture, prompts_sha256=digest, max_new_tokens=most, taps_for=taps_for, then_taps=then_taps,
-        prompt_rows=prompt_rows,
+        first.capture, prompts_sha256=digest, max_new_tokens=most, taps_for=None, then_taps=(),
+        prompt_rows=rows.pop() if len(rows) == 1 else None,
     )  # fmt: skip
     return replace(first, capture=capture, missing=(*missing, *told))
 
 
+def _of_records(header: TraceHeader, traces: Sequence[Trace]) -> TraceHeader:
+    """``header`` with the taps, the choices and the version that the requests have, and what these lack."""
+    records = [record for trace in traces for record in trace.records]
+    kinds = {frozenset(record.taps or header.taps) for record in records}
+    taps = {name: info for name, info in header.taps.items() if any(name in kind for kind in kinds)} or header.taps
+    capture = header.capture if len(kinds) > 1 else replace(header.capture, taps_for=None, then_taps=())
+    chosen = capture.choices or len(kinds) > 1 or any(record.first_row for record in records)
+    rounded = any(info.dtype == FP8 for info in taps.values())
+    header = replace(header, taps=taps, capture=capture, version=VERSION if chosen or rounded else OLDEST)
+    return replace(header, missing=say_missing(header, records))
+
+
 def _taps(header: TraceHeader) -> dict[str, str]:
     return {name: f"{tap.dtype} x {tap.width}" for name, tap in header.taps.items()}
-
-
-def _least_version(traces: Sequence[Trace]) -> int:
-    """The oldest one that says what the requests lack; what they share the writer finds anew."""
-    lacking = any(record.taps or record.first_row for trace in traces for record in trace.records)
-    chosen = any(trace.header.capture.choices or trace.rounded_taps for trace in traces)
-    return VERSION if lacking or chosen else OLDEST
 
 
 def _say(value: object) -> str:

@@ -146,7 +146,7 @@ class Trace:
         if not kept:
             raise WiringError(
                 f"no request of {self.path} has {named} at once; there are {self.say_tiers()}: choose among the taps "
-                "of one"
+                "of one, or record requests that have more (--taps-for)"
             )
         taken = self._of(kept)
         told = f"{len(kept)} of {counted(len(self.records), 'request')}"
@@ -191,7 +191,7 @@ class Trace:
         if len(self.records) == len(self._every):
             return self
         other = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder)
-        other._verifier = self._verifier
+        other._verifier, other._shaken = self._verifier, self._shaken
         return other
 
     def __repr__(self) -> str:
@@ -228,14 +228,20 @@ class Trace:
 
     def shaken(self) -> Self:
         """The same trace with its rows in fp8 rounded once more, to see how far such rounding moves a replay."""
-        other = copy.copy(self)
+        other = self._copied()
         other._shaken = True
         return other
 
     def unverified(self) -> Self:
         """The same trace, whose shards are read without a look at their checksums."""
-        other = copy.copy(self)
+        other = self._copied()
         other._verifier = None
+        return other
+
+    def _copied(self) -> Self:
+        """A copy that is read in another way, and so has a ``whole`` of its own."""
+        other = copy.copy(self)
+        vars(other).pop("whole", None)
         return other
 
     @property
@@ -505,7 +511,8 @@ class Trace:
         if tap in self.header.taps:
             raise WiringError(
                 f"request {record.request_id!r} of {self.path} has no tap {tap}; it has "
-                f"{', '.join(record.taps or ())}: choose among these"
+                f"{', '.join(record.taps or ())}: choose among these, leave it out (--request, --limit), or "
+                "record all taps of it (--taps-for)"
             )
         raise self._lacks(tap)
 

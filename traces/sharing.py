@@ -73,7 +73,8 @@ class Sharing:
 
     def prefixes(self, records: Sequence[RequestRecord], added: Sequence[Tensors]) -> list[tuple[int, int]]:
         """For each of the requests ``added`` behind ``records``: an earlier request's number, and how many first rows
-        it has of it; 0 where none. Nothing is remembered of ``added``, which may never come to the disk.
+        it has of it; 0 where none. One that lacks its own first rows is given empty. Nothing is remembered of
+        ``added``, which may never come to the disk.
 
         Raises TraceCorruptError where a shard is not what it was.
         """
@@ -82,6 +83,9 @@ class Sharing:
         found: list[tuple[int, int]] = []
         new: dict[bytes, tuple[int, ...]] = {}
         for number, tensors in enumerate(added, len(records)):
+            if not tensors:
+                found.append((0, 0))
+                continue
             digests = list(_digests(tensors[TOKENS]))
             owner, rows = _longest(self._alike(digests, new), tensors, stored)
             _remember(new, digests, number, rows, self._begins)
@@ -91,6 +95,8 @@ class Sharing:
     def _remember_stored(self, stored: _Stored) -> None:
         """What came to the disk since the last time, or before this process."""
         for number, record in enumerate(stored.records[self._known :], self._known):
+            if record.first_row:
+                continue
             tokens_T = stored.read(number, TOKENS, 0, record.tokens)
             _remember(self._begins, list(_digests(tokens_T)), number, record.shared)
         self._known = len(stored.records)

@@ -186,9 +186,10 @@ class TraceWriter:
         self, bare: Sequence[RequestRecord], tensors: "Sequence[dict[str, torch.Tensor]]"
     ) -> list[RequestRecord]:
         """The records of requests, with what each has in common with an earlier one."""
-        if not self.share or any(record.first_row for record in (*self._records, *bare)):
+        if not self.share:
             return list(bare)
-        streams = [{name: one[name] for name in _stream(one)} for one in tensors]
+        pairs = zip(bare, tensors, strict=True)  # rows from some row on are nobody's first ones
+        streams = [{} if record.first_row else {name: one[name] for name in _stream(one)} for record, one in pairs]
         records = list(self._records)
         for record, (owner, rows) in zip(bare, self._sharing.prefixes(self._records, streams), strict=True):
             records.append(shared_record(record, records, owner, rows))

@@ -19,7 +19,14 @@ from replay.analysis.diagnosis.scored import AS_GOOD, Scored, rank
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge, without_name
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
-from replay.diagnosis.elsewhere import agreement_of_all, follow_elsewhere, held_doubts, judge_elsewhere
+from replay.diagnosis.elsewhere import (
+    agreement_of_all,
+    follow_elsewhere,
+    held_doubts,
+    judge_elsewhere,
+    judge_unseen,
+    requests_of_all,
+)
 from replay.diagnosis.hypotheses import Hypothesis, nothing_wrong, rewired, singles
 from replay.diagnosis.plausible import implausible
 from replay.diagnosis.progress import Tell
@@ -83,14 +90,14 @@ def conclude(
         others, taken_by_any = _unknowable(case, reference, tried, final, tell)
         ranked, unknown = rank([*scores, *others], taken_by_any=taken_by_any)
         found = replace(found, ranked=tuple(ranked), unknown=unknown)  # none of them is ever named
-    walks = own_walks(case, _worth_a_walk(case, tried, found), tell)
-    lengths = {HEALTHY_NAME: summary.accept_length} | {name: walk.accept_length for name, (walk, _) in walks.items()}
+    found = judge_unseen(found, case)
+    lengths, walked = _lengths(case, _worth_a_walk(case, tried, found), summary.accept_length, tell)
     advised = _advise(case, found, gains, lengths)
     named = [*found.undecided, *filter(None, [found.named])]
     open_gains = bool({gain.label for gain in found.gains} & {*named})
     return replace(
         advised,
-        doubts=(*case.every.doubts, *held_doubts(case)),
+        doubts=(*case.every.doubts, *held_doubts(case, walked)),
         separate=tuple(
             separate(
                 case.observation.kind, found.verdict, named if found.undecided else (),
@@ -177,18 +184,38 @@ def _worth_a_walk(case: Case, tried: Sequence[Trial], found: Diagnosis) -> list[
     return items + [rewired(case, parse_wiring(gain.value), gain.log_prior) for gain in left]
 
 
+def _lengths(
+    case: Case, shown: Sequence[Hypothesis], healthy_length: float, tell: Tell
+) -> tuple[dict[str, float], int]:
+    """The accept lengths of what is ``shown`` and of the healthy server by themselves, all over the same requests; and
+    how many these are.
+
+    ``healthy_length`` is that of the healthy server over all requests.
+    """
+    items = [nothing_wrong(case), *shown]
+    same = requests_of_all(case, [item.variant for item in items])
+    if len(same) == len(case.every):
+        items = list(shown)
+    walks = own_walks(replace(case, every=same), items, tell)
+    lengths = {name: walk.accept_length for name, (walk, _) in walks.items()}
+    return {HEALTHY_NAME: healthy_length} | lengths, len(same)
+
+
 def check_width(case: Case, tell: Tell) -> None:
     """Refuse to hold one number against a trace whose healthy replay leaves its own open. Raises TraceError.
 
     One replay tells, before the many that a search takes.
     """
-    summary, _ = own_walks(case, [nothing_wrong(case)], tell)[HEALTHY_NAME]
+    tried = replace(case, every=case.trace)  # the requests on which it is held against hypotheses
+    summary, _ = own_walks(tried, [nothing_wrong(case)], tell)[HEALTHY_NAME]
     low, high = summary.accept_length_ci95
     if not high - low <= 2 * _WIDEST * summary.accept_length:
         spread = f" between {low:.2f} and {high:.2f}" if high >= low else ""  # one request has no interval
+        fewer = len(case.trace) < len(case.every)
+        mend = "record all taps of more requests (--taps-for)" if fewer else "capture more prompts"
         raise TraceError(
             f"{counted(summary.rounds, 'round')} of {counted(summary.played_requests, 'request')} leave the replay's "
-            f"accept length open{spread}, too wide to hold an observed one against; capture more prompts"
+            f"accept length open{spread}, too wide to hold an observed one against; {mend}"
         )
 
 

@@ -11,6 +11,7 @@ from replay.analysis.ladder.ladder import Ladder
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.advice import check_width, conclude
 from replay.diagnosis.case import Case
+from replay.diagnosis.elsewhere import requests_of_all
 from replay.diagnosis.feed import read_feeding
 from replay.diagnosis.gains import gains_at_anchors, gains_of_walks
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis
@@ -155,17 +156,18 @@ def _block_steps(head: Checkpoint, told: Mapping[str, object]) -> object:
 def _climb(case: Case, found: Diagnosis, tried: Sequence[Trial], tell: Tell) -> Ladder:
     """From the training metric to what was observed, with the fault that was found among the rungs."""
     served, right = _ends(case, found, {one.hypothesis.name: one.hypothesis for one in tried})
+    same = requests_of_all(case, [served, replace(served, wiring=right)])
 
     def on_event(progress: ReplayProgress) -> None:
         tell(Trying("the ladder", progress.done, progress.total, progress.part, "requests"))
 
     return climb(
-        case.every,
+        same,
         case.checkpoint,
         served,
         right,
         trained_steps=None,
-        observed=observe(case.every, case.served.steps, case.observation.given).accepted,
+        observed=observe(same, case.served.steps, case.observation.given).accepted,
         served_products=False,
         cache=case.cache,
         workers=case.workers,

@@ -4,17 +4,32 @@ A trace of version 2 may have the neighbours of the taps of its first requests a
 tried on these. What is then said of the server has to hold of the others as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from replay.analysis.diagnosis.evidence import MEASURED, outliers_allowed
 from replay.analysis.diagnosis.verdict import Diagnosis, without_name
 from replay.analysis.followed import Followed, agreement, join, judge_rounds
 from replay.diagnosis.case import Case
+from replay.diagnosis.hypotheses import unseen
 from replay.diagnosis.observed import FINAL_ROUNDS, first_rounds
 from replay.diagnosis.reference import Reference, follow
+from replay.errors import WiringError
 from replay.printable import counted
+from replay.simulator.fit import PromptRowsError
+from replay.simulator.held import requests_with_taps
+from replay.simulator.variant import ResolvedVariant
 from replay.traces.agreement import Agreement
+from replay.traces.fields import some
+from replay.traces.reader import Trace
+
+
+def requests_of_all(case: Case, variants: Sequence[ResolvedVariant]) -> Trace:
+    """All requests on which each of these can be played: those that are tried, and others that have as much."""
+    try:
+        return requests_with_taps(case.every, variants, {case.served.draft: case.checkpoint})
+    except PromptRowsError:
+        return case.trace
 
 
 def follow_elsewhere(case: Case, reference: Reference) -> Followed | None:
@@ -22,11 +37,15 @@ def follow_elsewhere(case: Case, reference: Reference) -> Followed | None:
     where they lack what was served."""
     tried = {record.request_id for record in case.trace.records}
     rest = case.every.only([record.request_id for record in case.every.records if record.request_id not in tried])
-    rounds = rest.served_rounds()
-    if not len(rounds) or not set(case.served.wiring.taps) <= set(rest.taps):
+    try:
+        rest = rest.having(case.served.wiring.taps)
+    except WiringError:
         return None
-    some = first_rounds(rest, rounds, FINAL_ROUNDS)
-    return follow(replace(case, trace=rest, cache=None), [case.served], some, reference.scales)[0]
+    rounds = rest.served_rounds()
+    if not len(rounds):
+        return None
+    few = first_rounds(rest, rounds, FINAL_ROUNDS)
+    return follow(replace(case, trace=rest, cache=None), [case.served], few, reference.scales)[0]
 
 
 def judge_elsewhere(found: Diagnosis, reference: Reference, elsewhere: Followed) -> Diagnosis:
@@ -41,6 +60,18 @@ def judge_elsewhere(found: Diagnosis, reference: Reference, elsewhere: Followed)
     )
 
 
+def judge_unseen(found: Diagnosis, case: Case) -> Diagnosis:
+    """No fault of the table explains a server only where all of them were tried."""
+    if found.verdict != "engine" or not (left_out := unseen(case)):
+        return found
+    why = (
+        f"none of what could be tried explains the server, and {counted(len(left_out), 'likely fault')} could not be: "
+        f"the trace has the last {case.trace.prompt_rows} rows of some prompts, and they see more "
+        f"({some(left_out)}); capture again with more rows (--prompt-rows)"
+    )
+    return replace(without_name(found, why), implausible=None)
+
+
 def agreement_of_all(case: Case, reference: Reference | None, elsewhere: Followed | None) -> Agreement | None:
     """The rounds of the healthy replay counted; None where none were told, or where rows are not exact."""
     if reference is None or case.trace.rounded_taps:
@@ -49,13 +80,19 @@ def agreement_of_all(case: Case, reference: Reference | None, elsewhere: Followe
     return agreement(every, reference.noise, MEASURED)
 
 
-def held_doubts(case: Case) -> Iterator[str]:
-    """What fewer taps and rows in fp8 mean for the verdict."""
+def held_doubts(case: Case, walked: int) -> Iterator[str]:
+    """What fewer taps, fewer rows of prompts and rows in fp8 mean for the verdict; accept lengths on own walks are of
+    so many requests as are ``walked``."""
     tried, every = len(case.trace.records), len(case.every.records)
     if tried < every:
         yield (
             f"{tried} of {counted(every, 'request')} have the taps {', '.join(case.trace.taps)}: hypotheses are tried "
-            "on these, and what the head accepts by itself is of all that have its taps."
+            f"on these, and the served accept length is theirs. Accept lengths on their own walk are of {walked}."
+        )
+    if left_out := unseen(case):
+        yield (
+            f"Rows of prompts that the trace lacks keep {counted(len(left_out), 'likely fault')} ({some(left_out)}) "
+            "from being tried."
         )
     if case.trace.rounded_taps:
         yield (

@@ -16,6 +16,7 @@ from replay.errors import ReplayError
 from replay.faults.change import Subject
 from replay.faults.table import FAULTS, Fault
 from replay.simulator.binding import bind
+from replay.simulator.fit import PromptRowsError
 from replay.simulator.variant import ResolvedVariant
 from replay.traces.rounds import HEALTHY_NAME
 from replay.traces.taps import EMBED, sort_taps, tap_name
@@ -69,6 +70,24 @@ def singles(case: Case) -> list[Hypothesis]:
         shown = list(_shown(kind, case))
         found += [Hypothesis(kind, value, variant, log(share_of(kind) / len(shown))) for value, variant in shown]
     return found
+
+
+def unseen(case: Case) -> list[str]:
+    """The names of the single faults that are not tried because the trace lacks the rows of prompts that they show."""
+    if case.trace.prompt_rows is None:
+        return []
+    likely = [Fault(kind, value) for kind in FAULTS if kind not in case.without for value in LIKELY_VALUES[kind](case)]
+    return [str(fault) for fault in dict.fromkeys(likely) if _lacks_prompt_rows(fault, case)]
+
+
+def _lacks_prompt_rows(fault: Fault, case: Case) -> bool:
+    try:
+        bind(replace(case.served, faults=(*case.served.faults, fault)), case.checkpoint, case.trace)
+    except PromptRowsError:
+        return True
+    except ReplayError:
+        return False
+    return False
 
 
 def pairs(case: Case, base: Hypothesis, partners: Sequence[Hypothesis]) -> list[Hypothesis]:

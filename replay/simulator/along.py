@@ -62,11 +62,10 @@ def follow_pack(
 ) -> Iterator[tuple[Group, list[Followed]]]:
     """Each group with what it says of each request of the pack, which has the number that it has in the trace."""
     alone = _Along(pack, [served.drafts[rows.request_id].before(len(rows.tokens) - 1) for rows in pack])
-    together = alone if served.beside is None else served.beside.add_to(alone)
     numbers = [served.places[rows.request_id] for rows in pack]
     for _, stem in groupby(groups, key=lambda group: group.stem):
         alike = list(stem)
-        along = together if alike[0].crosses else alone
+        along = served.beside.add_to(alone, alike) if served.beside is not None and alike[0].crosses else alone
         inputs = stem_inputs(alike, along.rows, along.leads, served.trace, served.spans, served.batches)
         first = shared_first_pass(alike, inputs)
         for group in alike:
@@ -103,8 +102,8 @@ class _Beside:
         others = trace.whole.served_rounds().join(rounds, on=["request_id", "anchor"], how="anti")
         return cls(trace, batches, served_drafts(pl.concat([rounds.select(others.columns), others])))
 
-    def add_to(self, alone: _Along) -> _Along:
-        together = gather(self.batches, self.trace, alone.rows, alone.leads)
+    def add_to(self, alone: _Along, stem: Sequence[Group]) -> _Along:
+        together = gather(self.batches, self.trace, stem, alone.rows, alone.leads)
         pairs = zip(together.rows, together.leads, strict=True)
         drafts = [
             self.drafts[rows.request_id].at(lead.anchors or ()).before(len(rows.tokens) - 1) for rows, lead in pairs

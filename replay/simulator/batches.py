@@ -6,16 +6,18 @@ which it lies.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from replay.drafting.crossed import BatchRow, BatchRows
-from replay.simulator.groups import Group
+from replay.simulator.fit import rows_seen
+from replay.simulator.groups import Group, taps_of
 from replay.simulator.inputs import FollowedRounds
 from replay.traces.reader import RequestRows, Trace
+from replay.traces.records import RequestRecord
 
 if TYPE_CHECKING:
     import polars as pl
@@ -83,17 +85,26 @@ def batches_for(groups: Sequence[Group], trace: Trace) -> Batches | None:
     return Batches(trace.whole.served_rounds()) if any(group.crosses for group in groups) else None
 
 
-def gather(batches: Batches, trace: Trace, pack: Sequence[RequestRows], leads: Sequence[FollowedRounds]) -> Together:
+def gather(
+    batches: Batches,
+    trace: Trace,
+    stem: Sequence[Group],
+    pack: Sequence[RequestRows],
+    leads: Sequence[FollowedRounds],
+) -> Together:
     """A pack whose ``leads`` say where it drafts, with all rounds of the batches in which these anchors lie.
 
+    A neighbour that lacks a tap or a row that the groups of the ``stem`` read counts as one that is not in the trace.
     Memory grows with the most requests that the server verified together. Raises as ``Trace.read``.
     """
     whole = trace.whole  # of a part, neighbours may be outside of it
     asked = {rows.request_id: lead.anchors for rows, lead in zip(pack, leads, strict=True)}
     beside = batches.beside(asked)
     places = {record.request_id: place for place, record in enumerate(whole.records)}
-    taps = tuple(pack[0].taps)
-    others = sorted(beside.keys() - asked.keys(), key=lambda name: places[name])
+    taps = taps_of(stem)
+    can_play = _playable(whole, stem, taps)
+    others = [name for name in beside.keys() - asked.keys() if can_play(whole.records[places[name]])]
+    others.sort(key=lambda name: places[name])
     rows = [*pack, *(whole.read(places[name], taps) for name in others)]
     wider = [
         FollowedRounds(None if lead.anchors is None else tuple(sorted({*lead.anchors, *beside.get(name, ())})))
@@ -102,6 +113,19 @@ def gather(batches: Batches, trace: Trace, pack: Sequence[RequestRows], leads: S
     wider += [FollowedRounds(tuple(sorted(beside[name]))) for name in others]
     kept = [_places(one, *pair) for one, *pair in zip(pack, leads, wider, strict=False)]
     return Together(rows, wider, kept)
+
+
+def _playable(whole: Trace, stem: Sequence[Group], taps: Sequence[str]) -> Callable[[RequestRecord], bool]:
+    """Whether a request has all that the groups of a stem read: these taps, and rows of its prompt."""
+    needed = [rows_seen(group.head.config, group.head.behaviour) for group in stem]
+    stored = {tap for tap in taps if tap in whole.header.taps}
+
+    def can_play(record: RequestRecord) -> bool:
+        kept = record.prompt_tokens - record.rows_left_out
+        rows = not record.rows_left_out or all(seen is not None and seen <= kept for seen in needed)
+        return rows and (record.taps is None or stored <= set(record.taps))
+
+    return can_play
 
 
 def _places(rows: RequestRows, asked: FollowedRounds, wider: FollowedRounds) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import HeadConfig
 from replay.checkpoint.tensor_table import LATENT_KV_B, expected_tensors, linear_names
+from replay.engines.behaviour import Behaviour
 from replay.engines.precision import Format, Precision, fused_name
 from replay.engines.wiring import Wiring, check_wiring
 from replay.errors import CheckpointError, UsageError
@@ -34,26 +35,29 @@ def check_fit(checkpoint: Checkpoint, wiring: Wiring, trace: Trace) -> None:
     check_wiring(wiring, available=trace.taps, hidden_size=target.hidden_size, fc_inputs=config.features_width)
 
 
+class PromptRowsError(UsageError):
+    """A head sees rows of prompts that the trace does not have."""
+
+
 def check_prompt_rows(subject: Subject, trace: Trace) -> None:
-    """Refuse a head that sees rows of prompts that the trace does not have. Raises UsageError."""
+    """Refuse a head that sees rows of prompts that the trace does not have. Raises PromptRowsError."""
     kept = trace.prompt_rows
     if kept is None:
         return
-    seen = _rows_seen(subject)
+    seen = rows_seen(subject.config, subject.behaviour)
     if seen is None or seen > kept:
         sees = "all rows of a prompt" if seen is None else f"the last {seen} rows of a prompt"
-        raise UsageError(
+        raise PromptRowsError(
             f"draft head {subject.checkpoint.name} sees {sees}, {trace.path} has the last {kept} of some; capture "
             f"again {'without --prompt-rows' if seen is None else f'with --prompt-rows last:{seen}'}"
         )
 
 
-def _rows_seen(subject: Subject) -> int | None:
+def rows_seen(config: HeadConfig, behaviour: Behaviour) -> int | None:
     """How many rows before an anchor decide what is drafted there, the anchor's own included; None: all of them.
 
     A row's draft KV is of its own features alone in the first layer, in each later one of what the layer before saw.
     """
-    config, behaviour = subject.config, subject.behaviour
     windows = [behaviour.window] * config.num_layers
     if config.block is not None:  # whose context rows see no others
         widest = None if None in config.block.windows else max(filter(None, config.block.windows), default=None)

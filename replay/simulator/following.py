@@ -15,10 +15,10 @@ from replay.errors import UsageError
 from replay.simulator.along import Served, follow_pack
 from replay.simulator.binding import resolve
 from replay.simulator.fit import samples_drafts
-from replay.simulator.groups import Group, group_variants
+from replay.simulator.groups import Group, group_variants, taps_of
 from replay.simulator.held import requests_with_taps
 from replay.simulator.inputs import read_packs
-from replay.simulator.packs import spans_of, taps_of
+from replay.simulator.packs import spans_of
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.served_drafts import ServedDrafts, served_drafts, served_shape
 from replay.simulator.tasks import Result, Task, Workers, plan_tasks, replay_tasks

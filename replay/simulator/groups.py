@@ -12,6 +12,7 @@ from replay.simulator.binding import bind, build_head
 from replay.simulator.fit import check_rule, samples_drafts
 from replay.simulator.variant import CHAIN_KV, ResolvedVariant
 from replay.traces.reader import Trace
+from replay.traces.taps import FINAL
 from replay.verify.rules import Rule
 
 
@@ -38,6 +39,14 @@ class Group:
     def crosses(self) -> bool:
         """Whether requests are handed states of others of their batch, which then have to be replayed beside them."""
         return self.head.behaviour.crosses
+
+
+def taps_of(groups: Sequence[Group]) -> tuple[str, ...]:
+    """Every tap that some variant reads."""
+    taps = dict.fromkeys(tap for group in groups for tap in group.wiring.taps)
+    if any(group.head.behaviour.chunk is not None for group in groups):
+        taps[FINAL] = None
+    return tuple(taps)
 
 
 @dataclass(frozen=True, slots=True)

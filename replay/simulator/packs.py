@@ -15,7 +15,6 @@ from replay.simulator.play import replay_stems
 from replay.simulator.results import RoundsTable, Tally
 from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import RequestRows, Trace
-from replay.traces.taps import FINAL
 from replay.verify.estimator import Estimator
 
 if TYPE_CHECKING:
@@ -61,11 +60,3 @@ def estimator_of(variant: ResolvedVariant, checkpoint: Checkpoint, trace: Trace)
 def notes_of(group: Group) -> tuple[str, ...]:
     """What is to be said of the group's head."""
     return (*group.head.notes, *group.head.emulation.notes())
-
-
-def taps_of(groups: Sequence[Group]) -> tuple[str, ...]:
-    """Every tap that some variant reads."""
-    taps = dict.fromkeys(tap for group in groups for tap in group.wiring.taps)
-    if any(group.head.behaviour.chunk is not None for group in groups):
-        taps[FINAL] = None
-    return tuple(taps)

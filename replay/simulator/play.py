@@ -69,7 +69,7 @@ def _replay_stem(
 ) -> Iterator[Group]:
     start = perf_counter()
     inputs = drafting = stem_inputs(stem, rows, leads, trace, spans)
-    together = gather(batches, trace, rows, leads) if batches is not None and stem[0].crosses else None
+    together = gather(batches, trace, stem, rows, leads) if batches is not None and stem[0].crosses else None
     if together is not None:
         drafting = stem_inputs(stem, together.rows, together.leads, trace, spans, batches)
     pack = _Pack(rows, inputs, leads, drafting, together, shared_first_pass(stem, drafting), tallies, table)

@@ -15,9 +15,9 @@ from replay.errors import CheckpointError
 from replay.simulator.along import Served, follow_pack
 from replay.simulator.batches import batches_for
 from replay.simulator.cache_keys import checkpoint_sha256
-from replay.simulator.groups import Group, group_variants
+from replay.simulator.groups import Group, group_variants, taps_of
 from replay.simulator.inputs import followed_rounds, read_packs
-from replay.simulator.packs import estimator_of, notes_of, replay_pack, spans_of, taps_of
+from replay.simulator.packs import estimator_of, notes_of, replay_pack, spans_of
 from replay.simulator.results import Played, RoundsTable, Tally
 from replay.simulator.tasks import Result, Task
 from replay.traces.reader import Trace

@@ -9,11 +9,11 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.errors import UsageError
 from replay.simulator.batches import batches_for
 from replay.simulator.binding import resolve
-from replay.simulator.groups import Group, group_variants
+from replay.simulator.groups import Group, group_variants, taps_of
 from replay.simulator.held import requests_with_taps
 from replay.simulator.inputs import followed_rounds, plan_packs, read_packs
 from replay.simulator.loops import find_loop
-from replay.simulator.packs import check_follow, estimator_of, notes_of, replay_pack, spans_of, taps_of
+from replay.simulator.packs import check_follow, estimator_of, notes_of, replay_pack, spans_of
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.results import (
     Played,

@@ -21,9 +21,8 @@ from replay.engines.wiring import Wiring
 from replay.errors import ReplayError, TraceError, UsageError
 from replay.faults.table import parse_faults
 from replay.simulator.binding import resolve
-from replay.simulator.groups import Group, group_variants
+from replay.simulator.groups import Group, group_variants, taps_of
 from replay.simulator.inputs import FollowedRounds
-from replay.simulator.packs import taps_of
 from replay.simulator.play import stem_inputs
 from replay.simulator.variant import Variant
 from replay.traces.fields import some

@@ -209,6 +209,14 @@ def test_the_last_rows_of_prompts(tmp_path: Path, whole: Trace) -> None:
     with pytest.raises(TraceError, match=r"holds no row 1 of request 'r2', whose rows it has from 2 on"):
         less.tap_rows(2, "2", [3, 1])
     assert wrong(less) == []
+    one = captured_request(less, 3)
+    zeros = one.taps["2"].clone()
+    zeros[2] = 0
+    with TraceWriter.create(tmp_path / "zeros", replace(less.header, weights=None)) as writer:
+        writer.add([replace(one, taps={**one.taps, "2": zeros})])
+        writer.finish()
+    (said,) = wrong(Trace.open(tmp_path / "zeros"))
+    assert said.endswith("rows of 2 are all zero, first row 5")  # it has its rows from 3 on
     stored = map_rows(parse_layout(less.path / "shard-00000.safetensors"), "tap.2")
     assert len(stored) == sum(record.stored_rows for record in less.records) == sum(r.rows for r in whole.records) - 6
 
@@ -229,6 +237,31 @@ def test_copies_are_bit_for_bit(tmp_path: Path, whole: Trace) -> None:
             for ours, stored in zip(part.stored_rows(mine, tap), less.stored_rows(theirs, tap), strict=True):
                 assert (ours is None) == (stored is None)
                 assert ours is None or torch.equal(ours.view(torch.uint8), stored.view(torch.uint8))
+
+
+def test_copies_announce_what_their_requests_have(tmp_path: Path, whole: Trace) -> None:
+    less = make_less(tmp_path / "less", whole, taps_for=2)
+
+    def copied(name: str, *traces: Trace) -> TraceHeader:
+        copy_requests(traces, tmp_path / name / "copy", named_by_trace=len(traces) > 1)
+        assert wrong(Trace.open(tmp_path / name / "copy")) == []
+        return Trace.open(tmp_path / name / "copy").header
+
+    bare = copied("bare", less.take(Part(requests=("r2", "r3"))))
+    assert list(bare.taps) == ["final"] and bare.capture.choices == {} and bare.version == OLDEST
+    first = copied("first", less.take(Part(limit=2)))
+    assert list(first.taps) == ["2", "final"] and first.capture.choices == {} and first.version == OLDEST
+    other = make_less(tmp_path / "other", whole.take(Part(limit=3)), taps_for=2, prompt_rows=2)
+    both = copied("both", less, other)
+    assert list(both.taps) == ["2", "final"] and both.capture.choices == {} and both.version == VERSION
+    again = copied("again", Trace.open(tmp_path / "both" / "copy").take(Part(limit=3)))
+    assert [what for what in both.missing if what.startswith("the ") and "requests" in what] == [
+        "the taps 2 of 3 of 7 requests: not all have all of these",
+        "the rows of longer prompts before their last 2, of 2 of 7 requests",
+    ]
+    assert [what for what in again.missing if "requests" in what] == [
+        "the taps 2 of 1 of 3 requests: not all have all of these"
+    ]
 
 
 def test_traces_of_other_choices_are_merged_where_their_rows_are_alike(tmp_path: Path, whole: Trace) -> None:
@@ -299,6 +332,18 @@ def test_requests_without_early_rows_share_none(tmp_path: Path) -> None:
     less = make_less(tmp_path / "less", whole, prompt_rows=70)
     assert [record.shared for record in less.records] == [0, 0, 0] and less.prompt_rows == 70
     assert wrong(less) == []
+    # Beside them others share as they would alone, in whatever order they are written, at once or later.
+    for name, order in (("after", [whole, less]), ("before", [less, whole])):
+        copy_requests(order, tmp_path / name / "all", named_by_trace=True)
+        merged = Trace.open(tmp_path / name / "all")
+        assert {record.request_id: record.shared for record in merged.records} == {
+            **{f"less/r{number}": 0 for number in range(3)},
+            **{f"whole/r{number}": shared for number, shared in enumerate((0, 80, 80))},
+        }
+        assert wrong(merged) == []
+    shorter = make_less(tmp_path / "shorter", whole, prompt_rows=83)
+    assert [(record.first_row, record.shared) for record in shorter.records] == [(None, 0), (None, 80), (1, 0)]
+    assert wrong(shorter) == []
     record = replace(whole.records[2], first_row=3)
     with pytest.raises(TraceCorruptError, match="which lacks some of its taps or rows"):
         check_prefixes([replace(whole.records[0], first_row=3), *whole.records[1:]], "there")
