@@ -214,9 +214,11 @@ class Trace:
         return {name: value for name, value in own if not isinstance(getattr(type(self), name, None), cached_property)}
 
     def absolute(self) -> Self:
-        """The same trace, found from any working folder of any machine that has it at this path."""
+        """The same trace, found from any working folder of any machine that has it at this path; each of them holds its
+        own files against their checksums."""
         other = copy.copy(self)
         other.path = self.path.absolute()
+        other._verifier = None if self._verifier is None else Verifier(other.path)
         other.target_folder = None if self.target_folder is None else self.target_folder.absolute()
         other._layouts = {name: replace(one, path=one.path.absolute()) for name, one in self._layouts.items()}
         return other

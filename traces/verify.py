@@ -8,8 +8,10 @@ What a disk changes by itself does not: `replay inspect --check` reads everythin
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from replay.errors import TraceCorruptError
@@ -30,10 +32,12 @@ class Verifier:
     """Checks each file of the trace in ``folder`` once."""
 
     def __init__(self, folder: Path) -> None:
-        name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
-        cache = cache_folder()
-        self._memory = None if cache is None else cache / "verified" / f"{name[:32]}.json"
+        self._folder = folder
         self._whole: set[str] = set()
+
+    def __getstate__(self) -> dict[str, object]:
+        """For another process, which knows what was found whole; where its memory lies it says itself."""
+        return {"_folder": self._folder, "_whole": self._whole}
 
     def check(self, path: Path, start: int, sha256: str) -> None:
         """The bytes of ``path`` from ``start`` on. Raises TraceCorruptError where they are not those of ``sha256``."""
@@ -51,6 +55,12 @@ class Verifier:
                 self._remember(path.name, before)
         self._whole.add(path.name)
 
+    @cached_property
+    def _memory(self) -> Path | None:
+        name = hashlib.sha256(os.fsencode(self._folder.resolve())).hexdigest()
+        cache = cache_folder()
+        return None if cache is None else cache / "verified" / f"{name[:32]}.json"
+
     def _remembered(self) -> Mapping[str, object]:
         """File name -> identity; nothing where the memory is not there, or not to be read."""
         if self._memory is None:
@@ -67,7 +77,8 @@ class Verifier:
             return
         try:
             self._memory.parent.mkdir(parents=True, exist_ok=True)
-            files.write_whole(self._memory, [json.dumps({**self._remembered(), name: identity}).encode()])
+            told = json.dumps({**self._remembered(), name: identity}).encode()
+            files.write_whole(self._memory, [told], apart=f".{os.getpid()}.{secrets.token_hex(4)}")
         except OSError:
             pass  # a home that cannot be written: every run reads the files then
 

@@ -56,7 +56,7 @@ def run_batch(
     import torch
 
     with torch.inference_mode(), target.recording(taps):
-        begun = [prefixes.of(request.request_id, request.prompt_ids) for request in requests]
+        begun = prefixes.of_batch({request.request_id: request.prompt_ids for request in requests})
         if requests[0].forced_ids is not None:
             return _force(target, requests, begun, taps, topk, on_step)
         growing = [_Growing(request, request_generator(sampling.seed, request.request_id), {}) for request in requests]

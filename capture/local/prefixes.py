@@ -23,6 +23,7 @@ LEAST = 64  # tokens: as few as a trace shares
 MOST_BYTES = 1 << 30  # of prefixes that are held for later requests
 
 Tokens = Sequence[int]
+Key = bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Prefix:
     cache: Any
     rows: "Mapping[str, tuple[Tensor, ...]]"
     bytes: int  # of its own part of rows, and of its keys and values
+    before: "Key | None" = None  # the prefix that it goes on from, which has the other parts of rows
 
 
 def plan_prefixes(prompts: Sequence[Tokens]) -> list[tuple[int, ...]]:
@@ -69,34 +71,49 @@ def _common(one: Tokens, other: Tokens) -> int:
 
 
 class Prefixes:
-    """Computes prefixes of ``prompts`` (by request) when they are asked for, and holds the last ones."""
+    """Computes prefixes of ``prompts`` (by request) when they are asked for, and holds the last ones.
+
+    These have ``most_bytes`` together, or what one batch goes on from where that is more. A prefix is held for as long
+    as one that goes on from it, so that all rows in memory are counted.
+    """
 
     def __init__(self, target: "LocalTarget", prompts: Mapping[str, Tokens], most_bytes: int = MOST_BYTES) -> None:
         self._target, self._most_bytes = target, most_bytes
         sound = _holds_every_row(target.new_cache())
         self._cuts = dict(zip(prompts, plan_prefixes(list(prompts.values())), strict=True)) if sound else {}
-        self._held: dict[bytes, Prefix] = {}
+        self._held: dict[Key, Prefix] = {}
+        self._used: set[Key] = set()  # by the batch that runs
+
+    def of_batch(self, prompts: Mapping[str, Tokens]) -> list[Prefix | None]:
+        """Those of some requests, all of which are held until the next batch. As ``of``."""
+        self._used.clear()
+        return [self.of(name, prompt) for name, prompt in prompts.items()]
 
     def of(self, name: str, prompt: Tokens) -> Prefix | None:
         """The longest prefix of request ``name``, None where it has none. The target's taps must be recording."""
         keys = [(_key(prompt[:cut]), cut) for cut in self._cuts.get(name, ())]
-        known = next((place for place in reversed(range(len(keys))) if keys[place][0] in self._held), -1)
-        prefix = self._held[keys[known][0]] if known >= 0 else None
-        for key, cut in keys[known + 1 :]:
-            prefix = self._compute(prefix, prompt[:cut])
-            self._hold(key, prefix)
-        if prefix is not None:
-            self._hold(keys[-1][0], prefix)
+        prefix, before = None, None
+        for key, cut in keys:
+            prefix = self._held.pop(key, None) or self._compute(prefix, before, prompt[:cut])
+            self._held[key] = prefix  # as the last one that was used
+            before = key
+        if before is not None:
+            self._used.add(before)
+            self._let_go()
         return prefix
 
-    def _hold(self, key: bytes, prefix: Prefix) -> None:
-        """As the last one that was used; the first ones go where there are too many."""
-        self._held.pop(key, None)
-        self._held[key] = prefix
-        while len(self._held) > 1 and sum(one.bytes for one in self._held.values()) > self._most_bytes:
-            del self._held[next(iter(self._held))]
+    def _let_go(self) -> None:
+        """Where there are too many, those that were used first; none that the batch or another one goes on from."""
+        size = sum(one.bytes for one in self._held.values())
+        while size > self._most_bytes:
+            needed = self._used | {one.before for one in self._held.values()}
+            key = next((key for key in self._held if key not in needed), None)
+            if key is None:
+                return
+            size -= self._held.pop(key).bytes
 
-    def _compute(self, before: Prefix | None, tokens: Tokens) -> Prefix:
+    def _compute(self, before: Prefix | None, key: Key | None, tokens: Tokens) -> Prefix:
+        """``key`` is that of ``before``."""
         import torch
 
         start = 0 if before is None else before.length
@@ -109,10 +126,10 @@ class Prefixes:
         rows = {name: (*(() if before is None else before.rows[name]), part) for name, part in own.items()}
         size = sum(part.nbytes for part in own.values())
         size += sum(kept.nbytes for layer in cache.layers for kept in (layer.keys, layer.values) if kept is not None)
-        return Prefix(len(tokens), cache, rows, size)
+        return Prefix(len(tokens), cache, rows, size, key)
 
 
-def _key(tokens: Tokens) -> bytes:
+def _key(tokens: Tokens) -> Key:
     return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).digest()
 
 

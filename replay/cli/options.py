@@ -150,7 +150,7 @@ def workers_options(command: Command) -> Command:
 
 def read_workers(workers: int | None, ray: str | None) -> int | str | None:
     """What the options of workers asked for. Raises UsageError for what cannot be, and for both."""
-    from replay.simulator.cluster import check_address
+    from replay.simulator.connection import check_address
     from replay.simulator.workers import check_workers
 
     if workers is not None:

@@ -1,6 +1,7 @@
 """The replay of a sweep on the terminal: its progress, what its cache says, where its rounds go."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,15 +43,6 @@ def run_simulation(
         def on_event(event: ReplayProgress) -> None:
             progress.update(event.stage, event.done + event.part, event.total, "requests")
 
-        def on_found(found: int) -> None:
-            if found:
-                progress.note(f"note: {found} of {len(variants)} variants were replayed before, {cache} has them")
-            elif cache is not None and next(cache.glob("??/*.sha256"), None) is not None:
-                progress.note(
-                    f"note: {cache} has none of these variants whole as this version, its kernels, the trace and the "
-                    "heads make them; they are replayed, and what lies there stays"
-                )
-
         with use_workers(workers, trace, checkpoints, device) as hands:
             kernels = None if hands is None else hands.kernels
             kept = None
@@ -58,10 +50,43 @@ def run_simulation(
                 kept = open_cache(cache, trace, checkpoints, device, agreement=agreement, kernels=kernels)
             if cache is not None and kept is None:
                 progress.note(f"note: the recording of {trace.path} has not ended, so --cache keeps nothing of it")
+            notes = FoundNotes(progress.note, cache, len(variants), hands is not None)
             return simulate_cached(
                 kept, trace, checkpoints, variants, device=device, agreement=agreement,
-                workers=keep_tasks(kept, hands), on_event=on_event, on_found=on_found,
+                workers=keep_tasks(kept, hands, notes.of_tasks), on_event=on_event, on_found=notes.of_variants,
             )  # fmt: skip
+
+
+@dataclass
+class FoundNotes:
+    """What is said of a cache: what it has of a sweep, or that it has other things alone.
+
+    Where workers replay, the tasks of variants that are not whole are looked for as well before it has nothing.
+    """
+
+    note: Callable[[str], None]
+    cache: Path | None
+    variants: int
+    by_task: bool
+    _said: bool = False
+
+    def of_variants(self, found: int) -> None:
+        """So many variants were there whole."""
+        self._tell(found, f"{found} of {self.variants} variants", last=not self.by_task)
+
+    def of_tasks(self, found: int, tasks: int) -> None:
+        """So many tasks of the others were there."""
+        self._tell(found, f"{found} of {tasks} tasks", last=True)
+
+    def _tell(self, found: int, what: str, last: bool) -> None:
+        if found:
+            self.note(f"note: {what} were replayed before, {self.cache} has them")
+        elif last and not self._said and self.cache is not None and next(self.cache.glob("??/*.sha256"), None):
+            self.note(
+                f"note: {self.cache} has none of these variants whole as this version, its kernels, the trace and the "
+                "heads make them; they are replayed, and what lies there stays"
+            )
+        self._said = self._said or last or found > 0
 
 
 def check_device(device: str) -> None:

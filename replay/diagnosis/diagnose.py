@@ -25,6 +25,7 @@ from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.cache import open_cache
 from replay.simulator.held import richest_requests
+from replay.simulator.kept import keep_tasks
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant, default_steps
 from replay.simulator.workers import use_workers
@@ -66,7 +67,7 @@ def diagnose_server(
         if cache is not None:
             kernels = None if hands is None else hands.kernels
             case = replace(case, cache=open_cache(cache, case.trace, heads, "cpu", agreement=False, kernels=kernels))
-        return _explain(replace(case, workers=hands), ladder, on_event)
+        return _explain(replace(case, workers=keep_tasks(case.cache, hands)), ladder, on_event)
 
 
 def _explain(case: Case, ladder: bool, on_event: Tell) -> Diagnosis:

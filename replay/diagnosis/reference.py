@@ -14,7 +14,7 @@ from replay.diagnosis.observed import count_by_request
 from replay.diagnosis.progress import Tell, Told, say_nothing, within
 from replay.simulator.cache import simulate_kept
 from replay.simulator.following import follow_server
-from replay.simulator.kept import asked_of, find_followed, keep_followed
+from replay.simulator.kept import find_followed, keep_followed, say_followed
 from replay.simulator.rounding import noise_between, other_orders
 from replay.simulator.variant import ResolvedVariant
 
@@ -116,7 +116,7 @@ def follow(
     on_event: Told = lambda _: None,
 ) -> list[Followed]:
     """Variants of the case along the drafts of some of the server's rounds."""
-    asked = "" if case.cache is None else asked_of(rounds, scales, served_products)
+    asked = "" if case.cache is None else say_followed(rounds, scales, served_products)
     found = {one: _kept(case, one, asked) for one in variants}
     if missing := [one for one, kept in found.items() if kept is None]:
         heads = {case.served.draft: case.checkpoint}

@@ -6,10 +6,7 @@ first.
 """
 
 import hashlib
-import logging
-import re
-import socket
-import warnings
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,30 +16,20 @@ from typing import Any
 import torch
 
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.errors import ReplayError, TraceError, UsageError, WorkerError
-from replay.simulator.cache_keys import checkpoint_sha256, kernels_of, program_sha256
-from replay.simulator.replayer import HeadSource, Job, Replayer, StoredHead
+from replay.errors import ReplayError, TraceError, WorkerError
+from replay.printable import counted
+from replay.simulator.cache_keys import kernels_of, program_sha256
+from replay.simulator.connection import check_address, connected
+from replay.simulator.replayer import HeadSource, Job, Replayer
 from replay.simulator.tasks import Result, Task
 from replay.traces import files
-from replay.traces.fields import show
 from replay.traces.reader import Trace
 from replay.traces.remote import as_source
 
-AUTO, LOCAL = "auto", "local"
-_ADDRESS = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:]{2,45}\]):([0-9]{1,5})", re.ASCII)
-_PATIENCE = 5.0  # seconds for a cluster to answer
+_LOOK = 120.0  # seconds for a node to start replay and look around
+_ALONE = 60.0  # seconds without a node, until nobody is waited for
 _RETRIES = 3  # of a task whose process or node is lost
 _THREADS = 1  # of a task, which has one core
-
-
-def check_address(address: str) -> None:
-    """Raises UsageError for what names no cluster."""
-    found = _ADDRESS.fullmatch(address)
-    if address not in (AUTO, LOCAL) and (found is None or not 0 < int(found[2]) < 1 << 16):
-        raise UsageError(
-            f"{show(address)} is not the address of a Ray cluster, so there are no workers; name the "
-            "one of this machine by auto, another one by HOST:PORT, or one that is started here by local"
-        )
 
 
 @contextmanager
@@ -51,57 +38,13 @@ def open_cluster(
 ) -> Iterator["ClusterWorkers"]:
     """The workers of a Ray cluster while the block runs; its nodes were looked at.
 
-    Raises UsageError for an address that names none and without ray, WorkerError where the cluster cannot be reached or
-    a node lacks what is to be replayed.
+    Raises UsageError for an address that names none, for another cluster than this program is connected to, and without
+    ray; WorkerError where the cluster cannot be reached or a node lacks what is to be replayed.
     """
     check_address(address)
-    heads = {name: _source(one) for name, one in checkpoints.items()}
-    with _connected(address) as ray:
+    heads = {name: HeadSource.of(one, None) for name, one in checkpoints.items()}
+    with connected(address) as ray:
         yield ClusterWorkers(ray, Job(trace.absolute(), heads, device, _THREADS))
-
-
-def _source(checkpoint: Checkpoint) -> HeadSource | StoredHead:
-    if checkpoint.path is not None:
-        return HeadSource(str(as_source(checkpoint.path).absolute()), checkpoint_sha256(checkpoint))
-    return StoredHead.carry(checkpoint)
-
-
-@contextmanager
-def _connected(address: str) -> Iterator[Any]:
-    """ray, connected; a program that is connected already stays so."""
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("--ray needs ray; type pip install 'eagle-replay[ray]'") from error
-    if ray.is_initialized():
-        yield ray
-        return
-    if found := _ADDRESS.fullmatch(address):
-        _knock(found[1].strip("[]"), int(found[2]))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about settings of ray's own that are to change
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise WorkerError(
-            f"no Ray cluster can be reached at {address} ({type(error).__name__}); start one by ray start --head and "
-            "name the address that it says, or take workers of this machine alone"
-        ) from error
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def _knock(host: str, port: int) -> None:
-    """Whether anybody answers: ray itself waits for minutes."""
-    try:
-        socket.create_connection((host, port), timeout=_PATIENCE).close()
-    except OSError as error:
-        raise WorkerError(
-            f"nothing answers at {host}:{port} ({error.strerror or error}); name the address that ray start "
-            "--head said, or take workers of this machine alone"
-        ) from error
 
 
 class ClusterWorkers:
@@ -109,11 +52,18 @@ class ClusterWorkers:
 
     def __init__(self, ray: Any, job: Job) -> None:
         self._ray, self._job = ray, job
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+        nodes = self._nodes()
         self.count = int(sum(node["Resources"]["CPU"] for node in nodes))
         if not self.count:
-            raise WorkerError("the Ray cluster has no core for tasks; add a node, or type --workers N")
+            raise WorkerError(
+                "no living node of the Ray cluster has a core for tasks; add a node by ray start, or type --workers N "
+                "for this machine alone"
+            )
         self.kernels = self._look(nodes)
+
+    def _nodes(self) -> list[Mapping[str, Any]]:
+        """Those that live and have a core."""
+        return [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         """Each task's place with its result, as they come. Raises what a task raises, and WorkerError."""
@@ -121,9 +71,16 @@ class ClusterWorkers:
         job = ray.put(self._job)
         remote = ray.remote(_replay).options(num_cpus=1, max_retries=_RETRIES, scheduling_strategy="SPREAD")
         pending = {remote.remote([job], job.hex(), task): place for place, task in enumerate(tasks)}
+        seen = time.monotonic()
         try:
             while pending:
                 done, _ = ray.wait(list(pending), timeout=1.0)
+                seen = time.monotonic() if done or self._nodes() else seen
+                if time.monotonic() - seen > _ALONE:
+                    raise WorkerError(
+                        f"no living node of the Ray cluster has a core any more, with {counted(len(pending), 'task')} "
+                        "left to do; add a node by ray start, and type --cache DIR to keep what is done"
+                    )
                 for one in done:
                     place = pending.pop(one)
                     yield place, self._get(one)
@@ -148,12 +105,13 @@ class ClusterWorkers:
         """The kernels of all nodes. Raises WorkerError where one lacks something, or is unlike the others."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        asked = asked_of(self._job)
+        needed = needed_for(self._job)
         seen = {}
         for node in nodes:
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            remote = self._ray.remote(_look_around).options(num_cpus=1, scheduling_strategy=where)
-            seen[f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"] = remote.remote(asked)
+            remote = self._ray.remote(_look_around).options(num_cpus=0, scheduling_strategy=where)  # cores may be taken
+            seen[f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"] = remote.remote(needed)
+        self._await(seen)
         found = {}
         for name, reference in seen.items():
             try:
@@ -164,6 +122,18 @@ class ClusterWorkers:
                     "replay there"
                 ) from error
         return check_alike(found, program_sha256())
+
+    def _await(self, looks: Mapping[str, Any]) -> None:
+        """Raises WorkerError that names the nodes which do not answer."""
+        _, silent = self._ray.wait(list(looks.values()), num_returns=len(looks), timeout=_LOOK)
+        if silent:
+            for one in silent:
+                self._ray.cancel(one, force=True)
+            names = ", ".join(name for name, one in looks.items() if one in silent)
+            raise WorkerError(
+                f"within {_LOOK:.0f} seconds nothing was heard of node {names} of the Ray cluster; look at its memory "
+                "and load by ray status, or type --workers N for this machine alone"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +165,8 @@ def check_alike(nodes: Mapping[str, Node], program: str) -> tuple[str | int, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Paths and a device, and the checksum of the trace's header."""
+class Needed:
+    """What a node has to have: paths and a device, and the checksum of the trace's header."""
 
     trace: Path
     header_sha256: str
@@ -204,10 +174,10 @@ class Asked:
     device: str
 
 
-def asked_of(job: Job) -> Asked:
+def needed_for(job: Job) -> Needed:
     """What every node has to have for this job."""
     heads = tuple(one.path for one in job.heads.values() if isinstance(one, HeadSource))
-    return Asked(job.trace.path, _header_sha256(job.trace.path), heads, job.device)
+    return Needed(job.trace.path, _header_sha256(job.trace.path), heads, job.device)
 
 
 def _header_sha256(folder: Path) -> str:
@@ -219,24 +189,24 @@ def _header_sha256(folder: Path) -> str:
 _replayers: dict[str, Replayer] = {}
 
 
-def _look_around(asked: Asked) -> Node:
-    return Node(lacking(asked), program_sha256(), kernels_of(asked.device, _THREADS))
+def _look_around(needed: Needed) -> Node:
+    return Node(lacking(needed), program_sha256(), kernels_of(needed.device, _THREADS))
 
 
-def lacking(asked: Asked) -> str:
+def lacking(needed: Needed) -> str:
     """What is not there, as a sentence goes on; empty where all is. Raises StorageError where a storage refuses."""
     try:
-        if _header_sha256(asked.trace) != asked.header_sha256:
-            return f"has another trace at {asked.trace}"
+        if _header_sha256(needed.trace) != needed.header_sha256:
+            return f"has another trace at {needed.trace}"
     except TraceError:
-        return f"has no trace at {asked.trace}"
-    missing = next((head for head in asked.heads if not as_source(head).is_dir()), None)
+        return f"has no trace at {needed.trace}"
+    missing = next((head for head in needed.heads if not as_source(head).is_dir()), None)
     if missing is not None:
         return f"has no draft head at {missing}"
     try:
-        torch.empty(1, device=asked.device)
+        torch.empty(1, device=needed.device)
     except (RuntimeError, AssertionError):
-        return f"has no device {asked.device}"
+        return f"has no device {needed.device}"
     return ""
 
 

@@ -5,7 +5,7 @@ Of a diagnosis what was replayed along a server's drafts, of workers each task.
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MOST = 1 << 32  # bytes of an entry
 
 
-def asked_of(rounds: "pl.DataFrame", scales: Sequence[float], served_products: bool) -> str:
+def say_followed(rounds: "pl.DataFrame", scales: Sequence[float], served_products: bool) -> str:
     """What was asked beside the variant, as an entry's name has it."""
     return repr(("followed", rows_sha256(rounds), tuple(scales), served_products))
 
@@ -64,10 +64,14 @@ def _read(path: Path) -> Followed:
 
 @dataclass(frozen=True)
 class KeptWorkers:
-    """``workers`` that do no task which ``cache`` has, and keep what they do."""
+    """``workers`` that do no task which ``cache`` has, and keep what they do.
+
+    Each time that they are given tasks ``on_found`` is told how many of how many were there.
+    """
 
     cache: Cache
     workers: Workers
+    on_found: Callable[[int, int], None] = lambda found, tasks: None
 
     @property
     def count(self) -> int:
@@ -81,32 +85,32 @@ class KeptWorkers:
 
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         """As ``Workers.replay``; raises OutputError as well."""
-        rest = []
-        for place, task in enumerate(tasks):
-            found = _find_task(self.cache, task)
-            if found is None:
-                rest.append(place)
-            else:
-                yield place, found
+        looked_up = enumerate(_find_task(self.cache, task) for task in tasks)
+        found = {place: result for place, result in looked_up if result is not None}
+        rest = [place for place in range(len(tasks)) if place not in found]
+        self.on_found(len(found), len(tasks))
+        yield from found.items()
         for number, result in self.workers.replay([tasks[place] for place in rest]):
             _keep_task(self.cache, tasks[rest[number]], result)
             yield rest[number], result
 
 
-def keep_tasks(cache: Cache | None, workers: Workers | None) -> Workers | None:
-    """Workers that keep what they do where there is a cache."""
-    return workers if cache is None or workers is None else KeptWorkers(cache, workers)
+def keep_tasks(
+    cache: Cache | None, workers: Workers | None, on_found: Callable[[int, int], None] = lambda found, tasks: None
+) -> Workers | None:
+    """Workers that keep what they do where there is a cache; ``on_found`` as KeptWorkers have it."""
+    return workers if cache is None or workers is None else KeptWorkers(cache, workers, on_found)
 
 
-def _asked(task: Task) -> str:
+def _say_task(task: Task) -> str:
     if task.scales is not None and task.rounds is not None:
-        return asked_of(task.rounds, task.scales, task.served_products)
+        return say_followed(task.rounds, task.scales, task.served_products)
     return repr(("task", task.requests, rows_sha256(task.rounds), task.served_products))
 
 
 def _find_task(cache: Cache, task: Task) -> Result | None:
     """Of all variants of the task, or None."""
-    asked = _asked(task)
+    asked = _say_task(task)
     if task.scales is not None:
         followed = [find_followed(cache, variant, asked) for variant in task.variants]
         whole = [one for one in followed if one is not None]
@@ -117,7 +121,7 @@ def _find_task(cache: Cache, task: Task) -> Result | None:
 
 
 def _keep_task(cache: Cache, task: Task, result: Result) -> None:
-    asked = _asked(task)
+    asked = _say_task(task)
     for variant, one in zip(task.variants, list[Played | Followed](result), strict=True):
         if isinstance(one, Followed):
             keep_followed(cache, variant, asked, one)

@@ -20,6 +20,7 @@ from replay.simulator.inputs import followed_rounds, read_packs
 from replay.simulator.packs import estimator_of, notes_of, replay_pack, spans_of
 from replay.simulator.results import Played, RoundsTable, Tally
 from replay.simulator.tasks import Result, Task
+from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import Trace
 from replay.traces.remote import as_source
 
@@ -32,6 +33,13 @@ class HeadSource:
 
     path: str
     sha256: str
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, store: Path | None) -> "HeadSource | StoredHead":
+        """Where workers find a head. One that came in memory is written to ``store``; without one it goes along."""
+        if checkpoint.path is not None:
+            return cls(str(as_source(checkpoint.path).absolute()), checkpoint_sha256(checkpoint))
+        return StoredHead.carry(checkpoint) if store is None else StoredHead.store(checkpoint, store)
 
     def read(self, name: str) -> Checkpoint:
         """Raises CheckpointError."""
@@ -88,7 +96,7 @@ class Replayer:
         torch.set_num_threads(job.threads)
         self._job = job
         self._heads: dict[str, Checkpoint] = {}
-        self._groups: OrderedDict[Hashable, list[Group]] = OrderedDict()
+        self._groups: OrderedDict[tuple[tuple[ResolvedVariant, ...], bool], list[Group]] = OrderedDict()
         self._spans: dict[Hashable, Mapping[str, Sequence[Span]]] = {}
 
     def replay(self, task: Task) -> Result:
@@ -143,14 +151,20 @@ class Replayer:
     def _group(self, task: Task) -> list[Group]:
         key = (task.variants, task.served_products)
         if key not in self._groups:
-            heads = {variant.draft: self._head(variant.draft) for variant in task.variants}
             while len(self._groups) >= _KEPT:
                 self._groups.popitem(last=False)
+            self._forget_heads([*task.variants, *(variant for variants, _ in self._groups for variant in variants)])
+            heads = {variant.draft: self._head(variant.draft) for variant in task.variants}
             self._groups[key] = group_variants(
                 task.variants, heads, self._job.trace, self._job.device, served_products=task.served_products
             )
         self._groups.move_to_end(key)
         return self._groups[key]
+
+    def _forget_heads(self, variants: Sequence[ResolvedVariant]) -> None:
+        """All but those of ``variants``."""
+        used = {variant.draft for variant in variants}
+        self._heads = {name: head for name, head in self._heads.items() if name in used}
 
     def _head(self, name: str) -> Checkpoint:
         if name not in self._heads:

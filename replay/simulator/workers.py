@@ -19,9 +19,9 @@ import torch
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.errors import UsageError, WorkerError
-from replay.simulator.cache_keys import checkpoint_sha256, kernels_of
+from replay.simulator.cache_keys import kernels_of
 from replay.simulator.cluster import open_cluster
-from replay.simulator.replayer import HeadSource, Job, Replayer, StoredHead
+from replay.simulator.replayer import HeadSource, Job, Replayer
 from replay.simulator.tasks import Result, Task, Workers
 from replay.traces.fields import show
 from replay.traces.reader import Trace
@@ -81,20 +81,20 @@ def threads_of_each(count: int) -> int:
 def open_workers(
     count: int, trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str
 ) -> Iterator["LocalWorkers"]:
-    """So many processes on this machine, which end with the block however it ends."""
+    """So many processes on this machine, which end with the block however it ends.
+
+    The trace is held against its checksums here, once for all of them. Raises TraceCorruptError.
+    """
+    trace.check_sums()
     with tempfile.TemporaryDirectory(prefix="replay-heads-") as folder:
-        heads = {name: _source(one, Path(folder) / f"{place}") for place, (name, one) in enumerate(checkpoints.items())}
+        heads = {
+            name: HeadSource.of(one, Path(folder) / f"{place}") for place, (name, one) in enumerate(checkpoints.items())
+        }
         workers = LocalWorkers(count, Job(trace, heads, device, threads_of_each(count)))
         try:
             yield workers
         finally:
             workers.close()
-
-
-def _source(checkpoint: Checkpoint, file: Path) -> HeadSource | StoredHead:
-    if checkpoint.path is not None:
-        return HeadSource(checkpoint.path, checkpoint_sha256(checkpoint))
-    return StoredHead.store(checkpoint, file)
 
 
 class LocalWorkers:

@@ -5,7 +5,7 @@ and the plan of prefixes against what each of its words says.
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_target import tiny
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from replay.capture.local import prefixes
-from replay.capture.local.prefixes import LEAST, plan_prefixes
+from replay.capture.local.prefixes import LEAST, Prefix, plan_prefixes
 from replay.capture.local.record import capture_local
 from replay.capture.local.target import LocalTarget
 from replay.capture.options import CaptureOptions
@@ -97,6 +99,60 @@ def test_what_is_computed_once_is_stored_once(tmp_path: Path) -> None:
         assert (
             stored["turn 1"] + stored["turn 2"] + stored["turn 3"] == 200 + 1 + 1
         )  # the last row of a prompt is its own
+
+
+class Fake:
+    """A target whose cache has one layer; its keys, values and rows are random."""
+
+    device = torch.device("cpu")
+
+    def new_cache(self) -> DynamicCache:
+        cache = DynamicCache()
+        cache.layers.append(DynamicLayer())
+        return cache
+
+    def forward(self, ids_1S: torch.Tensor, _mask: object, _positions: object, cache: DynamicCache) -> Any:
+        new = torch.rand(1, 1, ids_1S.shape[1], 4)
+        cache.update(new, new, 0)
+        return {"final": torch.rand(1, ids_1S.shape[1], 8)}
+
+
+def reachable(held: Iterable[Prefix | None]) -> int:
+    """Bytes of the distinct tensors that prefixes keep alive."""
+    found: dict[int, int] = {}
+    for one in filter(None, held):
+        layer = one.cache.layers[0]
+        for tensor in (*one.rows["final"], layer.keys, layer.values):
+            found[tensor.data_ptr()] = tensor.nbytes
+    return sum(found.values())
+
+
+def turns() -> dict[str, list[int]]:
+    """Two conversations of ten turns, turn by turn."""
+    texts = {"a": [3 * i % 50 for i in range(900)], "b": [7 * i % 50 for i in range(900)]}
+    return {f"{name} {end}": text[:end] for end in range(100, 900, 80) for name, text in texts.items()}
+
+
+@pytest.mark.parametrize("together", [1, 3, 20])
+def test_all_prefixes_in_memory_are_counted_and_bounded(together: int) -> None:
+    """Those that a batch goes on from as well, and rows that only another prefix's rows go on from."""
+    asked = [*turns().items(), *reversed(turns().items())]
+    most = 40_000  # of 20 prefixes that have ten times as much
+    some = prefixes.Prefixes(Fake(), turns(), most)  # type: ignore[arg-type]
+    computed = 0
+    for start in range(0, len(asked), together):
+        begun = some.of_batch(dict(asked[start : start + together]))
+        computed += any(begun)
+        held = some._held
+        size = sum(one.bytes for one in held.values())
+        assert reachable([*held.values(), *begun]) == size
+        needed = {id(one): one for one in begun if one is not None}
+        for one in [*needed.values()]:
+            while one.before is not None:
+                one = held[one.before]
+                needed[id(one)] = one
+        assert size <= max(most, sum(one.bytes for one in needed.values()))
+    assert computed
 
 
 def test_a_resumed_capture_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,21 +90,21 @@ def test_a_diagnosis_that_was_stopped_goes_on(
 
 
 def test_a_followed_replay_is_read_as_it_was(served: Trace, tmp_path: Path) -> None:
-    from replay.simulator.kept import asked_of, find_followed, keep_followed
+    from replay.simulator.kept import find_followed, keep_followed, say_followed
 
     case = diagnose.open_case(served, make_checkpoint(), Variant("h", WIRING, STEPS), None, None)
     heads = {"h": case.checkpoint}
     cache = module.open_cache(tmp_path / "c", served, heads, "cpu", agreement=False)
     assert cache is not None and case.observation.rounds is not None
     (made,) = reference.follow(case, [case.served], case.observation.rounds, (0.1, 0.3))
-    asked = asked_of(case.observation.rounds, (0.1, 0.3), True)
+    asked = say_followed(case.observation.rounds, (0.1, 0.3), True)
     assert find_followed(cache, case.served, asked) is None
     keep_followed(cache, case.served, asked, made)
     read = find_followed(cache, case.served, asked)
     assert read is not None and repr(read) == repr(made)
     assert (read.margin_N.dtype, read.spread_NZ.shape) == (made.margin_N.dtype, made.spread_NZ.shape)
     assert (read.margin_N == made.margin_N).all() and (read.spread_NZ == made.spread_NZ).all()
-    assert find_followed(cache, case.served, asked_of(case.observation.rounds, (0.1,), True)) is None
+    assert find_followed(cache, case.served, say_followed(case.observation.rounds, (0.1,), True)) is None
     assert find_followed(cache, replace(case.served, steps=1), asked) is None
     path = cache.place(case.served, asked, ".npz")
     path.write_bytes(path.read_bytes()[:-9])

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_serv
 import replay
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.cli.app import cli
-from replay.errors import CheckpointError, WorkerError
+from replay.errors import CheckpointError, UsageError, WorkerError
 from replay.faults.table import parse_faults
 from replay.simulator.agreement import with_agreement
-from replay.simulator.cluster import Asked, ClusterWorkers, Node, _header_sha256, check_alike, lacking, open_cluster
+from replay.simulator.cluster import ClusterWorkers, Needed, Node, _header_sha256, check_alike, lacking, open_cluster
+from replay.simulator.connection import AUTO, LOCAL, check_connected
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds, write_rounds
 
@@ -105,6 +106,66 @@ def test_two_nodes_write_the_file_of_one_process_also_where_a_worker_is_killed(
     assert file_of(both, tmp_path) == file_of(one, tmp_path)
 
 
+@pytest.fixture
+def taken(tmp_path: Path, cluster: ClusterWorkers) -> Iterator[None]:
+    """Another program has all cores."""
+    ray, free = cluster._ray, tmp_path / "free"
+
+    def hold() -> None:
+        deadline = time.monotonic() + 120
+        while not free.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    held = [ray.remote(hold).options(num_cpus=1, scheduling_strategy="SPREAD").remote() for _ in range(cluster.count)]
+    wait_until(lambda: ray.available_resources().get("CPU", 0) == 0)
+    yield
+    free.touch()
+    ray.get(held)
+    wait_until(lambda: ray.available_resources().get("CPU", 0) == cluster.count)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("taken")
+def test_nodes_are_looked_at_also_where_others_have_all_cores_and_nobody_is_waited_for_in_vain(
+    trace: Trace, head: Checkpoint, address: str, cluster: ClusterWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_cluster(address, trace, {"h": head}, "cpu") as other:
+        assert other.kernels == cluster.kernels
+        assert not other._ray.available_resources().get("CPU", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.simulator.cluster._LOOK", 0.0)
+        with pytest.raises(WorkerError, match=r"nothing was heard of node \S+ \(\w{8}\), \S+ \(\w{8}\) of the Ray"):
+            with open_cluster(address, trace, {"h": head}, "cpu"):
+                pass
+    monkeypatch.setattr("replay.simulator.cluster._ALONE", 0.0)
+    monkeypatch.setattr(ClusterWorkers, "_nodes", lambda _: [])
+    with pytest.raises(WorkerError, match=r"no living node .* with 3 tasks left to do; add a node"):
+        replay.simulate(trace, {"h": head}, VARIANTS[:1], workers=cluster)
+    with pytest.raises(WorkerError, match="no living node of the Ray cluster has a core for tasks"):
+        with open_cluster(address, trace, {"h": head}, "cpu"):
+            pass
+
+
+def test_an_address_of_another_cluster_is_refused(trace: Trace, head: Checkpoint, cluster: ClusterWorkers) -> None:
+    for other in ("127.0.0.1:1", "local"):
+        with pytest.raises(UsageError, match=f"workers of {other} were asked for, and this program is connected to"):
+            replay.simulate(trace, {"h": head}, VARIANTS[:1], workers=other)
+
+
+def test_addresses_of_one_cluster_are_told() -> None:
+    for one in ("127.0.0.1:6379", "localhost:6379", "127.0.0.2:6379", AUTO):
+        check_connected(one, "127.0.0.1:6379")
+    for one in ("127.0.0.1:6380", "192.0.2.1:6379", "no.such.host.invalid:6379", LOCAL):
+        with pytest.raises(UsageError):
+            check_connected(one, "127.0.0.1:6379")
+
+
 def test_a_head_in_memory_goes_along(trace: Trace, head: Checkpoint, address: str, cluster: ClusterWorkers) -> None:
     """A program that is connected already stays connected."""
     heads = {"h": replace(head, path=None)}
@@ -118,8 +179,8 @@ def test_a_head_in_memory_goes_along(trace: Trace, head: Checkpoint, address: st
 
 
 def test_what_a_node_lacks_is_named(tmp_path: Path, trace: Trace, head: Checkpoint) -> None:
-    asked = Asked(trace.path, _header_sha256(trace.path), (str(head.path),), "cpu")
-    assert lacking(asked) == ""
+    needed = Needed(trace.path, _header_sha256(trace.path), (str(head.path),), "cpu")
+    assert lacking(needed) == ""
     (tmp_path / "trace.json").write_text("{}")
     for changes, said in (
         ({"trace": tmp_path / "none"}, "has no trace at "),
@@ -127,7 +188,7 @@ def test_what_a_node_lacks_is_named(tmp_path: Path, trace: Trace, head: Checkpoi
         ({"heads": ("/none",)}, "has no draft head at /none"),
         ({"device": "cuda:77"}, "has no device cuda:77"),
     ):
-        assert lacking(replace(asked, **changes)).startswith(said)  # type: ignore[arg-type]
+        assert lacking(replace(needed, **changes)).startswith(said)  # type: ignore[arg-type]
 
 
 def test_nodes_that_differ_are_refused_by_name() -> None:

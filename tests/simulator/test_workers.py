@@ -1,14 +1,18 @@
 """Workers: what they do is what one process does, to the last bit, whoever ends in between."""
 
+import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +24,21 @@ from support.processes import living
 from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_served
 
 import replay
+from replay.analysis.diagnosis.verdict import Diagnosis
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import parse_config
 from replay.cli.app import cli
+from replay.cli.replaying import FoundNotes, run_simulation
 from replay.diagnosis.diagnose import diagnose_server
 from replay.errors import CheckpointError, UsageError, WorkerError
 from replay.faults.table import FAULTS, parse_faults
 from replay.simulator.agreement import with_agreement
-from replay.simulator.cache import Cache, open_cache, simulate_cached
-from replay.simulator.cache_keys import checkpoint_sha256
-from replay.simulator.cluster import check_address
-from replay.simulator.kept import keep_tasks
+from replay.simulator.binding import resolve
+from replay.simulator.cache_keys import checkpoint_sha256, rows_sha256
+from replay.simulator.connection import check_address
 from replay.simulator.progress import ReplayProgress
-from replay.simulator.replayer import HeadSource
-from replay.simulator.tasks import Result, Task
+from replay.simulator.replayer import HeadSource, Job, Replayer
+from replay.simulator.tasks import Result, Task, plan_tasks
 from replay.simulator.workers import LocalWorkers, check_workers, open_workers, threads_of_each, use_workers
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds, write_rounds
@@ -83,13 +88,22 @@ def file_of(rounds: Rounds, folder: Path) -> bytes:
     return (folder / "rounds.parquet").read_bytes()
 
 
-def test_two_workers_write_the_file_of_one_process(
+def test_two_workers_write_the_file_of_one_process_also_where_one_is_killed(
     tmp_path: Path, trace: Trace, head: Checkpoint, two: LocalWorkers
 ) -> None:
-    heads, events = {"h": head}, list[ReplayProgress]()
+    """Killed while it simulates; whole when it is held against the server."""
+    heads, events, killed = {"h": head}, list[ReplayProgress](), list[int]()
     one = with_agreement(replay.simulate(trace, heads, VARIANTS), trace, heads, VARIANTS)
     assert any(info.agreement for info in one.variants)
-    both = replay.simulate(trace, heads, VARIANTS, workers=two, on_event=events.append)
+
+    def kill(event: ReplayProgress) -> None:
+        events.append(event)
+        if not killed:
+            killed.append(processes()[0])
+            os.kill(killed[0], signal.SIGKILL)
+
+    both = replay.simulate(trace, heads, VARIANTS, workers=two, on_event=kill)
+    assert killed and not living(killed)
     both = with_agreement(both, trace, heads, VARIANTS, workers=two)
     assert file_of(both, tmp_path) == file_of(one, tmp_path)
     assert [event.done for event in events] == sorted(event.done for event in events)
@@ -99,29 +113,12 @@ def test_two_workers_write_the_file_of_one_process(
 def test_a_part_at_the_servers_anchors_is_the_same(
     tmp_path: Path, trace: Trace, head: Checkpoint, two: LocalWorkers
 ) -> None:
+    """Nobody is killed here."""
+    before = processes()
     asked: dict[str, Any] = {"follow": trace.served_rounds(), "only": ["r1", "r2", "r5"], "served_products": False}
     one, both = (replay.simulate(trace, {"h": head}, VARIANTS[:4], workers=by, **asked) for by in (None, two))
     assert file_of(both, tmp_path) == file_of(one, tmp_path)
-
-
-def test_a_worker_that_is_killed_loses_nothing(
-    tmp_path: Path, trace: Trace, head: Checkpoint, two: LocalWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, killed = two.replay, []
-
-    def replay_and_kill(tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
-        for found in real(tasks):
-            if not killed:
-                killed.append(processes()[0])
-                os.kill(killed[0], signal.SIGKILL)
-            yield found
-
-    monkeypatch.setattr(two, "replay", replay_and_kill)
-    both = replay.simulate(trace, {"h": head}, VARIANTS, workers=two)
-    monkeypatch.undo()
-    assert killed and not living(killed)
-    monkeypatch.setattr("replay.simulator.inputs.PACK_ROWS", 50)
-    assert file_of(both, tmp_path) == file_of(replay.simulate(trace, {"h": head}, VARIANTS), tmp_path)
+    assert not before or processes() == before
 
 
 class Ending:
@@ -152,48 +149,122 @@ def test_a_head_that_changes_while_it_is_replayed_is_refused(tmp_path: Path) -> 
         source.read("h")
 
 
+Seen = tuple[object, ...]
+
+
 class Counting:
-    """Workers that are interrupted after some tasks."""
+    """Workers that are interrupted after some tasks; which were asked for, and which were done."""
 
     def __init__(self, workers: LocalWorkers, most: int = 1000) -> None:
         self.count, self.kernels, self.workers, self.most = workers.count, workers.kernels, workers, most
-        self.asked = 0
+        self.asked, self.done = list[Seen](), list[Seen]()
 
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
-        self.asked += len(tasks)
-        for found in self.workers.replay(tasks):
+        told = [(task.variants, task.requests, task.scales, rows_sha256(task.rounds)) for task in tasks]
+        self.asked += told
+        for place, result in self.workers.replay(tasks):
             if self.most == 0:
                 raise KeyboardInterrupt
             self.most -= 1
-            yield found
+            yield place, result
+            self.done.append(told[place])
 
 
 def test_a_sweep_that_was_stopped_takes_what_workers_did_from_the_cache(
+    tmp_path: Path, trace: Trace, head: Checkpoint, two: LocalWorkers,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Once while it simulates, and once while it is held against the server; and each time it is said."""
+    few, heads = VARIANTS[:4], {"h": head}
+    expected = file_of(with_agreement(replay.simulate(trace, heads, few), trace, heads, few), tmp_path)
+
+    def sweep(by: Counting) -> Rounds:
+        monkeypatch.setattr("replay.simulator.workers.use_workers", lambda *_: nullcontext(by))
+        return run_simulation(trace, heads, few, "cpu", cache=tmp_path / "c", workers=2)
+
+    first, last, again = Counting(two, 3), Counting(two), Counting(two)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(first)
+    tasks = len(first.asked)
+    second = Counting(two, tasks - 3 + 2)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(second)
+    found = capsys.readouterr().err
+    assert found.count("note: ") == 1 and f"note: 3 of {tasks} tasks were replayed before" in found
+    assert file_of(sweep(last), tmp_path) == expected
+    done = {*first.done, *second.done}
+    assert len(done) == tasks + 2 and not done & {*last.asked} and {*first.asked, *second.asked} <= done | {*last.done}
+    found = capsys.readouterr().err
+    assert f"note: {tasks} of {tasks} tasks were replayed before" in found and "has none" not in found
+    assert file_of(sweep(again), tmp_path) == expected
+    assert not again.asked and "4 of 4 variants were" in capsys.readouterr().err
+
+
+def test_a_cache_that_has_neither_variants_nor_tasks_says_so(tmp_path: Path) -> None:
+    said = list[str]()
+    for fill in (False, True):
+        notes = FoundNotes(said.append, tmp_path / "c", 2, by_task=True)
+        notes.of_variants(0)
+        notes.of_tasks(0, 5)
+        notes.of_tasks(0, 4)
+        assert len(said) == int(fill)
+        (tmp_path / "c" / "ab").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "c" / "ab" / "x.sha256").touch()
+    assert "has none of these variants" in said[0]
+
+
+def test_a_diagnosis_is_the_same_and_keeps_each_task(
     tmp_path: Path, trace: Trace, head: Checkpoint, two: LocalWorkers
 ) -> None:
-    """Once while it simulates, and once while it is held against the server."""
-    heads = {"h": head}
-    kept = open_cache(tmp_path / "c", trace, heads, "cpu", agreement=True, kernels=two.kernels)
-
-    def sweep(by: Counting, cache: Cache | None = kept) -> bytes:
-        return file_of(simulate_cached(cache, trace, heads, VARIANTS, workers=keep_tasks(cache, by)), tmp_path)
-
-    fresh, first, second, last, again = Counting(two), Counting(two, 3), Counting(two, 30), Counting(two), Counting(two)
-    expected = sweep(fresh, None)
-    for stopped in (first, second):
-        with pytest.raises(KeyboardInterrupt):
-            sweep(stopped)
-    assert sweep(last) == expected
-    assert last.asked == fresh.asked - 3 - 30
-    assert (sweep(again), again.asked) == (expected, 0)
-
-
-def test_a_diagnosis_is_the_same(trace: Trace, head: Checkpoint, two: LocalWorkers) -> None:
     rest = set(FAULTS) - {"attn.scale", "weights.zeros"}
-    one, both = (
-        diagnose_server(trace, head, replay.Variant("h", WIRING, STEPS), without=rest, workers=by) for by in (None, two)
-    )
-    assert one == both
+
+    def run(by: Any, cache: Path | None) -> Diagnosis:
+        return diagnose_server(
+            trace, head, replay.Variant("h", WIRING, STEPS), without=rest, workers=by, cache=cache
+        )  # fmt: skip
+
+    first, last = Counting(two, 2), Counting(two)
+    with pytest.raises(KeyboardInterrupt):
+        run(first, tmp_path / "c")
+    assert run(last, tmp_path / "c") == run(None, None)
+    assert len(first.done) == 2 and not {*first.done} & {*last.asked}
+
+
+def test_checksums_are_worked_out_once_for_all_workers_of_a_machine(
+    trace: Trace, two: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine has other files, which it looks at itself."""
+
+    def look(path: Path, _: int) -> str:
+        raise LookupError(path)
+
+    here, there = (pickle.loads(pickle.dumps(one)) for one in (two._job.trace, two._job.trace.absolute()))
+    monkeypatch.setattr("replay.traces.verify.sha256_of", look)
+    assert here.verifies and len(here.read(0, WIRING.taps).tokens)
+    with pytest.raises(LookupError):
+        there.read(0, WIRING.taps)
+
+
+def test_a_worker_holds_the_heads_of_its_last_tasks_alone(trace: Trace) -> None:
+    class Held(Checkpoint):
+        """One that can be referred to weakly."""
+
+    plain = make_checkpoint()
+    held, made = list[Any](), Held(**{item.name: getattr(plain, item.name) for item in fields(plain)})
+
+    class Source:
+        def read(self, name: str) -> Checkpoint:
+            found = replace(made)
+            held.append(weakref.ref(found))
+            return found
+
+    heads: Any = {name: Source() for name in "abcdef"}
+    replayer = Replayer(Job(trace, heads, "cpu", 1))
+    for name in "abcdef":
+        planned = plan_tasks(trace, {name: made}, [resolve(replay.Variant(name, WIRING, 1), made, trace)], None, 1)
+        replayer.replay(planned.tasks[0])
+    gc.collect()
+    assert len(held) == 6 and sum(one() is not None for one in held) <= 2
 
 
 @pytest.mark.parametrize("wanted", [0, -1, True, 1.5, "2", 100000])
