@@ -48,19 +48,25 @@ def position_intervals(
 
     (nan, nan) where fewer than ``LEAST`` requests got there.
     """
-    for name in names:
-        yield name, tuple(_intervals(reached[name][played], seed=seed, resamples=resamples))
+    counts = [reached[name][played] for name in names]
+    sums = resampled_sums(np.hstack([_with_unseen(rows) for rows in counts]), seed=seed, resamples=resamples)
+    start = 0
+    for name, rows in zip(names, counts, strict=True):
+        steps = rows.shape[1] - 1
+        drawn = _ends(ratios(sums[:, start + steps : start + 2 * steps], sums[:, start : start + steps]))
+        trials = (rows[:, :-1] > 0).sum(axis=0)
+        yield name, tuple(one if count >= LEAST else NO_INTERVAL for count, one in zip(trials, drawn, strict=True))
+        start += 2 * steps
 
 
-def _intervals(rows: Counts, *, seed: int, resamples: int) -> list[Interval]:
-    """Of counts [requests, steps + 1]."""
-    got, took = rows[:, :-1], rows[:, 1:]
-    trials = (got > 0).sum(axis=0)
-    mean = ratios(got.sum(axis=0).astype(np.float64), trials.astype(np.float64))
-    unseen = np.vstack([np.hstack([mean, mean]), np.hstack([mean, np.zeros_like(mean)])])  # one took all, one nothing
-    sums = resampled_sums(np.vstack([np.hstack([got, took]), np.nan_to_num(unseen)]), seed=seed, resamples=resamples)
-    drawn = _ends(ratios(sums[:, len(trials) :], sums[:, : len(trials)]))
-    return [interval if count >= LEAST else NO_INTERVAL for count, interval in zip(trials, drawn, strict=True)]
+def _with_unseen(rows: Counts) -> Floats:
+    """[requests + 2, 2 steps] of counts [requests, steps + 1]: rounds that got to each position, and that accepted it.
+
+    The last two requests are those that nobody saw: one accepted all, one nothing.
+    """
+    got, took = rows[:, :-1].astype(np.float64), rows[:, 1:].astype(np.float64)
+    mean = np.nan_to_num(ratios(got.sum(axis=0), (got > 0).sum(axis=0).astype(np.float64)))
+    return np.vstack([np.hstack([got, took]), np.hstack([mean, mean]), np.hstack([mean, np.zeros_like(mean)])])
 
 
 def _ends(samples: Floats) -> list[Interval]:

@@ -7,6 +7,7 @@ from replay.analysis import wording
 from replay.analysis.counts import position_rates, ratio, reached_positions
 from replay.analysis.page.chart_parts import BLUE, GREY, INK, SAID, Chart, Spec, beside, framed, mark, panels, rows
 from replay.analysis.page.names import distinct, folded, numbered
+from replay.analysis.positions import LEAST
 from replay.analysis.report.assessment import Report
 from replay.analysis.summary import VariantSummary
 
@@ -104,12 +105,15 @@ def _positions(few: Sequence[VariantSummary], names: dict[str, str], played: int
              f"{place}: {wording.percent(share)}"}
             for name, shares in compared for place, share in enumerate(shares, 1) if not math.isnan(share)
         ]  # fmt: skip
+    requests = wording.counted(first.played_requests, "request")
     caption = (
         "How often the draft is accepted at each position, of the rounds that got there, and its 95 % interval over "
-        f"requests. Position 1 counts all {wording.counted(first.rounds, 'round')} of {names[first.name]}."
+        f"the rounds of {requests}, where {LEAST} or more got there. Position 1 counts all "
+        f"{wording.counted(first.rounds, 'round')} of {names[first.name]}."
         + (" In the other panels the grey line is that variant." if len(few) > 1 else "")
-        + (" The dashed line is the server." if others else "") + _left_out(few, played)
-    )  # fmt: skip
+        + (" The dashed line is the server." if others else "")
+        + _left_out(few, played)
+    )
     spec = panels(values, "variant", _curves(alone=len(few) == 1), width=125, height=110)
     return Chart("Acceptance by position", caption, spec)
 

@@ -140,11 +140,16 @@ def capture(
 
 def _last_rows(text: str | None) -> int | None:
     """Raises UsageError."""
+    from replay.traces.header import MAX_COUNT
+
     if text is None:
         return None
     word, _, number = text.partition(":")
     if word != "last" or not count_of(number):
-        raise UsageError(f"--prompt-rows {show_name(text)} cannot be: type last:W, W rows, for example last:2048")
+        raise UsageError(
+            f"--prompt-rows {show_name(text)} cannot be: type last:W, W from 1 to {MAX_COUNT} rows, for "
+            "example last:2048"
+        )
     return count_of(number)
 
 

@@ -134,7 +134,7 @@ def test_going_on_takes_the_same_choices(options: CaptureOptions, tmp_path: Path
 @pytest.mark.parametrize(
     ("typed", "code", "says"),
     [
-        ("--taps-for 0 --then-taps 2", 1, "--taps-for 0 cannot be: type a number that is 1 or more requests"),
+        ("--taps-for 0 --then-taps 2", 1, "--taps-for 0 cannot be: type a number that is 1 to "),
         ("--taps-for 20", 1, "--taps-for 20 records all taps of 20 requests: type --then-taps T, those of the others"),
         ("--then-taps 2", 1, "--then-taps 2 says what to record after the first requests: type --taps-for N"),
         ("--taps-for 2 --then-taps 2,out:1", 1, "--then-taps 2,out:1 names 2 twice: name each tap once"),
@@ -142,9 +142,10 @@ def test_going_on_takes_the_same_choices(options: CaptureOptions, tmp_path: Path
         ("--taps-for 2 --then-taps ''", 1, "'' is not a tap"),
         ("--taps-for 2 --then-taps 9", 1, "tap 9 is R[9], the target has 4 layers"),
         ("--taps-for nan --then-taps 2", 2, "'nan' is not a valid integer"),
-        ("--taps-for 99999999999999999999 --then-taps 2", 1, "cannot be: type a number that is 1 or more requests"),
+        ("--taps-for 99999999999999999999 --then-taps 2", 1, "cannot be: type a number that is 1 to "),
         ("--rows fp4", 2, "'fp4' is not one of 'exact', 'fp8'"),
-        ("--prompt-rows 7", 1, "--prompt-rows 7 cannot be: type last:W, W rows, for example last:2048"),
+        ("--prompt-rows 7", 1, "--prompt-rows 7 cannot be: type last:W, W from 1 to 1099511627776 rows"),
+        ("--prompt-rows last:9999999999999", 1, "1 to 1099511627776 rows"),
         ("--prompt-rows last:0", 1, "--prompt-rows last:0 cannot be"),
         ("--prompt-rows last:-1", 1, "--prompt-rows last:-1 cannot be"),
         ("--prompt-rows first:3", 1, "--prompt-rows first:3 cannot be"),
