@@ -80,7 +80,7 @@ def check_options(options: CaptureOptions | ServerOptions, *more: Check) -> None
     for path in (options.prompts, options.out):
         as_path(path)
     checks: tuple[Check, ...] = (
-        ("--max-new-tokens", options.max_new_tokens, 1 <= options.max_new_tokens <= MAX_COUNT, "1 or more"),
+        ("--max-new-tokens", options.max_new_tokens, 1 <= options.max_new_tokens <= MAX_COUNT, f"1 to {MAX_COUNT}"),
         ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 (greedy) or more"),
         ("--seed", options.seed, -(1 << 63) <= options.seed < 1 << 64, "one of 64 bits"),
         ("--top-p", options.top_p, 0 < options.top_p <= 1, "above 0 and at most 1"),

@@ -114,8 +114,9 @@ def _positions(few: Sequence[VariantSummary], names: dict[str, str], played: int
         f"{wording.counted(first.rounds, 'round')} of {wording.counted(first.played_requests, 'request')} of "
         f"{names[first.name]}."
         + (" In the other panels the grey line is that variant." if len(few) > 1 else "")
-        + (" The dashed line is the server." if others else "") + _left_out(few, played)
-    )  # fmt: skip
+        + (" The dashed line is the server." if others else "")
+        + _left_out(few, played)
+    )
     spec = panels(values, "variant", _curves(alone=len(few) == 1), width=125, height=110)
     return Chart("Acceptance by position", caption, spec)
 

@@ -73,12 +73,11 @@ class ServerApi:
 
     @property
     def _advice(self) -> str:
-        return f"see to the server and its address, {self._takes}"
+        return f"see to the server and its address, {self.option} takes that of {self._whose}"
 
     @property
-    def _takes(self) -> str:
-        what = "the address of an SGLang server" if self.option == "--server" else "the whole address of its page"
-        return f"{self.option} takes {what}"
+    def _whose(self) -> str:
+        return "an SGLang server" if self.option == "--server" else "a /metrics page"
 
     def get(self, *paths: str) -> Any:
         """The JSON at the first of ``paths`` that the server has. Raises CaptureError.
@@ -188,7 +187,7 @@ class ServerApi:
         if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             return CaptureError(f"{self.url}{path} refuses ({error.code}): give the server's key with --api-key")
         if error.code == HTTPStatus.NOT_FOUND:
-            return NoSuchPathError(f"{self.url} has no {path}: {self._takes}")
+            return NoSuchPathError(f"{self.url} has no {path}: {self.option} takes the address of {self._whose}")
         if error.code in _AGAIN:
             return TransientError(f"{path} answered {error.code} {said}", _pause(error.headers.get("Retry-After")))
         message = f"{self.url}{path} answered {error.code}: {said}"

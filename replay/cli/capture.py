@@ -140,6 +140,7 @@ def capture(
 
 def _last_rows(text: str | None) -> int | None:
     """Raises UsageError."""
+
     if text is None:
         return None
     word, _, number = text.partition(":")

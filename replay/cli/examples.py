@@ -10,12 +10,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "replay capture --model path/to/target --prompts prompts.jsonl -o trace",
         "replay capture --server http://127.0.0.1:30000 --prompts prompts.jsonl -o trace --max-new-tokens 256",
         "replay capture --model path/to/target --prompts prompts.jsonl -o trace --resume",
+        "replay capture --model path/to/target --prompts prompts.jsonl -o trace --taps-for 100 --then-taps 3,31",
     ),
     "import": ("replay import path/to/dump --target path/to/target -o trace",),
     "simulate": (
         "replay simulate trace --draft path/to/head -o rounds.parquet",
         "replay simulate trace --draft epoch-1 --draft epoch-9 --steps 3 --steps 5 --top 5",
         "replay simulate trace --draft path/to/head --wiring embed,3,31 --wiring 3,31,59 --format csv",
+        "replay simulate trace --draft path/to/head --steps 3 --steps 5 --workers 4 -o rounds.parquet",
+        "replay simulate trace --draft path/to/head --ray auto --cache kept -o rounds.parquet",
         "replay simulate trace --draft path/to/head --fault none --fault kv.rollback=stale",
     ),
     "faults": ("replay faults", "replay faults --format md"),
@@ -42,7 +45,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan": (
         "replay plan rounds.parquet --time batch=1,tok/s=90 --time batch=1,steps=5,accept=1.8,tok/s=54.8",
         "replay plan rounds.parquet --bench results.jsonl --batch 1,8,32",
-        "replay plan trace --draft path/to/head --cost pass=37.7,rest=35,draft=26",
+        "replay plan trace --draft path/to/head --cost pass=37.7,rest=35,draft=26 --html plan.html",
+        "replay plan rounds.parquet --bench before.txt,after.txt --time ms=20",
     ),
     "inspect": ("replay inspect trace --check", "replay inspect path/to/head"),
     "diagnose": (

@@ -43,7 +43,7 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
     "--bench",
     "benches",
     multiple=True,
-    metavar="FILE|URL[:steps=N]",
+    metavar="FILE|URL[:steps=N,topk=N,draft_tokens=N,batch=N,seconds=N]",
     help="Timings from `replay time`, a benchmark's JSON, an SGLang log, two /metrics pages (EARLIER,LATER), or the "
     "address of one. Repeat for more.",
 )
@@ -60,7 +60,13 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
 )
 @click.option("--batch", default="", metavar="N,N", help="Batches to plan for.  [default: those timed]")
 @click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens of context, where --cost kv says a cost.")
-@click.option("--steps", default="", metavar="N,N", help="Further depths to plan for, within bounds.")
+@click.option(
+    "--steps",
+    default="",
+    metavar="N,N",
+    help=f"Depths to plan for. Of a TRACE all of them, at most 64 each  [default: {_DEEPEST}]; else further ones, "
+    "within bounds.",
+)
 @click.option("--draft", type=SOURCE, metavar="DIR", help="Draft head's folder, beside a TRACE.")
 @click.option("--wiring", metavar="W", help="Of that head.  [default: what it states]")
 @click.option("--variant", metavar="NAME", help="The variant of ROUNDS whose depths are planned.")
@@ -155,15 +161,14 @@ def _played(
     """The rounds of every depth that was asked for, and of every threshold, of one replay of the trace."""
     from replay.analysis.plan.ask import listed
     from replay.analysis.plan.policies import THRESHOLDS, with_lengths
-    from replay.analysis.plan.settings import MOST_STEPS
+    from replay.simulator.confidence import draft_anchors, play_depths, play_thresholds
+    from replay.simulator.variant import Variant
+    from replay.verify.rules import MAX_STEPS
 
+    depths = sorted(listed(steps or _DEEPEST, "--steps", MAX_STEPS))
     opened = open_whole(trace, target, verify=not no_verify)
     _refuse_draft(draft)
     fed = parse_wiring_option(wiring, opened.header.target)
-    depths = sorted(listed(steps or _DEEPEST, "--steps", MOST_STEPS))
-    from replay.simulator.confidence import draft_anchors, play_depths, play_thresholds
-    from replay.simulator.variant import Variant
-
     checkpoint = read_draft(draft)
     variant = Variant(checkpoint.name, wiring=fed, steps=depths[-1])
     with show_progress("replaying") as progress:

@@ -19,7 +19,7 @@ def page_options(command: Command) -> Command:
     """``html`` and ``force``."""
     for option in (
         click.option("--force", is_flag=True, help="Replace an existing web page."),
-        click.option("--html", type=PATH, metavar="FILE", help="Write the report as a web page in one file as well."),
+        click.option("--html", type=PATH, metavar="FILE", help="Write what is shown as a web page in one file too."),
     ):
         command = option(command)
     return command

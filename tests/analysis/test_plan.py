@@ -397,6 +397,15 @@ def test_a_file_that_says_no_time_is_refused(tmp_path: Path, text: str) -> None:
 # ---- the command ----
 
 
+def test_a_typed_accept_length_is_not_called_measured(tmp_path: Path) -> None:
+    typed = plan(costs=["pass=20,rest=5"], lengths=["steps=3,accept=2.79"])
+    assert row(typed, 3).length_source == "typed"
+    lines = {"batch_size": 1, "steps": 3, "topk": 1, "num_draft_tokens": 4, "acc_length": 2.5, "step_time": 0.03}
+    (tmp_path / "b.jsonl").write_text(json.dumps(lines))
+    measured = asked(Question(benches=[str(tmp_path / "b.jsonl")], times=["ms=20"]))
+    assert row(measured, 3).length_source == "timing"
+
+
 def test_the_command_plans_by_batch_and_writes_both_engines_schedules(tmp_path: Path) -> None:
     played = {make_variant(f"k{k}", steps=k): [[min(c, k) for c in (3, 0, 5, 1)]] * 24 for k in (1, 3, 5)}
     path = tmp_path / "rounds.parquet"

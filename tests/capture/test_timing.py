@@ -249,52 +249,6 @@ def test_a_line_that_is_no_timing_is_refused(
         read_costs(Question(benches=[str(tmp_path / "bad.jsonl")]))
 
 
-def test_a_bad_line_among_good_ones_is_named(tmp_path: Path) -> None:
-    (one,) = timed(TimedServer(3), replace(OPTIONS, batches=(1,), repeats=1))
-    good = timings_bytes([one]).decode()
-    for bad in (
-        "{",
-        "5",
-        good.replace('"batch": 1', '"batch": 0'),
-        good.replace('draft_tokens": 4', 'draft_tokens": 7'),
-    ):
-        (tmp_path / "t.jsonl").write_text(f"{good}\n{bad}\n{good}")
-        with pytest.raises(UsageError, match=r"line 3 of .*t\.jsonl") as refused:
-            read_costs(Question(benches=[str(tmp_path / "t.jsonl")]))
-        assert str(refused.value).count("measure") + str(refused.value).count("anew") + str(refused.value).count(
-            "take that timing out"
-        ) in (1, 2)
-    (tmp_path / "t.jsonl").write_text(good.replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(UsageError) as old:
-        read_costs(Question(benches=[str(tmp_path / "t.jsonl")]))
-    assert "measure it again" in str(old.value) and "anew" not in str(old.value)
-
-
-def test_what_was_timed_is_read(tmp_path: Path) -> None:
-    (one,) = timed(TimedServer(3), replace(OPTIONS, batches=(1,), repeats=1))
-    plain = replace(one, steps=0, num_draft_tokens=1, accept_length=1.0)
-
-    def asked(first: Measured, second: Measured) -> Question:
-        for name, line in (("a", first), ("b", second)):
-            (tmp_path / name).write_bytes(timings_bytes([line]))
-        return Question(benches=[str(tmp_path / "a"), str(tmp_path / "b")], lengths=["steps=3,accept=2"])
-
-    with pytest.raises(UsageError, match=r"two models \(tiny and other\)"):
-        read_costs(asked(plain, replace(one, model="other")))
-    with pytest.raises(UsageError, match="twice"):
-        read_costs(Question(benches=[str(tmp_path / "a"), str(tmp_path / "a")]))
-    for second, words in (
-        (replace(one, engine="sglang 0.5.20"), "2 engine versions"),
-        (replace(one, recording=True), "recorded, so it was slower"),
-        (one, ""),
-    ):
-        question = asked(plain, second)
-        planned = answer_question(question, read_costs(question))
-        told = " ".join(doubts(planned.plan))
-        assert words in told if words else "engine versions" not in told and "recorded" not in told
-        assert any("(tiny, sglang 0.5.23" in said for _, said in planned.provenance)
-
-
 def test_the_command_writes_a_file_that_plan_reads(tmp_path: Path) -> None:
     out = tmp_path / "timings.jsonl"
     with timed_server(TimedServer(3, paced=True)) as server:

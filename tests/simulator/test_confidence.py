@@ -207,12 +207,13 @@ def test_the_command_plans_from_a_trace(trace: Trace, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--time", "garbage"], ["--bench", "/nosuch"], ["--steps", "0"], ["--batch", "x"], []]
+    "wrong", [["--time", "garbage"], ["--bench", "/nosuch"], ["--steps", "0"], ["--steps", "65"], ["--batch", "x"], []]
 )
 def test_what_is_typed_wrong_is_said_before_the_trace_is_replayed(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str]
 ) -> None:
     monkeypatch.setattr("replay.simulator.confidence.draft_anchors", lambda *_, **__: pytest.fail("it was replayed"))
+    monkeypatch.setattr("replay.cli.plan.open_whole", lambda *_, **__: pytest.fail("it was opened"))
     cost = ["--cost", "pass=20"] if wrong[:1] in (["--steps"], ["--batch"]) else []
     typed = ["plan", str(trace.path), "--draft", str(write_head(tmp_path / "draft", HEAD)), *cost, *wrong]
     done = CliRunner().invoke(cli, typed)
