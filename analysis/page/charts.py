@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from replay.analysis import positions, wording
+from replay.analysis import wording
 from replay.analysis.counts import position_rates, ratio, reached_positions
 from replay.analysis.page.chart_parts import BLUE, GREY, INK, SAID, Chart, Spec, beside, framed, mark, panels, rows
 from replay.analysis.page.names import distinct, folded, numbered
+from replay.analysis.positions import LEAST_REQUESTS
 from replay.analysis.report.assessment import Report
 from replay.analysis.summary import VariantSummary
 
@@ -106,7 +107,7 @@ def _positions(few: Sequence[VariantSummary], names: dict[str, str], played: int
         ]  # fmt: skip
     caption = (
         "How often the draft is accepted at each position, of the rounds that got there, and its 95 % interval over "
-        f"requests, where {positions.LEAST_REQUESTS} or more got there. Position 1 counts all "
+        f"requests, where {LEAST_REQUESTS} or more got there. Position 1 counts all "
         f"{wording.counted(first.rounds, 'round')} of {wording.counted(first.played_requests, 'request')} of "
         f"{names[first.name]}."
         + (" In the other panels the grey line is that variant." if len(few) > 1 else "")
