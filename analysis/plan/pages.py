@@ -121,7 +121,7 @@ def _interval(before: Page, after: Page, called: str, said: Mapping[str, float])
     if not 1 <= running[1] <= MOST_BATCH or running[1] != int(running[1]):
         return _Left(f"{running[1]:g} requests ran at its end")
     if any(grown.get(f"{engine}:{name}", 0) < 0 for name in ("inter_token_latency_seconds_sum", "generation_tokens")):
-        return _Left("its counters fall: the server was started anew, or the later page comes first")
+        return _Left("its counters fall: the server was restarted, or the later page comes first")
     ended = sum(grown.get(f"{engine}:{name}", 0) for name in ("num_requests", "request_success"))
     prefilled = _prefilled(engine, grown)
     if prefilled or ended:

@@ -184,12 +184,12 @@ def _recording(
     if not told:
         return None, ()
     if len(told) != len(states):
-        raise CaptureError(f"{len(told)} of {len(states)} schedulers of {url} record: start it anew")
+        raise CaptureError(f"{len(told)} of {len(states)} schedulers of {url} record: restart it")
     for one in told:
         if one.get("state") != "recording":
             raise CaptureError(
                 f"{url} does not record ({one_line(str(one.get('state')), 60)}: "
-                f"{one_line(str(one.get('reason')), 300)}): mend this and start it anew"
+                f"{one_line(str(one.get('reason')), 300)}): mend this and restart it"
             )
     there, launch, host = (str(told[0].get(name)) for name in ("folder", "launch", "host"))
     folder = launch_folder(as_path(seen_here or there), launch)
@@ -207,21 +207,21 @@ def _check_manifests(manifests: Sequence[Manifest], launch: str, states: Sequenc
     world = states[0].get("world_size")
     if isinstance(world, int) and len(manifests) != world:
         raise CaptureError(
-            f"{url} has {world} ranks, {len(manifests)} of them wrote a manifest: see its log and start it anew"
+            f"{url} has {world} ranks, {len(manifests)} of them wrote a manifest: see its log and restart it"
         )
     first = manifests[0]
     for one in manifests:
         if one.launch != launch or one.state != "recording":
             raise CaptureError(
                 f"rank {json.dumps(dict(one.ranks))} of {url} does not record ({one.state}: {one.reason}): see its log "
-                "and start it anew"
+                "and restart it"
             )
         if (one.taps, one.wiring, one.topk, one.dtype) != (first.taps, first.wiring, first.topk, first.dtype):
-            raise CaptureError(f"the ranks of {url} record different taps: start it anew")
+            raise CaptureError(f"the ranks of {url} record different taps: restart it")
     if FINAL not in first.taps:
         raise TraceCorruptError(f"the manifests of {url} name no tap {FINAL}")
     if not any(one.writer for one in manifests):
-        raise CaptureError(f"no rank of {url} writes rows: see its log and start it anew")
+        raise CaptureError(f"no rank of {url} writes rows: see its log and restart it")
 
 
 def _context(states: Sequence[Mapping[str, Any]], manifests: Sequence[Manifest]) -> int | None:

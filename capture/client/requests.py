@@ -178,7 +178,7 @@ class ServerClient:
             taps = kept.taps_of(request.request_id)
             joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps)
         except TraceCorruptError:
-            self.watch.check()  # rows that vanish while they are read are those of a server started anew
+            self.watch.check()  # rows that vanish while they are read are those of a restarted server
             raise
         if not same_histogram(histogram_of(joined.rounds), answer.counters.histogram):
             self.differing += 1

@@ -19,7 +19,7 @@ class RecordingStoppedError(CaptureError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"the server goes on but has stopped recording ({reason}): mend this, start it anew and type "
+            f"the server goes on but has stopped recording ({reason}): mend this, restart it and type "
             "the same command with --resume"
         )
         self.reason = reason
@@ -39,9 +39,7 @@ class RecordingWatch:
         """Raises RecordingStoppedError, or CaptureError where the launch folder is gone."""
         manifests = read_manifests(self._folder)
         if not manifests:
-            raise CaptureError(
-                f"{self._folder} is gone: the server was started anew; type the same command with --resume"
-            )
+            raise CaptureError(f"{self._folder} is gone: the server was restarted; type the same command with --resume")
         for one in manifests:
             if one.state != "recording":
                 raise RecordingStoppedError(one.reason)

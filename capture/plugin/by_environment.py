@@ -6,7 +6,7 @@ then find in REPLAY_LAUNCH what ``replay serve`` would tell them (recording.py).
 
 What is typed wrong ends the process before it loads a model. SystemExit, because SGLang 0.5.23 plugins/__init__.py logs
 every other error of a plugin and serves on. What can change by itself between two starts, as a full disk, does not: a
-pod that is started anew would never serve again.
+pod that is restarted would never serve again.
 """
 
 import errno

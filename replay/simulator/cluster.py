@@ -56,8 +56,8 @@ class ClusterWorkers:
         self.count = int(sum(node["Resources"]["CPU"] for node in nodes))
         if not self.count:
             raise WorkerError(
-                "no living node of the Ray cluster has a core for tasks; add a node by ray start, or type --workers N "
-                "for this machine alone"
+                "no living node of the Ray cluster has a core for tasks; add a node by ray start, or "
+                "take workers of this machine alone"
             )
         self.kernels = self._look(nodes)
 
@@ -132,7 +132,7 @@ class ClusterWorkers:
             names = ", ".join(name for name, one in looks.items() if one in silent)
             raise WorkerError(
                 f"within {_LOOK:.0f} seconds nothing was heard of node {names} of the Ray cluster; look at its memory "
-                "and load by ray status, or type --workers N for this machine alone"
+                "and load by ray status, or take workers of this machine alone"
             )
 
 

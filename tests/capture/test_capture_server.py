@@ -378,7 +378,7 @@ def test_server_started_anew_is_noticed_and_resumed(options: ServerOptions, serv
         return answer(body)
 
     server.answer = start_anew  # type: ignore[method-assign]
-    with pytest.raises(CaptureError, match="started anew"):
+    with pytest.raises(CaptureError, match="restarted"):
         capture(replace(options, concurrency=1))
     kept = len(Trace.open(options.out, allow_incomplete=True))
     assert kept <= 2  # rows of the answered two that were not joined yet are gone with the server

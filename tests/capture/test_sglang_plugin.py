@@ -229,7 +229,7 @@ def test_trace_passes_its_check(captured: Callable[[str], Captured], kind: str) 
 
 
 def test_a_server_that_was_killed_is_gone_on_with(captured: Callable[[str], Captured]) -> None:
-    """What was whole stays byte for byte, the rest is asked of the server that was started anew, and nothing twice."""
+    """What was whole stays byte for byte, the rest is asked of the server that was restarted, and nothing twice."""
     one = captured("chain")
     assert 0 < one.result.recorded < len(TEXTS)
     assert one.safe and one.safe == {name: (one.trace.path / name).read_bytes() for name in one.safe}
