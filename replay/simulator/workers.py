@@ -113,7 +113,7 @@ class LocalWorkers:
         pending, lost = dict(enumerate(tasks)), 0
         while pending:
             try:
-                with _interrupts_held():  # processes inherit that, so that Ctrl-C reaches this one alone
+                with start_workers():
                     futures = {self._open().submit(_replay, task): place for place, task in pending.items()}
                 for future in as_completed(futures):
                     result = future.result()
@@ -146,7 +146,18 @@ class LocalWorkers:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
+def start_workers() -> Iterator[None]:
+    """Processes that start in the block inherit that interrupts are held, so that Ctrl-C reaches this one alone.
+
+    The processes that tidy up behind them start first, because to start one of these lets interrupts through again: see
+    the end of ``ensure_running`` in multiprocessing/resource_tracker.py (Python 3.11) and in loky's (3.7).
+    """
+    from multiprocessing import resource_tracker
+
+    from loky.backend import resource_tracker as loky_tracker
+
+    resource_tracker.ensure_running()
+    loky_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -313,6 +313,27 @@ def test_a_script_without_a_guard_is_run_once_and_a_head_in_memory_is_replayed(t
     assert (done.stdout, done.stderr, done.returncode) == ("begun\nTrue\n", "", 0)
 
 
+def test_workers_hold_interrupts_from_their_first_moment_on() -> None:
+    """In a new process, where those that tidy up behind workers do not run yet."""
+    script = """
+import signal
+from loky import ProcessPoolExecutor
+from replay.simulator.workers import start_workers
+
+def held(_):
+    (line,) = (line for line in open("/proc/self/status") if line.startswith("SigBlk"))
+    return int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1
+
+pool = ProcessPoolExecutor(2)
+with start_workers():
+    futures = [pool.submit(held, number) for number in range(4)]
+print([future.result() for future in futures])
+pool.shutdown(kill_workers=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[1, 1, 1, 1]\n", done.stderr
+
+
 def test_ctrl_c_ends_all_without_a_traceback(tmp_path: Path, trace: Trace, head: Checkpoint) -> None:
     many = [option for steps in range(1, 65) for option in ("--steps", str(steps))]
     line = [sys.executable, "-Im", "replay", "simulate", str(trace.path), "--draft", str(head.path), "--workers", "2"]
