@@ -147,7 +147,8 @@ class LocalWorkers:
 
 @contextmanager
 def start_workers() -> Iterator[None]:
-    """Processes that start in the block inherit that interrupts are held, so that Ctrl-C reaches this one alone.
+    """Processes that start in the block inherit that interrupts are held, so that Ctrl-C reaches this one alone; and
+    this one is interrupted when they have begun.
 
     The processes that tidy up behind them start first, because to start one of these lets interrupts through again: see
     the end of ``ensure_running`` in multiprocessing/resource_tracker.py (Python 3.11) and in loky's (3.7).
@@ -160,9 +161,27 @@ def start_workers() -> Iterator[None]:
     loky_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        with _put_off_interrupts():
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _put_off_interrupts() -> Iterator[None]:
+    """An interrupt that comes in the block is handled at its end: threads that do not hold it take it all the same."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # Python interrupts the main thread alone
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        handler(signal.SIGINT, None)
 
 
 # ---- in a worker ----
