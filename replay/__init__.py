@@ -104,7 +104,15 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        try:
+            home = import_module(_HOMES[name])
+        except ModuleNotFoundError as error:  # in a checkout where replay is installed, and not with -e
+            if not (error.name or "").startswith("replay."):
+                raise
+            raise ImportError(
+                "this folder hides the installed replay; run Python in another folder, or type pip install -e . here"
+            ) from error
+        return getattr(home, name)
     raise AttributeError(f"module 'replay' has no attribute {name!r}")
 
 

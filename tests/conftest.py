@@ -35,6 +35,9 @@ LONGEST = (
     "whole/test_predict_crossed.py",
     "whole/test_predict_trees.py",
     "whole/test_decoder.py",
+    "simulator/test_workers.py",
+    "whole/test_storage.py",
+    "simulator/test_cluster.py",
 )
 
 

@@ -13,6 +13,7 @@ from replay.analysis.plan.policies import Rule
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
 from replay.analysis.plan.settings import PLAIN
 from replay.analysis.plan.shares import best_drafting, share
+from replay.analysis.plan.timings import Timing
 from replay.analysis.tables import Fitted, bullet, column, heading, pairs
 
 TERM_WORDS = {
@@ -24,6 +25,7 @@ TERM_WORDS = {
     "draft-row": "each row in a draft step",
 }
 SOURCE_WORDS = {"rounds": "", "timing": "measured", "typed": "typed", "bounds": "bounded"}
+OTHERWISE = 0.05  # share by which a server's accept length differs from the replay's before it is said
 RULE_WORDS = ("Stopping", "Verifying fewer, drafting all,")
 
 
@@ -58,7 +60,7 @@ def answer(plan: Plan, choice: Choice) -> str:
     if choice.advice == "cannot tell":
         others = wording.listed([setting.spelled for setting in (best.setting, *choice.alike)][:4])
         more = "" if choice.measure is None else f" Time {choice.measure.spelled} there: it would tell most."
-        return f"{place}: cannot tell. {others} cannot be told apart.{more}"
+        return f"{place}: cannot tell. {others[0].upper() + others[1:]} cannot be told apart.{more}"
     if choice.advice == "do not speculate":
         drafting = best_drafting(plan, choice)
         against = "" if drafting is None else f", the best depth ({drafting.setting.spelled}) {_speed(drafting)}"
@@ -115,6 +117,7 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
         )
     if any(server.recording for server in servers):
         yield "A server that was timed recorded, so it was slower than the one to plan for: time one that does not."
+    yield from _served_otherwise(plan)
     loose = [row for row in plan.rows if not row.round_ms.known]
     if loose:
         where = f"{loose[0].setting.spelled} at {loose[0].load.spelled}"
@@ -131,6 +134,25 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
         yield "Accept lengths that were typed or came with a timing have no interval."
     if plan.timings and (loads := untimed_plain(plan)):
         yield f"Nobody timed {loads[0].spelled} without speculation; add it, since every answer is held against it."
+
+
+def _served_otherwise(plan: Plan) -> Iterator[str]:
+    """Where a timed server accepted another number of tokens than the replay says; the row has the replay's."""
+    rows = {(row.load, row.setting): row.accept_length for row in plan.rows if row.length_source == "rounds"}
+    found: list[tuple[float, Timing, float, float]] = []
+    for timing in plan.timings:
+        told, served = rows.get((timing.load, timing.setting)), timing.accept_length
+        if served is not None and told is not None and not told.low <= served <= told.high:
+            found.append((abs(served - told.value) / told.value, timing, served, told.value))
+    if found and max(apart for apart, *_ in found) > OTHERWISE:
+        _, timing, served, replayed = max(found, key=lambda one: one[0])
+        where = f"{timing.setting.spelled} at {timing.load.spelled}"
+        yield (
+            f"The server that was timed accepted {served:.2f} tokens a round with {where}, and the replay says "
+            f"{replayed:.2f}, which the plan goes by. With what it accepted it makes "
+            f"{timing.load.batch * served / timing.seconds:.1f} tok/s there. replay diagnose names what keeps a server "
+            "short."
+        )
 
 
 def _free_context(plan: Plan) -> bool:

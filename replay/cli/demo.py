@@ -61,7 +61,7 @@ def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
     show_rounds(rounds, as_json)
     say(
         f"\nNext, on the same trace:\n  replay simulate {output / 'trace'} --draft {sample_head()} "
-        f"--steps 1 --steps 3 --steps 7\n  replay report {rounds_file} --peers"
+        f"--steps 1 --steps 3 --steps 7\n  replay compare {rounds_file}\n  replay show {rounds_file}"
     )
 
 

@@ -378,6 +378,17 @@ def test_a_file_may_be_called_as_what_is_typed_behind_files(tmp_path: Path, name
     assert found.setting == make_setting(3)
 
 
+def test_a_server_that_accepted_another_number_of_tokens_is_said() -> None:
+    table = make_rounds({make_variant("v", steps=2): [[2, 1, 2, 1, 2]] * 30})  # 2.6 tokens a round
+    times = ("tok/s=90", "steps=2,accept={},tok/s=40")
+    said = []
+    for accept in ("1.1", "2.6"):
+        found = asked(Question(times=(times[0], times[1].format(accept))), table)
+        said.append(" ".join(doubts(found.plan, found.requests)))
+    assert "accepted 1.10 tokens a round with 2 steps at batch 1, and the replay says 2.60" in said[0]
+    assert "With what it accepted it makes 40.0 tok/s there. replay diagnose" in said[0] and "accepted" not in said[1]
+
+
 def test_a_context_that_costs_nothing_is_said() -> None:
     """Beside a cost of its own it counts."""
     typed = {"lengths": ["steps=3,accept=2"], "context": 1000}

@@ -92,3 +92,17 @@ def test_a_table_holds_text_only() -> None:
         "<p>a &amp; b\\x1b</p><table><thead><tr><th>&lt;x&gt;</th></tr></thead>"
         "<tbody><tr><td>1</td></tr><tr><td>\\n</td></tr></tbody></table>"
     )
+
+
+def test_a_checkout_that_hides_the_installed_replay_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the folder replay/ lacks the rooms that lie beside it."""
+
+    def find(name: str) -> object:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(replay, "import_module", find)
+    with pytest.raises(ImportError, match=r"hides the installed replay; run Python in another folder, or type pip"):
+        _ = replay.Trace
+    monkeypatch.setattr(replay, "_HOMES", {"Trace": "torch"})
+    with pytest.raises(ModuleNotFoundError, match="No module named 'torch'"):
+        _ = replay.Trace
