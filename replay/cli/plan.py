@@ -161,14 +161,17 @@ def _played(
     """The rounds of every depth that was asked for, and of every threshold, of one replay of the trace."""
     from replay.analysis.plan.ask import listed
     from replay.analysis.plan.policies import THRESHOLDS, with_lengths
-    from replay.simulator.confidence import draft_anchors, play_depths, play_thresholds
-    from replay.simulator.variant import Variant
     from replay.verify.rules import MAX_STEPS
 
     depths = sorted(listed(steps or _DEEPEST, "--steps", MAX_STEPS))
     opened = open_whole(trace, target, verify=not no_verify)
     _refuse_draft(draft)
     fed = parse_wiring_option(wiring, opened.header.target)
+
+    # Behind what is refused, because torch comes with them.
+    from replay.simulator.confidence import draft_anchors, play_depths, play_thresholds
+    from replay.simulator.variant import Variant
+
     checkpoint = read_draft(draft)
     variant = Variant(checkpoint.name, wiring=fed, steps=depths[-1])
     with show_progress("replaying") as progress:

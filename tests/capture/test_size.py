@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.trace_maker import H, K, make_four, make_header, make_weights, write_trace
@@ -12,10 +13,11 @@ from support.trace_maker import H, K, make_four, make_header, make_weights, writ
 from replay.capture import size as module
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import Event, Sized
+from replay.capture.kept import Kept
 from replay.capture.local.record import _room
 from replay.capture.options import CaptureOptions
-from replay.capture.plugin.launch import ServeOptions, _room_notes
-from replay.capture.size import Room, RowSize, expect, fewer_taps, spell_bytes
+from replay.capture.plugin.launch import room_notes
+from replay.capture.size import Room, RowSize, fewer_taps, spell_bytes
 
 NINE = ("1", "2", "3", "14", "15", "16", "26", "27", "28", "final")  # of 30 layers: defaults 2, 15, 27, and neighbours
 Free = Callable[[int], None]
@@ -23,6 +25,11 @@ Free = Callable[[int], None]
 
 def request(name: str, prompt: int, most: int, forced: list[int] | None = None) -> EncodedRequest:
     return EncodedRequest(name, None, list(range(prompt)), None if forced is None else forced, most)
+
+
+def expect(folder: Path, size: RowSize, asked: list[EncodedRequest], **more: Any) -> Room:
+    """Of a capture that keeps all taps of all requests, where nothing else is said."""
+    return module.expect(folder, size, asked, **{"kept": Kept(size.taps), **more})
 
 
 @pytest.fixture
@@ -40,6 +47,17 @@ def test_bytes_are_those_of_rows_and_choices(tmp_path: Path, free: Free) -> None
     room = expect(tmp_path, size, [request("a", 10, 5), request("b", 4, 99, forced=[1, 2])], layers=30, beside=1000)
     assert room.needed == 21 * 164 + 7 * 28 + 1000
     assert room.fits and room.sentence().startswith("up to 4.64 kB will be recorded, 1 TB are free in ")
+
+
+def test_what_is_kept_of_some_requests_alone_is_counted(tmp_path: Path, free: Free) -> None:
+    """All ten taps of a, two of b, and of each prompt the last 4 rows; then in a byte a value with a scale of 4."""
+    free(10**12)
+    size, asked = RowSize(NINE, 8, 2, 3), [request("a", 10, 5), request("b", 4, 2)]
+    kept = Kept(NINE, ("2", "final"), frozenset({"a"}), prompt_rows=4)
+    tokens = 15 * 4 + 5 * 28 + 6 * 4 + 2 * 28
+    assert expect(tmp_path, size, asked, layers=30, kept=kept).needed == tokens + 9 * 160 + 6 * 32
+    less = expect(tmp_path, replace(size, rows="fp8"), asked, layers=30, kept=replace(kept, rows="fp8"))
+    assert less.needed == tokens + 9 * (9 * 12 + 16) + 6 * (12 + 16)
 
 
 def test_a_trace_takes_about_what_was_said(tmp_path: Path, free: Free) -> None:
@@ -89,25 +107,24 @@ def test_a_target_is_sized_by_its_config(tmp_path: Path, free: Free) -> None:
     options = CaptureOptions(model="m", prompts=tmp_path, out=tmp_path / "out", topk=4)
     asked = [request("a", 5, 5)]
     rows = 10 * (2 * 64 * 2 + 4) + 5 * 36
-    assert _room(options, files, ("embed", "2"), asked).needed == rows + 2 * 500 * 64 * 2  # type: ignore[arg-type]
+    assert _room(options, files, Kept(("2", "final")), asked).needed == rows + 2 * 500 * 64 * 2  # type: ignore[arg-type]
     bare = replace(options, weights=False, dtype="float32")
-    assert _room(bare, files, ("embed", "2"), asked).needed == 10 * (2 * 64 * 4 + 4) + 5 * 36  # type: ignore[arg-type]
+    assert _room(bare, files, Kept(("2", "final")), asked).needed == 10 * (2 * 64 * 4 + 4) + 5 * 36  # type: ignore[arg-type]
 
 
 def test_a_server_is_told_how_far_the_disk_reaches(tmp_path: Path, free: Free) -> None:
     """9 taps and final of 100 values in 2 bytes, a token, and 2 choices: 2,024 bytes."""
     free(2_024_000)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 30, "hidden_size": 100}}))
-    options = ServeOptions(tmp_path / "rec", ("--model-path", str(tmp_path)), topk=2)
-    (note,) = _room_notes(options)
+    (note,) = room_notes(str(tmp_path), tmp_path / "rec", None, 2)
     assert note == (
         f"an output token takes about 2.02 kB in 16 bits, 2.02 MB are free in {tmp_path / 'rec'}: room for some 1,000 "
         "tokens"
     )
     for damage in ("{", "[]", '{"num_hidden_layers": "x"}'):
         (tmp_path / "config.json").write_text(damage)
-        assert _room_notes(options) == []
-    assert _room_notes(replace(options, arguments=("--model-path", "org/name"))) == []
+        assert room_notes(str(tmp_path), tmp_path / "rec", None, 2) == []
+    assert room_notes("org/name", tmp_path / "rec", None, 2) == []
 
 
 @pytest.mark.parametrize(("count", "said"), [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (3.21e9, "3.21 GB")])
