@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"replay": "replay", "traces": "replay.traces", "capture": "replay.capture", "analysis": "replay.analysis"}
 # A module imports from its own room and from the floors before its own, function-level imports included.
 FLOORS = (
-    {"replay.printable"},
+    {"replay.printable", "replay.narrow_products"},
     {"replay.errors"},
     {"replay.traces", "replay.targets"},
     {"replay.checkpoint", "replay.engines", "replay.verify", "replay.capture", "replay.analysis"},
