@@ -23,7 +23,8 @@ from replay.analysis.page.compared import write_comparison
 from replay.analysis.view import View
 from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
-from replay.traces.rounds import Rounds, table_schema, write_rounds
+from replay.traces.rounds import Rounds, table_schema
+from replay.traces.rounds_file import write_rounds
 
 TRACE = {"path": "traces/story", "target": "tiny", "model_type": "llama", "layers": 4, "engine": "sglang"}
 

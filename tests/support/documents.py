@@ -31,7 +31,8 @@ from replay.analysis.json_document import document
 from replay.capture.plugin.server import Ready
 from replay.cli.app import cli
 from replay.traces.captured import CapturedRequest, ServerCounters
-from replay.traces.rounds import Rounds, write_rounds
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import write_rounds
 
 Document = Mapping[str, Any]
 HEAT = 2.5  # the invented target's logits are large
