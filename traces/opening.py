@@ -8,8 +8,10 @@ from replay.errors import TraceCorruptError, TraceIncompleteError
 from replay.traces import files
 from replay.traces.damage import AGAIN_OR_AS_IT_IS, ReadingTrace
 from replay.traces.header import TraceHeader
-from replay.traces.records import RequestRecord, check_same, headers_sha256, read_table, scan_shards
+from replay.traces.records import RequestRecord
+from replay.traces.request_table import check_same, read_table
 from replay.traces.server_rounds import MAX_BYTES
+from replay.traces.shards import headers_sha256, scan_shards
 from replay.traces.tensors import Layout
 
 

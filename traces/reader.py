@@ -16,8 +16,9 @@ from replay.traces.feed import Feed, count_rows
 from replay.traces.header import FP8, TraceHeader, read_header
 from replay.traces.opening import find_requests
 from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
-from replay.traces.records import Piece, RequestRecord, to_frame
+from replay.traces.records import Piece, RequestRecord
 from replay.traces.remote import as_source
+from replay.traces.request_table import to_frame
 from replay.traces.server_rounds import read_finished, rounds_of
 from replay.traces.stored_rows import StoredRows
 from replay.traces.taps import EMBED, sort_taps

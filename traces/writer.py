@@ -16,16 +16,10 @@ from replay.traces.captured import CapturedRequest, ServerCounters, check_reques
 from replay.traces.feed import feed_tensors
 from replay.traces.header import VERSION, TraceHeader, WeightsInfo, read_header
 from replay.traces.place import FORCE, NEW, RESUME, check_agreement, names_in, no_folder, refuse_foreign
-from replay.traces.records import (
-    RequestRecord,
-    expected_tensors,
-    headers_sha256,
-    placed,
-    scan_shards,
-    shard_metadata,
-    to_frame,
-)
+from replay.traces.records import RequestRecord
+from replay.traces.request_table import to_frame
 from replay.traces.server_rounds import merge_rounds, read_served, rounds_of
+from replay.traces.shards import expected_tensors, headers_sha256, placed, scan_shards, shard_metadata
 from replay.traces.sharing import Sharing, shared_record
 from replay.traces.stretches import TOKENS
 from replay.traces.tensors import joined_shapes, pack_header, tensor_bytes
