@@ -37,7 +37,9 @@ def test_header_fields() -> None:
         assert f"`{name}`" in root or f'"{name}"' in root
 
 
-@pytest.mark.parametrize(("number", "expected"), [(4, request_table.table_schema()), (6, server_rounds.served_schema())])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(4, request_table.table_schema()), (6, server_rounds.served_schema())]
+)
 def test_columns_and_their_types(number: int, expected: dict[str, object]) -> None:
     told = {}
     for cell, kind in re.findall(r"(?m)^\| (`[^|]*) \| ([^|]*) \|", section(number)):
