@@ -9,15 +9,9 @@ import pytest
 from rich.console import Console
 from support.followed_maker import make_followed
 
-from replay.analysis.diagnosis.evidence import (
-    Disturbance,
-    Evidence,
-    followed_evidence,
-    length_evidence,
-    noise_scales,
-    taken_by_any_cause,
-    taken_likelihood,
-)
+from replay.analysis.diagnosis.counted import length_evidence, taken_by_any_cause, taken_likelihood
+from replay.analysis.diagnosis.drafted import followed_evidence, noise_scales
+from replay.analysis.diagnosis.evidence import Disturbance, Evidence
 from replay.analysis.diagnosis.report import render_diagnosis
 from replay.analysis.diagnosis.scored import Scored, alike, explained, rank, undecided
 from replay.analysis.diagnosis.verdict import Diagnosis, Gain, certainty, judge, to_json
