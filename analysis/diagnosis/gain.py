@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,3 +71,37 @@ def by_anchor(table: "pl.DataFrame") -> dict[RoundKey, RoundDraft]:
         (request, anchor): RoundDraft(tuple(drafted), accepted)
         for request, anchor, drafted, accepted in columns.iter_rows()
     }
+
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Another variant that accepts more than the one served, at the same anchors: accepted tokens a round, and CI.
+
+    ``tied``: it cannot be told from the one that accepts most."""
+
+    name: str
+    kind: str
+    value: str
+    gain: float
+    ci95: tuple[float, float]
+    accept_length: float = math.nan
+    fix: str = ""
+    log_prior: float = 0.0
+    tied: bool = False
+
+    @property
+    def label(self) -> str:
+        """Kind and value; of a layer-id hypothesis the wiring that it comes to, whatever ``name`` says."""
+        return self.name if "+" in self.kind else f"{self.kind}={self.value}"
+
+
+def stands_out(gain: Gain, tried: int, *, one: float = 0.025) -> bool:
+    """Whether a gain is more than the luck of the best of ``tried`` variants: Bonferroni, on the interval's width.
+
+    ``one`` is how often luck alone would do as well.
+    """
+    error = (gain.ci95[1] - gain.ci95[0]) / (2 * _NORMAL.inv_cdf(0.975))
+    return gain.ci95[0] > 0 and gain.gain > _NORMAL.inv_cdf(1 - one / tried) * error
