@@ -1,11 +1,11 @@
 """How well a replayed hypothesis explains what a server did: three kinds of evidence, each with two likelihoods.
 
-- ``drafted``: every token that the server drafted, against a replay of the hypothesis that is fed the server's drafts
-  (analysis/followed.py). A token has the probability that a softmax of the draft logits gives it at a temperature that
+- ``drafted`` (drafted.py): every token that the server drafted, against a replay of the hypothesis that is fed the
+  server's drafts (analysis/followed.py). A token has the probability that a softmax of the draft logits gives it at a temperature that
   stands for rounding: the noise scale that was measured, or a multiple of it.
-- ``histogram``: per request, the server's counts of accepted tokens against the hypothesis' own walk over the same
+- ``histogram`` (counted.py): per request, the server's counts of accepted tokens against the hypothesis' own walk over the same
   text; a round is discordant where the two histograms cannot be matched.
-- ``length``: one accept length, measured on other text: a normal error made of the spread between requests.
+- ``length`` (there too): one accept length, measured on other text: a normal error made of the spread between requests.
 
 The first likelihood is that of the hypothesis and rounding, and nothing else. The second one is that of the hypothesis
 and something unknown besides, whose size is fitted: a larger noise scale, more outliers. It tells how near a hypothesis
@@ -88,9 +88,6 @@ def outliers_allowed(rounds: int, share: float = OUTLIER_ROUNDS, level: float = 
     return most
 
 
-# ---- drafted tokens ----
-
-
 def log_mean(nats: Sequence[float]) -> float:
     """The logarithm of the mean of exp(nats)."""
     most = max(nats)
@@ -137,6 +134,3 @@ def scale_up(evidence: Evidence, times: float) -> Evidence:
         disturbed_N=None,
         request_N=None,
     )
-
-
-# ---- histograms and lengths ----

@@ -1,4 +1,4 @@
-"""What layers of a head are called: by themselves, in the products that servers fuse, and in checkpoints of one layer."""
+"""What layers of a head are called: alone, in the products that servers fuse, and in checkpoints of one layer."""
 
 import re
 
