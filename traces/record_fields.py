@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from replay.errors import TraceCorruptError
 from replay.traces.fields import Fields
 from replay.traces.files import shard_number
-from replay.traces.header import MAX_COUNT, MAX_VOCAB, TraceHeader, canonical_taps
+from replay.traces.header import MAX_COUNT, MAX_VOCAB, TraceHeader
 from replay.traces.records import FINISH_REASONS, LATER, MAX_ID, MAX_STEPS, MAX_TOKENS, SOURCES, RequestRecord
-from replay.traces.taps import FINAL
+from replay.traces.taps import FINAL, canonical_taps
 
 MAX_PREFIXES = 1 << 12  # requests of whose rows a prefix is made
 

@@ -1,10 +1,10 @@
 """How well a replayed hypothesis explains what a server did: three kinds of evidence, each with two likelihoods.
 
 - ``drafted`` (drafted.py): every token that the server drafted, against a replay of the hypothesis that is fed the
-  server's drafts (analysis/followed.py). A token has the probability that a softmax of the draft logits gives it at a temperature that
-  stands for rounding: the noise scale that was measured, or a multiple of it.
-- ``histogram`` (counted.py): per request, the server's counts of accepted tokens against the hypothesis' own walk over the same
-  text; a round is discordant where the two histograms cannot be matched.
+  server's drafts (analysis/followed.py). A token has the probability that a softmax of the draft logits gives it at a
+  temperature that stands for rounding: the noise scale that was measured, or a multiple of it.
+- ``histogram`` (counted.py): per request, the server's counts of accepted tokens against the hypothesis' own walk over
+  the same text; a round is discordant where the two histograms cannot be matched.
 - ``length`` (there too): one accept length, measured on other text: a normal error made of the spread between requests.
 
 The first likelihood is that of the hypothesis and rounding, and nothing else. The second one is that of the hypothesis

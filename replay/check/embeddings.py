@@ -12,8 +12,10 @@ _EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
 
 
 def embeddings_agree(head: Weights, hidden_size: int, folder: Path) -> bool | None:
-    """Whether rows spread over the head's embedding equal those of the target in ``folder`` within a rounding to bf16; None
-    where one of them is not to be had, or the target's are not ``hidden_size`` wide."""
+    """Whether rows spread over the head's embedding equal those of the target in ``folder`` within a rounding to bf16.
+
+    None where one of them is not to be had, or the head's are not ``hidden_size`` wide.
+    """
     own = head.tensors.get("embed_tokens.weight")
     if own is None or own.shape[1:] != (hidden_size,):
         return None
