@@ -1,5 +1,6 @@
 """The target's embedding and output rows: from the trace's sidecar, or from the checkpoint it was captured with."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,10 +11,10 @@ from replay.errors import TraceCorruptError, TraceError
 from replay.traces import files
 from replay.traces.damage import ReadingTrace
 from replay.traces.fields import read_json, show
-from replay.traces.header import TraceHeader
+from replay.traces.header import TraceHeader, WeightsInfo
 from replay.traces.remote import local_file
 from replay.traces.taps import EMBED
-from replay.traces.tensors import Layout, map_rows, parse_layout
+from replay.traces.tensors import Layout, map_rows, pack_header, parse_layout, tensor_bytes
 from replay.traces.verify import Verifier
 
 if TYPE_CHECKING:
@@ -118,6 +119,22 @@ def load_weight(folder: Path, header: TraceHeader, which: str, target: Path | No
     Raises TraceError, TraceCorruptError.
     """
     return map_rows(*find_weight(folder, header, which, target))
+
+
+def write_weights(folder: Path, embed: "torch.Tensor", lm_head: "torch.Tensor | None") -> WeightsInfo:
+    """Write the sidecar of a trace, all of it or nothing: ``embed`` [V, H] and, unless tied, ``lm_head`` [V, H].
+
+    Raises OSError.
+    """
+    tensors = {"embed": embed} | ({} if lm_head is None else {"lm_head": lm_head})
+    shapes = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    blocks: list[bytes | memoryview] = [pack_header(shapes, {})]
+    blocks += [tensor_bytes(tensor) for tensor in tensors.values()]
+    digest = hashlib.sha256()
+    for block in blocks:
+        digest.update(block)
+    files.write_whole(folder / files.WEIGHTS, blocks)
+    return WeightsInfo(files.WEIGHTS, sum(len(block) for block in blocks), digest.hexdigest())
 
 
 def _file_of(checkpoint: Path, tensor: str) -> Path | None:
