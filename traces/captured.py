@@ -12,7 +12,8 @@ from replay.errors import CaptureError
 from replay.traces.feed import Feed, check_feed
 from replay.traces.fp8 import quantise
 from replay.traces.header import FP8, OLDEST, TAP_DTYPES, TraceHeader
-from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, Piece, RequestRecord, pieces_problem
+from replay.traces.record_fields import pieces_problem
+from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, Piece, RequestRecord
 from replay.traces.taps import FINAL, sort_taps
 
 if TYPE_CHECKING:

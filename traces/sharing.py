@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.traces.records import MAX_PREFIXES, RequestRecord
+from replay.traces.record_fields import MAX_PREFIXES
+from replay.traces.records import RequestRecord
 from replay.traces.stretches import TOKENS, prefix_of, stretches
 from replay.traces.tensors import Layout, map_rows, parse_layout
 

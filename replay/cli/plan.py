@@ -100,7 +100,7 @@ def plan(
     """
     from replay.analysis.plan.ask import Question, answer_question, read_costs
     from replay.analysis.plan.report import render_plan
-    from replay.traces.rounds import read_rounds
+    from replay.traces.rounds_file import read_rounds
 
     refuse_page(html, force)
     asked = Question(times, benches, costs, lengths, batch, context, steps, variant, _pages(benches, api_key))

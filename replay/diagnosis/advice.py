@@ -6,17 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from replay.analysis.diagnosis.breakdown import Profile, profile, separate
-from replay.analysis.diagnosis.evidence import (
-    RoundDraft,
-    RoundKey,
-    accepted_gain,
-    by_anchor,
-    taken_by_any_cause,
-    taken_likelihood,
-)
+from replay.analysis.diagnosis.counted import taken_by_any_cause, taken_likelihood
+from replay.analysis.diagnosis.gain import Gain, RoundDraft, RoundKey, accepted_gain, by_anchor
 from replay.analysis.diagnosis.limits import limits
 from replay.analysis.diagnosis.scored import AS_GOOD, Scored, rank
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge, without_name
+from replay.analysis.diagnosis.verdict import Diagnosis, judge, without_name
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
 from replay.diagnosis.elsewhere import (

@@ -7,7 +7,8 @@ tried on these. What is then said of the server has to hold of the others as wel
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from replay.analysis.diagnosis.evidence import MEASURED, outliers_allowed
+from replay.analysis.diagnosis.drafted import MEASURED
+from replay.analysis.diagnosis.evidence import outliers_allowed
 from replay.analysis.diagnosis.verdict import Diagnosis, without_name
 from replay.analysis.followed import Followed, agreement, join, judge_rounds
 from replay.diagnosis.case import Case

@@ -18,7 +18,7 @@ from replay.traces.fp8 import dequantise, quantise
 from replay.traces.header import FP8, OLDEST, VERSION, TapInfo, TraceHeader
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
-from replay.traces.records import check_prefixes
+from replay.traces.shards import check_prefixes
 from replay.traces.tensors import map_rows, parse_layout
 from replay.traces.writer import TraceWriter
 
