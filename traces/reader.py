@@ -40,7 +40,7 @@ class RequestRows:
     ``tokens`` [T] int64; ``taps`` name -> [T-1, width], row i being the target's state at position i, and zeros before
     ``first_row``, where the trace does not have them; ``tail_ids`` [.] int64 is what the target would choose after the
     last output token, where recorded; ``pieces`` those in which the server prefilled the prompt, none where that is not
-    known.
+    known; ``cached`` what forwards made the rows before them, none where that is not known.
     """
 
     request_id: str
@@ -54,6 +54,7 @@ class RequestRows:
     source: str
     pieces: tuple[Piece, ...] = ()
     first_row: int = 0
+    cached: tuple[Piece, ...] = ()
 
 
 class Trace:
@@ -348,6 +349,7 @@ class Trace:
             source=record.source,
             pieces=record.pieces,
             first_row=record.rows_left_out,
+            cached=record.cached,
         )
 
     def tap_rows(self, index: int, tap: str, rows: Sequence[int]) -> "torch.Tensor":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import TraceCorruptError, TraceVersionError
+from replay.traces.cached import CACHED, Piece, cached_problem
 from replay.traces.damage import ReadingTrace
 from replay.traces.feed import check_layout
 from replay.traces.fields import Fields, parse_json
@@ -38,10 +39,11 @@ _FREE_TEXT, _TEXT_A_BYTE = 1 << 26, 100  # bytes of text that a table may hold, 
 
 # Columns that there were not at first: null where a file lacks them, and left out of a shard where null, so
 # that what knows nothing of them is written as it always was.
-LATER = ("server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows", "taps", "first_row")
+LATER = (
+    "server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows", "taps", "first_row",
+    *CACHED,
+)  # fmt: skip
 MAX_PREFIXES = 1 << 12  # requests of whose rows a prefix is made
-
-Piece = tuple[int, int]  # rows of one piece of a prompt, and of the forward in which a server prefilled it
 
 # columns that say where a request lies; a shard's own records lack them, since they follow from its order
 PLACE = ("shard", "token_start", "row_start", "output_start", "shard_bytes", "shard_sha256")
@@ -56,7 +58,8 @@ class RequestRecord:
     ``shared``, may be those of earlier requests: ``prefix_rows[i]`` of the one whose number is ``prefix_requests[i]``,
     counting from 0 in the order of the trace. It owns the others, and output_tokens rows of logits.
     ``shard_sha256`` is that of the shard's bytes after its safetensors header. ``taps`` are those that the request has,
-    None where it has all of the trace; ``first_row`` the first row that is there of them, None where all are.
+    None where it has all of the trace; ``first_row`` the first row that is there of them, None where all are. The two
+    ``server_cached_*`` columns say of the rows that came from the server's cache how many forwards of what size made.
     """
 
     request_id: str
@@ -85,6 +88,13 @@ class RequestRecord:
     shard_sha256: str
     taps: tuple[str, ...] | None = None
     first_row: int | None = None
+    server_cached_rows: tuple[int, ...] | None = None
+    server_cached_forward_rows: tuple[int, ...] | None = None
+
+    @property
+    def cached(self) -> tuple[Piece, ...]:
+        """Rows of the prompt that came from the server's cache, and of the forward that made them; none: not known."""
+        return tuple(zip(self.server_cached_rows or (), self.server_cached_forward_rows or (), strict=True))
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -253,9 +263,14 @@ def _record(given: Fields, header: TraceHeader) -> RequestRecord:
         shard_sha256=values.sha256("shard_sha256"),
         taps=_taps(values, header),
         first_row=values.optional_integer("first_row", 1, values.integer("prompt_tokens", 1, MAX_TOKENS) - 1),
+        server_cached_rows=values.optional_integers("server_cached_rows", 1, MAX_TOKENS),
+        server_cached_forward_rows=values.optional_integers("server_cached_forward_rows", 1, MAX_COUNT),
     )
     problem = pieces_problem(record.server_prefill_rows, record.server_prefill_forward_rows, record.prompt_tokens)
     problem = problem or _prefix_problem(record, header) or _choice_problem(record, header)
+    problem = problem or cached_problem(
+        record.server_cached_rows, record.server_cached_forward_rows, record.pieces, record.prompt_tokens
+    )
     if problem is not None:
         raise TraceCorruptError(f"{values.where}: {problem}")
     return record
@@ -327,7 +342,10 @@ def table_schema() -> "pl.Schema":
 
     kinds: dict[Any, pl.DataType] = {str: pl.String(), int: pl.Int64(), float: pl.Float64()}
     kinds |= {str | None: pl.String(), int | None: pl.Int64()}
-    lists = ("server_histogram", "server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows")
+    lists = (
+        "server_histogram", "server_prefill_rows", "server_prefill_forward_rows", *CACHED,
+        "prefix_requests", "prefix_rows",
+    )  # fmt: skip
     special: dict[str, pl.DataType] = {"tail_ids": pl.List(pl.Int32), **dict.fromkeys(lists, pl.List(pl.Int64))}
     special["taps"] = pl.List(pl.String)
     return pl.Schema({item.name: special.get(item.name) or kinds[item.type] for item in fields(RequestRecord)})
