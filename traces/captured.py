@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError
-from replay.traces.cached import cached_problem
+from replay.traces.cached import Piece, cached_problem
 from replay.traces.feed import Feed, check_feed
 from replay.traces.fp8 import quantise
 from replay.traces.header import FP8, OLDEST, TAP_DTYPES, TraceHeader
-from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, Piece, RequestRecord, pieces_problem
+from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, RequestRecord, pieces_problem
 from replay.traces.taps import FINAL, sort_taps
 
 if TYPE_CHECKING:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Self
 from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, WiringError
 from replay.printable import counted, html_table, one_line
 from replay.traces import files
+from replay.traces.cached import Piece
 from replay.traces.captured import unfinite_row
 from replay.traces.damage import AGAIN_OR_AS_IT_IS, ReadingTrace
 from replay.traces.feed import Feed, count_rows, read_feed
 from replay.traces.fp8 import dequantise, shake
 from replay.traces.header import FP8, TraceHeader, read_header
 from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
-from replay.traces.records import Piece, RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
+from replay.traces.records import RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
 from replay.traces.remote import as_source, entry_of, local_file
 from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
 from replay.traces.stretches import TOKENS, runs, stretches

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from replay.capture.spool import FEED, LOGITS, Entry, RowFile, pid_of
 from replay.errors import CaptureError
+from replay.traces.cached import Piece
 from replay.traces.captured import ServerCounters
 from replay.traces.feed import Feed
-from replay.traces.records import Piece
 from replay.traces.taps import FINAL
 from replay.traces.tensors import map_rows
 

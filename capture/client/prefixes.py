@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from replay.traces.writer import TraceWriter
 
 _ROWS_AT_ONCE = 1024  # that are compared
+_FIRST = 16  # tokens that are compared first
 
 
 class UnsureError(Exception):
@@ -76,6 +77,7 @@ class CachedPrefixes:
     def __init__(self, spool: SpoolReader, drafts: bool) -> None:
         self._spool, self._beyond = spool, int(drafts)  # tokens beyond a row that must be equal
         self._asked: dict[str, _Asked] = {}
+        self._rids: dict[str, str] = {}  # by request
         self._spoilt: set[str] = set()
         self._lock = threading.Lock()
         self.unlike = 0
@@ -87,6 +89,7 @@ class CachedPrefixes:
         with self._lock:
             salt = self._salt()
             self._asked[rid] = _Asked(request, salt)
+            self._rids[request.request_id] = rid
             return salt
 
     def spoil(self) -> None:
@@ -98,10 +101,12 @@ class CachedPrefixes:
         """Whether this try may have taken rows from the cache."""
         return rid in self._asked
 
-    def rids(self, request_ids: Sequence[str]) -> list[tuple[str, EncodedRequest]]:
-        """The tries of these requests."""
-        with self._lock:
-            return [(rid, one.request) for rid, one in self._asked.items() if one.request.request_id in request_ids]
+    def has_prompt(self, request_id: str) -> bool:
+        """Whether all rows of the prompt of a request are recorded, so that they are in the cache or soon will be."""
+        rid = self._rids.get(request_id, "")
+        recorded = self._spool.rows(rid)
+        most = len(self._asked[rid].request.prompt_ids) if recorded else 0
+        return any(one.entry.start + one.entry.rows >= most for one in recorded)
 
     def answered(self, rid: str, output_ids: tuple[int, ...]) -> None:
         """From now on its output may be in the cache too."""
@@ -189,9 +194,12 @@ class CachedPrefixes:
 
 def alike(one: Sequence[int], other: Sequence[int]) -> int:
     """How many first tokens two sequences have in common."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
+    most = min(len(one), len(other))
+    low, high = 0, min(_FIRST, most)
+    while one[low:high] == other[low:high]:
+        if high == most:
+            return most
+        low, high = high, min(2 * high, most)
     while high - low > 1:  # the first low are equal, the first high are not
         middle = (low + high) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)

@@ -136,9 +136,9 @@ class ServerClient:
         """Ask for those whose turn it is, if they have turns."""
         if self.turns is None or self.prefixes is None:
             return
-        for rid, request in self.prefixes.rids(self.turns.prefilling):
-            if any(it.entry.start + it.entry.rows >= len(request.prompt_ids) for it in self.spool.rows(rid)):
-                self.turns.prefilled(request.request_id)
+        for request_id in self.turns.prefilling:
+            if self.prefixes.has_prompt(request_id):
+                self.turns.prefilled(request_id)
         for request in self.turns.take():
             self.asker.ask(request, 0)
 

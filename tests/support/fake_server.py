@@ -128,15 +128,13 @@ class FakeServer:
             anchor += accepted + 1
         if aborted:  # the forwards up to its second round were recorded
             rounds, length = rounds[:2], 3
-        with self.lock:  # a prompt is cached when it is computed, the answer when it has ended
-            self.cache.setdefault(body["extra_key"], []).append(list(body["input_ids"]))
+        self._cache(body, tokens[:prompt])  # when it is computed, the answer when it has ended
         if self.folder is not None and rows:
             self._record(body["rid"], tokens, prompt, rounds, cached, self.drift if evicted else 0.0)
         if aborted:
             reason = {"type": "abort", "message": "Abort in decode"}
             return 200, {"output_ids": tokens[prompt : prompt + 3], "text": "", "meta_info": {"finish_reason": reason}}
-        with self.lock:
-            self.cache.setdefault(body["extra_key"], []).append(tokens[: prompt + length])
+        self._cache(body, tokens[: prompt + length])
         return 200, {
             "output_ids": tokens[prompt : prompt + length],
             "text": "",
@@ -150,6 +148,11 @@ class FakeServer:
                 "output_token_logprobs": [[-0.5, token, None] for token in tokens[prompt : prompt + length]],
             },
         }
+
+    def _cache(self, body: dict[str, Any], tokens: list[int]) -> None:
+        if self.caches:
+            with self.lock:
+                self.cache.setdefault(body["extra_key"], []).append(tokens)
 
     def _cached(self, body: dict[str, Any]) -> int:
         """How many rows of a prompt it has: as far as the token and the next one were there; the last is computed."""
