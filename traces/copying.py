@@ -142,7 +142,7 @@ def captured_request(trace: Trace, index: int) -> CapturedRequest:
             completion_tokens=record.server_completion_tokens or 0, verify_rounds=record.server_verify_rounds or 0,
             histogram=record.server_histogram or (), cached_tokens=record.server_cached_tokens or 0,
         ) if counted else None,
-        feed=trace.feed(index), pieces=record.pieces or None,
+        feed=trace.feed(index), pieces=record.pieces or None, cached=record.cached or None,
     )  # fmt: skip
 
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Self
 from replay.errors import TraceError, WiringError
 from replay.printable import counted, html_table, one_line
 from replay.traces import files
+from replay.traces.cached import Piece
 from replay.traces.damage import ReadingTrace
 from replay.traces.feed import Feed, count_rows
 from replay.traces.header import FP8, TraceHeader, read_header
 from replay.traces.opening import find_requests
 from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
-from replay.traces.records import Piece, RequestRecord
+from replay.traces.records import RequestRecord
 from replay.traces.remote import as_source
 from replay.traces.request_table import to_frame
 from replay.traces.server_rounds import read_finished, rounds_of
@@ -39,7 +40,7 @@ class RequestRows:
     ``tokens`` [T] int64; ``taps`` name -> [T-1, width], row i being the target's state at position i, and zeros before
     ``first_row``, where the trace does not have them; ``tail_ids`` [.] int64 is what the target would choose after the
     last output token, where recorded; ``pieces`` those in which the server prefilled the prompt, none where that is not
-    known.
+    known; ``cached`` what forwards made the rows before them, none where that is not known.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class RequestRows:
     source: str
     pieces: tuple[Piece, ...] = ()
     first_row: int = 0
+    cached: tuple[Piece, ...] = ()
 
 
 class Trace:
@@ -308,6 +310,7 @@ class Trace:
             source=record.source,
             pieces=record.pieces,
             first_row=record.rows_left_out,
+            cached=record.cached,
         )
 
     def tap_rows(self, index: int, tap: str, rows: Sequence[int]) -> "torch.Tensor":

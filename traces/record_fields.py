@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from replay.errors import TraceCorruptError
+from replay.traces.cached import cached_problem
 from replay.traces.fields import Fields
 from replay.traces.files import shard_number
 from replay.traces.header import MAX_COUNT, MAX_VOCAB, TraceHeader
@@ -46,9 +47,14 @@ def read_record(given: Fields, header: TraceHeader) -> RequestRecord:
         shard_sha256=values.sha256("shard_sha256"),
         taps=_taps(values, header),
         first_row=values.optional_integer("first_row", 1, values.integer("prompt_tokens", 1, MAX_TOKENS) - 1),
+        server_cached_rows=values.optional_integers("server_cached_rows", 1, MAX_TOKENS),
+        server_cached_forward_rows=values.optional_integers("server_cached_forward_rows", 1, MAX_COUNT),
     )
     problem = pieces_problem(record.server_prefill_rows, record.server_prefill_forward_rows, record.prompt_tokens)
     problem = problem or _prefix_problem(record, header) or _choice_problem(record, header)
+    problem = problem or cached_problem(
+        record.server_cached_rows, record.server_cached_forward_rows, record.pieces, record.prompt_tokens
+    )
     if problem is not None:
         raise TraceCorruptError(f"{values.where}: {problem}")
     return record

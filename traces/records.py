@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replay.errors import TraceCorruptError
+from replay.traces.cached import CACHED, Piece
 
 FINISH_REASONS = ("stop", "length", "forced", "abort")
 SOURCES = ("generated", "forced")
@@ -17,9 +18,10 @@ MAX_ID = 1024
 
 # Columns that there were not at first: null where a file lacks them, and left out of a shard where null, so
 # that what knows nothing of them is written as it always was.
-LATER = ("server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows", "taps", "first_row")
-
-Piece = tuple[int, int]  # rows of one piece of a prompt, and of the forward in which a server prefilled it
+LATER = (
+    "server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows", "taps", "first_row",
+    *CACHED,
+)  # fmt: skip
 
 # columns that say where a request lies; a shard's own records lack them, since they follow from its order
 PLACE = ("shard", "token_start", "row_start", "output_start", "shard_bytes", "shard_sha256")
@@ -34,7 +36,8 @@ class RequestRecord:
     ``shared``, may be those of earlier requests: ``prefix_rows[i]`` of the one whose number is ``prefix_requests[i]``,
     counting from 0 in the order of the trace. It owns the others, and output_tokens rows of logits.
     ``shard_sha256`` is that of the shard's bytes after its safetensors header. ``taps`` are those that the request has,
-    None where it has all of the trace; ``first_row`` the first row that is there of them, None where all are.
+    None where it has all of the trace; ``first_row`` the first row that is there of them, None where all are. The two
+    ``server_cached_*`` columns say of the rows that came from the server's cache how many forwards of what size made.
     """
 
     request_id: str
@@ -63,6 +66,13 @@ class RequestRecord:
     shard_sha256: str
     taps: tuple[str, ...] | None = None
     first_row: int | None = None
+    server_cached_rows: tuple[int, ...] | None = None
+    server_cached_forward_rows: tuple[int, ...] | None = None
+
+    @property
+    def cached(self) -> tuple[Piece, ...]:
+        """Rows of the prompt that came from the server's cache, and of the forward that made them; none: not known."""
+        return tuple(zip(self.server_cached_rows or (), self.server_cached_forward_rows or (), strict=True))
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

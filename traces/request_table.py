@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.errors import TraceCorruptError
+from replay.traces.cached import CACHED
 from replay.traces.fields import Fields
 from replay.traces.files import shard_number
 from replay.traces.header import TraceHeader
@@ -29,7 +30,10 @@ def table_schema() -> "pl.Schema":
 
     kinds: dict[Any, pl.DataType] = {str: pl.String(), int: pl.Int64(), float: pl.Float64()}
     kinds |= {str | None: pl.String(), int | None: pl.Int64()}
-    lists = ("server_histogram", "server_prefill_rows", "server_prefill_forward_rows", "prefix_requests", "prefix_rows")
+    lists = (
+        "server_histogram", "server_prefill_rows", "server_prefill_forward_rows", *CACHED,
+        "prefix_requests", "prefix_rows",
+    )  # fmt: skip
     special: dict[str, pl.DataType] = {"tail_ids": pl.List(pl.Int32), **dict.fromkeys(lists, pl.List(pl.Int64))}
     special["taps"] = pl.List(pl.String)
     return pl.Schema({item.name: special.get(item.name) or kinds[item.type] for item in fields(RequestRecord)})

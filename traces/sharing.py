@@ -93,6 +93,17 @@ class Sharing:
             found.append((owner, rows))
         return found
 
+    def stored_rows(
+        self, records: Sequence[RequestRecord], number: int, tap: str, start: int, stop: int
+    ) -> "Tensor | None":
+        """The rows ``start`` to ``stop`` of a tap of request ``number`` [.., width]; None where it has not all.
+
+        Raises TraceCorruptError.
+        """
+        stored = _Stored(self._folder, self._layouts, records)
+        lacks = records[number].rows_left_out > start or not stored.has(number, [f"tap.{tap}"])
+        return None if lacks else stored.read(number, f"tap.{tap}", start, stop)
+
     def _remember_stored(self, stored: _Stored) -> None:
         """What came to the disk since the last time, or before this process."""
         for number, record in enumerate(stored.records[self._known :], self._known):

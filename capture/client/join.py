@@ -10,13 +10,14 @@ computes that row again, in another batch, without logits.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.spool import FEED, LOGITS, Entry, RowFile, pid_of
 from replay.errors import CaptureError
+from replay.traces.cached import Piece
 from replay.traces.captured import ServerCounters
 from replay.traces.feed import Feed
-from replay.traces.records import Piece
 from replay.traces.taps import FINAL
 from replay.traces.tensors import map_rows
 
@@ -36,6 +37,11 @@ class Recorded:
         return self.file.entries[self.index]
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Where it stands among what its process recorded: later recordings have higher places."""
+        return self.file.layout.path.name, self.index
+
+    @property
     def first_with_logits(self) -> int:
         """Position of its first row with logits: they are its last ones."""
         return self.entry.start + self.entry.rows - self.entry.logits
@@ -52,6 +58,19 @@ class Recorded:
 
 
 Stretch = tuple[Recorded, int, int]  # the positions low..high-1 of a recording
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """First rows of a request that the server took from its cache: taps name -> [C, H], and how many of them each
+    forward made, with the number of its rows."""
+
+    rows: int
+    taps: "Mapping[str, torch.Tensor]"
+    forwards: tuple[Piece, ...]
+
+
+NO_PREFIX = Prefix(0, {}, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +100,8 @@ class ServedRound:
 @dataclass(frozen=True, slots=True)
 class JoinedRequest:
     """Rows of one request: taps name -> [T-1, H], kept logits of its n output tokens, rounds, the tail, the feed
-    where a draft was fed, the pieces of its prompt where they are known, and the process of the server that ran it."""
+    where a draft was fed, the pieces of its prompt where they are known, the process of the server that ran it, and
+    what forwards made the rows that came from the server's cache."""
 
     taps: "dict[str, torch.Tensor]"
     topk_ids: "torch.Tensor"
@@ -92,11 +112,12 @@ class JoinedRequest:
     feed: Feed | None = None
     pieces: tuple[Piece, ...] | None = None
     pid: int = 0
+    cached: tuple[Piece, ...] | None = None
 
 
-def first_missing(recorded: Sequence[Recorded], rows: int) -> int | None:
-    """The first of the positions 0..rows-1 that no entry holds; None where all are there."""
-    reach = 0
+def first_missing(recorded: Sequence[Recorded], rows: int, first: int = 0) -> int | None:
+    """The first of the positions first..rows-1 that no entry holds; None where all are there."""
+    reach = first
     for entry in sorted((one.entry for one in recorded), key=lambda entry: entry.start):
         if entry.start > reach:
             break
@@ -138,8 +159,8 @@ def rounds_of(entries: Sequence[Entry], tokens: int) -> tuple[ServedRound, ...]:
     )
 
 
-def pieces_of(entries: Sequence[Entry], prompt_tokens: int) -> tuple[Piece, ...] | None:
-    """In what pieces the prompt's rows were prefilled, of ``entries`` in the order they were recorded.
+def pieces_of(entries: Sequence[Entry], prompt_tokens: int, cached: int = 0) -> tuple[Piece, ...] | None:
+    """In what pieces the prompt's rows from ``cached`` on were prefilled, of ``entries`` as they were recorded.
 
     Of a request that was put back, those of its last prefill: they made the rows that are kept. Such a prefill goes on
     over the output so far; a piece ends with the prompt, its forward does not. None where a later prefill computed a
@@ -149,7 +170,7 @@ def pieces_of(entries: Sequence[Entry], prompt_tokens: int) -> tuple[Piece, ...]
     for entry in entries:
         if entry.kind == "prefill" and entry.start < prompt_tokens:
             kept = [*(one for one in kept if one.start + one.rows <= entry.start), entry]
-    end = 0
+    end = cached
     pieces = []
     for one in kept:
         if one.start != end:
@@ -195,28 +216,31 @@ def same_histogram(left: Sequence[int], right: Sequence[int]) -> bool:
 
 
 def join(
-    name: str, prompt_ids: Sequence[int], output_ids: Sequence[int], recorded: Sequence[Recorded], taps: Sequence[str]
-) -> JoinedRequest:
-    """Gather the rows of one request from ``recorded``, in the order they were recorded.
+    name: str, prompt_ids: Sequence[int], output_ids: Sequence[int], recorded: Sequence[Recorded], taps: Sequence[str],
+    prefix: Prefix = NO_PREFIX,
+) -> JoinedRequest:  # fmt: skip
+    """Gather the rows of one request from ``recorded``, in the order they were recorded, behind those of ``prefix``.
 
     Raises CaptureError, naming the request, where a position has no row or a row consumed another token than the one at
     its position; TraceCorruptError where a file is not what it was.
     """
     tokens = [*prompt_ids, *output_ids]
     rows, first_output = len(tokens) - 1, len(prompt_ids) - 1
-    missing = first_missing(recorded, rows)
+    missing = first_missing(recorded, rows, prefix.rows)
     if missing is not None:
         raise CaptureError(f"{name}: the server recorded no row for position {missing} of {rows}")
     stretches = list(_stretches(recorded, rows))
     with_logits = list(_stretches_with_logits(recorded, first_output, rows))
     consumed_R = _gather("input_ids", stretches, rows)
-    gathered = {tap: _gather(f"tap.{tap}", stretches, rows) for tap in taps if tap != FINAL}
+    gathered = {tap: _gather(f"tap.{tap}", stretches, rows, prefix.taps.get(tap)) for tap in taps if tap != FINAL}
     if FINAL in taps:
-        gathered[FINAL] = _gather(f"tap.{FINAL}", _stretches_of_final(stretches, first_output), rows)
+        of_final = _stretches_of_final(stretches, first_output)
+        gathered[FINAL] = _gather(f"tap.{FINAL}", of_final, rows, prefix.taps.get(FINAL))
     logits = {key: _gather_logits(key, with_logits, first_output, len(output_ids)) for key in LOGITS}
-    _check_consumed(name, consumed_R.tolist(), tokens)
+    _check_consumed(name, consumed_R.tolist(), tokens, prefix.rows)
     _check_logits(name, with_logits, first_output, len(output_ids))
     entries = [one.entry for one in recorded if one.entry.kind != "feed"]
+    pieces = pieces_of(entries, len(prompt_ids), prefix.rows)
     return JoinedRequest(
         {tap: gathered[tap] for tap in taps},
         logits["topk_ids"],
@@ -225,8 +249,9 @@ def join(
         rounds_of(entries, len(tokens)),
         tail_of(entries, len(tokens)),
         feed_of(recorded, rows),
-        pieces_of(entries, len(prompt_ids)),
+        pieces,
         pid_of(recorded[-1].file.layout.path.name),
+        prefix.forwards if prefix.rows and pieces is not None else None,
     )
 
 
@@ -255,9 +280,11 @@ def _stretches_of_final(stretches: Sequence[Stretch], first_output: int) -> Iter
                 yield one, low, high
 
 
-def _gather(name: str, stretches: Iterable[Stretch], rows: int) -> "torch.Tensor":
-    """Tensor ``name`` [rows, ...] from its ``stretches``, of which the last counts; [0] where there is none."""
-    return _assemble(((low, one.read(name, low, high)) for one, low, high in stretches), rows)
+def _gather(name: str, stretches: Iterable[Stretch], rows: int, before: "torch.Tensor | None" = None) -> "torch.Tensor":
+    """Tensor ``name`` [rows, ...] from its ``stretches``, of which the last counts, and the rows ``before`` them; [0]
+    where there is none."""
+    parts = ((low, one.read(name, low, high)) for one, low, high in stretches)
+    return _assemble(parts if before is None else chain([(0, before)], parts), rows)
 
 
 def _gather_logits(name: str, stretches: Iterable[Stretch], first_output: int, outputs: int) -> "torch.Tensor":
@@ -276,8 +303,8 @@ def _assemble(parts: "Iterable[tuple[int, torch.Tensor]]", rows: int) -> "torch.
     return whole
 
 
-def _check_consumed(name: str, consumed: Sequence[int], tokens: Sequence[int]) -> None:
-    for at, (seen, token) in enumerate(zip(consumed, tokens[:-1], strict=True)):
+def _check_consumed(name: str, consumed: Sequence[int], tokens: Sequence[int], first: int) -> None:
+    for at, (seen, token) in enumerate(zip(consumed[first:], tokens[first:-1], strict=True), first):
         if seen != token:
             raise CaptureError(f"{name}: the row of position {at} consumed token {seen}, the request has {token} there")
 

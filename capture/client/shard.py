@@ -97,4 +97,5 @@ def _captured(one: Answered, joined: JoinedRequest, options: ServerOptions) -> C
         server=answer.counters,
         feed=joined.feed,
         pieces=joined.pieces,
+        cached=joined.cached,
     )
