@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.spool import FEED, LOGITS, Entry, RowFile, pid_of
-from replay.errors import CaptureError
+from replay.capture.spool import FEED, LOGITS, SCALE, TAP, Entry, RowFile, pid_of
+from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.captured import ServerCounters
 from replay.traces.feed import Feed
 from replay.traces.records import Piece
@@ -43,6 +43,16 @@ class Recorded:
     def read(self, name: str, low: int, high: int) -> "torch.Tensor":
         """Tensor ``name`` of the positions low..high-1."""
         begin = self.file.first_row[self.index] - self.entry.start
+        return map_rows(self.file.layout, name, begin + low, begin + high)
+
+    @property
+    def first_kept(self) -> int:
+        """Position of its first row that has taps: they are its last ones."""
+        return self.entry.start + self.entry.left_out
+
+    def read_kept(self, name: str, low: int, high: int) -> "torch.Tensor":
+        """As ``read``, of a tensor that has the rows with taps alone."""
+        begin = self.file.first_kept[self.index] - self.first_kept
         return map_rows(self.file.layout, name, begin + low, begin + high)
 
     def read_logits(self, name: str, low: int, high: int) -> "torch.Tensor":
@@ -80,8 +90,9 @@ class ServedRound:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRequest:
-    """Rows of one request: taps name -> [T-1, H], kept logits of its n output tokens, rounds, the tail, the feed
-    where a draft was fed, the pieces of its prompt where they are known, and the process of the server that ran it."""
+    """Rows of one request from ``first_row`` on: taps name -> [T-1-first_row, H], kept logits of its n output tokens,
+    rounds, the tail, the feed where a draft was fed, the pieces of its prompt where they are known, and the process of
+    the server that ran it. ``scales`` name -> [T-1-first_row] are those of taps that came in fp8."""
 
     taps: "dict[str, torch.Tensor]"
     topk_ids: "torch.Tensor"
@@ -92,16 +103,29 @@ class JoinedRequest:
     feed: Feed | None = None
     pieces: tuple[Piece, ...] | None = None
     pid: int = 0
+    scales: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
+    first_row: int = 0
 
 
-def first_missing(recorded: Sequence[Recorded], rows: int) -> int | None:
-    """The first of the positions 0..rows-1 that no entry holds; None where all are there."""
+def first_missing(recorded: Sequence[Recorded], rows: int, first_row: int = 0) -> int | None:
+    """The first of the positions 0..rows-1 that no entry holds; None where all are there.
+
+    Before ``first_row`` an entry need not have their taps: nobody asked for them.
+    """
     reach = 0
-    for entry in sorted((one.entry for one in recorded), key=lambda entry: entry.start):
-        if entry.start > reach:
+    for low, high in sorted(span for one in recorded for span in _spans(one.entry, first_row)):
+        if low > reach:
             break
-        reach = max(reach, entry.start + entry.rows)
+        reach = max(reach, high)
     return reach if reach < rows else None
+
+
+def _spans(entry: Entry, first_row: int) -> Iterator[tuple[int, int]]:
+    """The positions low..high-1 of which an entry holds what is asked for: tokens first, then taps too."""
+    end = entry.start + entry.rows
+    for low, high in ((entry.start, min(end, first_row)), (entry.start + entry.left_out, end)):
+        if low < high:
+            yield low, high
 
 
 def lacks_feed(entries: Sequence[Entry]) -> bool:
@@ -195,24 +219,37 @@ def same_histogram(left: Sequence[int], right: Sequence[int]) -> bool:
 
 
 def join(
-    name: str, prompt_ids: Sequence[int], output_ids: Sequence[int], recorded: Sequence[Recorded], taps: Sequence[str]
+    name: str,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    recorded: Sequence[Recorded],
+    taps: Sequence[str],
+    first_row: int = 0,
 ) -> JoinedRequest:
-    """Gather the rows of one request from ``recorded``, in the order they were recorded.
+    """Gather the rows of one request from ``first_row`` on from ``recorded``, in the order they were recorded.
 
-    Raises CaptureError, naming the request, where a position has no row or a row consumed another token than the one at
-    its position; TraceCorruptError where a file is not what it was.
+    Raises CaptureError, naming the request, where a position has no row or lacks a tap, or a row consumed another token
+    than the one at its position; TraceCorruptError where a file is not what it was.
     """
     tokens = [*prompt_ids, *output_ids]
     rows, first_output = len(tokens) - 1, len(prompt_ids) - 1
-    missing = first_missing(recorded, rows)
+    missing = first_missing(recorded, rows, first_row)
     if missing is not None:
         raise CaptureError(f"{name}: the server recorded no row for position {missing} of {rows}")
     stretches = list(_stretches(recorded, rows))
+    kept = [(one, max(low, first_row, one.first_kept), high) for one, low, high in stretches]
+    kept = [(one, low, high) for one, low, high in kept if low < high]
+    _check_taps(name, kept, taps)
     with_logits = list(_stretches_with_logits(recorded, first_output, rows))
     consumed_R = _gather("input_ids", stretches, rows)
-    gathered = {tap: _gather(f"tap.{tap}", stretches, rows) for tap in taps if tap != FINAL}
+    gathered = {tap: _gather_kept(f"{TAP}{tap}", kept, first_row, rows) for tap in taps if tap != FINAL}
+    scales = {
+        tap: _gather_kept(f"{SCALE}{tap}", kept, first_row, rows)
+        for tap, values in gathered.items()
+        if values.element_size() == 1
+    }
     if FINAL in taps:
-        gathered[FINAL] = _gather(f"tap.{FINAL}", _stretches_of_final(stretches, first_output), rows)
+        gathered[FINAL] = _gather_kept(f"{TAP}{FINAL}", _stretches_of_final(kept, first_output), first_row, rows)
     logits = {key: _gather_logits(key, with_logits, first_output, len(output_ids)) for key in LOGITS}
     _check_consumed(name, consumed_R.tolist(), tokens)
     _check_logits(name, with_logits, first_output, len(output_ids))
@@ -227,6 +264,8 @@ def join(
         feed_of(recorded, rows),
         pieces_of(entries, len(prompt_ids)),
         pid_of(recorded[-1].file.layout.path.name),
+        scales,
+        first_row,
     )
 
 
@@ -260,6 +299,12 @@ def _gather(name: str, stretches: Iterable[Stretch], rows: int) -> "torch.Tensor
     return _assemble(((low, one.read(name, low, high)) for one, low, high in stretches), rows)
 
 
+def _gather_kept(name: str, stretches: Iterable[Stretch], first_row: int, rows: int) -> "torch.Tensor":
+    """As ``_gather``, of the rows with taps from ``first_row`` on: [rows - first_row, ...]."""
+    parts = ((low - first_row, one.read_kept(name, low, high)) for one, low, high in stretches)
+    return _assemble(parts, rows - first_row)
+
+
 def _gather_logits(name: str, stretches: Iterable[Stretch], first_output: int, outputs: int) -> "torch.Tensor":
     """As ``_gather``, of the rows with logits: [outputs, ...]."""
     return _assemble(((low - first_output, one.read_logits(name, low, high)) for one, low, high in stretches), outputs)
@@ -272,8 +317,19 @@ def _assemble(parts: "Iterable[tuple[int, torch.Tensor]]", rows: int) -> "torch.
     for low, part in parts:
         if len(whole) != rows:
             whole = torch.empty((rows, *part.shape[1:]), dtype=part.dtype)
+        if part.dtype != whole.dtype:
+            raise TraceCorruptError(f"the server recorded rows of one request in {whole.dtype} and in {part.dtype}")
         whole[low : low + len(part)] = part
     return whole
+
+
+def _check_taps(name: str, stretches: Iterable[Stretch], taps: Sequence[str]) -> None:
+    for one, low, _ in stretches:
+        lacking = [tap for tap in taps if tap not in one.file.taps]
+        if lacking:
+            raise CaptureError(
+                f"{name}: the server recorded {', '.join(one.file.taps)} of position {low}, and not {lacking[0]}"
+            )
 
 
 def _check_consumed(name: str, consumed: Sequence[int], tokens: Sequence[int]) -> None:

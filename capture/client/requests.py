@@ -92,7 +92,7 @@ class ServerClient:
         self.most_left = sum(one.max_new_tokens for one in todo)
         prompt_tokens = sum(len(one.prompt_ids) for one in todo)
         self.on_event(Planned(len(requests), len(done), prompt_tokens, self.most_left))
-        self.asker.start(todo)
+        self.asker.start(todo, kept)
         try:
             self._gather(todo, len(requests), writer, kept)
         except KeyboardInterrupt:
@@ -123,14 +123,14 @@ class ServerClient:
         """Until each of ``todo`` is in the trace or refused; what is whole is kept, whatever ends it."""
         waiting: list[Answered] = []
         passes = PassNumbers(writer.next_verify_pass(), sum(one.writer for one in self.facts.manifests))
-        shard = NextShard(self.options, kept, passes)
+        shard = NextShard(self.options, passes)
         left = len(todo)
         try:
             while left:
                 left -= self._take_answers(waiting)
                 self.spool.poll()
                 for one in list(waiting):
-                    if self._is_whole(one):
+                    if self._is_whole(one, kept):
                         self._finish(one, shard, kept)
                         left -= 1
                     elif time.monotonic() - one.since > _ROWS_SECONDS:
@@ -143,7 +143,7 @@ class ServerClient:
                     self._tell(writer, requests, self.spool.output_tokens(shard.rids))
                 if shard.is_full or (shard and not left):
                     self._write(shard, writer, requests)
-                    shard = NextShard(self.options, kept, passes)
+                    shard = NextShard(self.options, passes)
                 if waiting and time.monotonic() - waiting[0].since > 1:
                     self.watch.check()
         finally:
@@ -161,11 +161,11 @@ class ServerClient:
                 waiting.append(one)
         return refused
 
-    def _is_whole(self, one: Answered) -> bool:
+    def _is_whole(self, one: Answered, kept: Kept) -> bool:
         """Whether all its rows are there, and what the draft was fed with it, which is waited for only so long."""
         recorded = self.spool.rows(one.rid)
         tokens = len(one.request.prompt_ids) + len(one.answer.output_ids)
-        if first_missing(recorded, tokens - 1) is not None:
+        if first_missing(recorded, tokens - 1, kept.first_row(len(one.request.prompt_ids))) is not None:
             return False
         if not self.facts.drafts or self.watch.no_feed or time.monotonic() - one.since > _FEED_SECONDS:
             return True
@@ -176,7 +176,8 @@ class ServerClient:
         name = f"request {request.request_id!r}"
         try:
             taps = kept.taps_of(request.request_id)
-            joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps)
+            first_row = kept.first_row(len(request.prompt_ids))
+            joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps, first_row)
         except TraceCorruptError:
             self.watch.check()  # rows that vanish while they are read are those of a restarted server
             raise
