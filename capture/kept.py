@@ -6,6 +6,7 @@ The choices of `replay capture`: --taps-for with --then-taps, --rows, --prompt-r
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from replay.capture.asked import Asked
 from replay.capture.encode import EncodedRequest
 from replay.capture.options import CaptureOptions, ServerOptions
 from replay.printable import counted
@@ -39,10 +40,19 @@ class Kept:
 
     def cut(self, request: CapturedRequest) -> CapturedRequest:
         """A request without the rows of its prompt that are not kept."""
-        early = 0 if self.prompt_rows is None else max(0, len(request.prompt_ids) - self.prompt_rows)
+        early = self.first_row(len(request.prompt_ids))
         if not early:
             return request
         return replace(request, taps={name: rows[early:] for name, rows in request.taps.items()}, first_row=early)
+
+    def first_row(self, prompt_tokens: int) -> int:
+        """The first row that is kept of a request with such a prompt."""
+        return 0 if self.prompt_rows is None else max(0, prompt_tokens - self.prompt_rows)
+
+    def asked(self, request: EncodedRequest) -> Asked:
+        """What a recording server need hand over of a request."""
+        taps = tuple(tap for tap in self.taps_of(request.request_id) if tap != FINAL)
+        return Asked(taps, self.rows == "fp8", self.first_row(len(request.prompt_ids)))
 
     def tap_infos(self, dtype: str, width: int) -> dict[str, TapInfo]:
         """The header's taps, of a target that computes in ``dtype``."""

@@ -6,11 +6,16 @@ kinds of files, both renamed into place:
 
 - ``rank-<pid>.json``, one per scheduler process: who it is, what it records, and in which state it is (manifest.py).
 - ``rows-<pid>-<number>.safetensors``, only from the process that writes for its attention group, each with rows of one
-  client only. Numbers rise; within a process a later entry is newer than an earlier one. Tensors, R rows and M rows
-  with logits of k ids: ``input_ids`` [R] int32, ``tap.<name>`` [R, H] in the target's dtype, ``topk_ids`` [M, k] int32,
-  ``topk_logprobs`` [M, k] float32, ``logsumexp`` [M] float32. Of F rows that the draft was fed also ``feed.token``
-  and ``feed.position`` [F] int32 and ``feed.features`` [F, slots * H]. The metadata key ``entries`` is a JSON list of
-  Entry: each owns the next ``rows`` of R, the next ``logits`` of M and as many of F as its ``fed`` names.
+  client only. Numbers rise; within a process a later entry is newer than an earlier one. Tensors, R rows, K of them
+  with taps, and M rows with logits of k ids: ``input_ids`` [R] int32, ``tap.<name>`` [K, H] in the target's dtype,
+  ``topk_ids`` [M, k] int32, ``topk_logprobs`` [M, k] float32, ``logsumexp`` [M] float32. Of F rows that the draft was
+  fed also ``feed.token`` and ``feed.position`` [F] int32 and ``feed.features`` [F, slots * H]. The metadata key
+  ``entries`` is a JSON list of Entry: each owns the next ``rows`` of R, the next ``rows - left_out`` of K, the next
+  ``logits`` of M and as many of F as its ``fed`` names.
+
+A file of version 3 has all taps of the server, and K is R. One of version 4 has what the requests in it ask for
+(asked.py), all of them the same: the metadata key ``taps`` is the JSON list of its taps, and of a tap in fp8
+(``float8_e4m3fn``) ``scale.<name>`` [K] float32 stands beside the rows (traces/fp8.py).
 
 Row at position p is the target's state after it consumed the token at p. Nothing here is ever unpickled, request ids
 appear only inside the JSON, and a file that is cut short or disagrees with itself is refused by name.
@@ -32,6 +37,7 @@ from typing import TYPE_CHECKING
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces import files
 from replay.traces.fields import Fields, parse_json
+from replay.traces.header import FP8
 from replay.traces.tensors import NAMES, Layout, joined_shapes, pack_header, parse_layout, tensor_bytes
 
 if TYPE_CHECKING:
@@ -39,9 +45,11 @@ if TYPE_CHECKING:
 
 FORMAT = "replay-spool"
 VERSION = 3
+CHOSEN = 4  # of files with no more than what was asked for; clients that do not ask are written none
 SPOOL = files.SPOOL
 RID_PREFIX = "replay-"  # only requests that a client of ours named so are recorded
 LOGITS = ("topk_ids", "topk_logprobs", "logsumexp")  # tensors with a row for each row that has logits
+TAP, SCALE = "tap.", "scale."  # how tensors of a tap are called
 FEED = ("feed.token", "feed.position", "feed.features")  # tensors with a row for each row of ``fed``
 
 KINDS = ("prefill", "decode", "verify", "feed")
@@ -65,7 +73,7 @@ class Entry:
     among them, and ``verify_pass`` the number of that verify among all of the process. Of a prefill ``forward_rows``
     are the rows of the whole forward, those of other requests too. An entry of kind feed has no rows of the target:
     ``fed`` names those in which the draft was fed what the tensors of FEED hold, in the prefill that was recorded
-    before it.
+    before it. Of a prefill the taps of the first ``left_out`` rows are not there: their client does not keep them.
     """
 
     rid: str
@@ -82,15 +90,24 @@ class Entry:
     verify_pass: int = 0
     forward_rows: int = 0
     fed: Sequence[int] = ()
+    left_out: int = 0
+
+    @property
+    def kept(self) -> int:
+        """How many of its rows the tensors of taps hold: the last ones."""
+        return self.rows - self.left_out
 
 
 @dataclass(frozen=True, slots=True)
 class RowFile:
-    """One file of rows, checked. ``first_row[i]``, ``first_logit[i]`` and ``first_fed[i]`` are where entry i begins."""
+    """One file of rows, checked: where entry i begins in the tensors of R, M, F and K is ``first_row[i]``,
+    ``first_logit[i]``, ``first_fed[i]`` and ``first_kept[i]``. ``taps`` are those that it holds."""
 
     layout: Layout
     entries: Sequence[Entry]
+    taps: Sequence[str]
     first_row: Sequence[int]
+    first_kept: Sequence[int]
     first_logit: Sequence[int]
     first_fed: Sequence[int]
 
@@ -100,6 +117,16 @@ def launch_folder(folder: Path, launch: str) -> Path:
     if not _LAUNCH.fullmatch(launch):
         raise CaptureError(f"{launch[:40]!r} is no launch id (16 hexadecimal digits): start the server by replay serve")
     return folder / SPOOL / launch
+
+
+def is_launch(name: str) -> bool:
+    """Whether a folder is called as a launch."""
+    return _LAUNCH.fullmatch(name) is not None
+
+
+def is_spooled(name: str) -> bool:
+    """Whether a file of a launch folder is called as one of ours, whole or under way, but for the launch's own lock."""
+    return any(kind.fullmatch(name.removesuffix(files.TEMPORARY)) for kind in (_ROWS, _RANK, _LOCK))
 
 
 def manifest_name(pid: int) -> str:
@@ -123,37 +150,25 @@ def client_lock(folder: Path, client: str) -> Path:
     return folder / f"client-{client}"
 
 
-def split_by_client(
-    entries: Sequence[Entry], tensors: "Mapping[str, torch.Tensor]"
-) -> "dict[str, tuple[list[Entry], dict[str, torch.Tensor]]]":
-    """``entries`` and their rows, client by client; copied only where there are several."""
-    import torch
-
-    clients = [client_of(entry.rid) for entry in entries]
-    distinct = dict.fromkeys(clients)
-    if len(distinct) == 1:
-        return {clients[0]: (list(entries), dict(tensors))}
-    owner_E = torch.tensor([list(distinct).index(client) for client in clients])
-    owner_R = owner_E.repeat_interleave(torch.tensor([entry.rows for entry in entries]))
-    owner_M = owner_E.repeat_interleave(torch.tensor([entry.logits for entry in entries]))
-    owner_F = owner_E.repeat_interleave(torch.tensor([len(entry.fed) for entry in entries]))
-    owners = dict.fromkeys(LOGITS, owner_M) | dict.fromkeys(FEED, owner_F)
-    return {
-        client: (
-            [entry for entry, its in zip(entries, clients, strict=True) if its == client],
-            {name: rows[owners.get(name, owner_R) == number] for name, rows in tensors.items()},
-        )
-        for number, client in enumerate(distinct)
-    }
-
-
 def write_row_file(
-    folder: Path, pid: int, number: int, entries: Sequence[Entry], tensors: "Mapping[str, Sequence[torch.Tensor]]"
+    folder: Path,
+    pid: int,
+    number: int,
+    entries: Sequence[Entry],
+    tensors: "Mapping[str, Sequence[torch.Tensor]]",
+    *,
+    chosen: bool = False,
 ) -> None:
-    """Write one file of rows; each tensor is given in parts, which are joined. Raises OSError."""
+    """Write one file of rows; each tensor is given in parts, which are joined. Raises OSError.
+
+    ``chosen``: it holds what its client asked for, which may be less than the server records.
+    """
     shapes = joined_shapes(tensors)
     text = json.dumps([asdict(entry) for entry in entries], separators=(",", ":"), ensure_ascii=False)
-    head = pack_header(shapes, {"format": FORMAT, "version": str(VERSION), "entries": text})
+    metadata = {"format": FORMAT, "version": str(CHOSEN if chosen else VERSION), "entries": text}
+    if chosen:
+        metadata["taps"] = json.dumps([name.removeprefix(TAP) for name in shapes if name.startswith(TAP)])
+    head = pack_header(shapes, metadata)
     blocks = [tensor_bytes(part) for name in shapes for part in tensors[name]]
     write_file(folder / f"rows-{pid}-{number:08d}.safetensors", [head, *blocks])
 
@@ -172,16 +187,22 @@ def pid_of(name: str) -> int:
 
 
 def read_row_file(path: Path, taps: Sequence[str], width: int) -> RowFile:
-    """Parse and check a file of rows; nothing but its header is read. Raises TraceCorruptError naming the file."""
+    """Parse and check a file of rows of a server that records ``taps``; nothing but its header is read.
+
+    Raises TraceCorruptError naming the file.
+    """
     layout = parse_layout(path)
     metadata = Fields(str(path), dict(layout.metadata))
-    if metadata.values.get("format") != FORMAT or metadata.values.get("version") != str(VERSION):
-        raise TraceCorruptError(f"{path} is no file of recorded rows of version {VERSION}")
+    version = metadata.values.get("version")
+    if metadata.values.get("format") != FORMAT or version not in (str(VERSION), str(CHOSEN)):
+        raise TraceCorruptError(f"{path} is no file of recorded rows of version {VERSION} or {CHOSEN}")
     values = parse_json(metadata.text("entries"), f"{path}: entries")
     if not isinstance(values, list):
         raise TraceCorruptError(f"{path}: entries must be a list")
     entries = [_entry(Fields(f"{path}: entry {i}", value)) for i, value in enumerate(values)]
+    held = _chosen_taps(metadata, taps) if version == str(CHOSEN) else taps
     first_row, row = _places([entry.rows for entry in entries])
+    first_kept, kept = _places([entry.kept for entry in entries])
     first_logit, logit = _places([entry.logits for entry in entries])
     first_fed, fed = _places([len(entry.fed) for entry in entries])
     features = layout.tensors["feed.features"].shape if "feed.features" in layout.tensors else ()
@@ -189,7 +210,8 @@ def read_row_file(path: Path, taps: Sequence[str], width: int) -> RowFile:
     for name, shape in (
         ("input_ids", (row,)),
         ("logsumexp", (logit,)),
-        *((f"tap.{tap}", (row, width)) for tap in taps),
+        *((f"{TAP}{tap}", (kept, width)) for tap in held),
+        *((f"{SCALE}{tap}", (kept,)) for tap in held if _is_rounded(layout, tap)),
         ("feed.token", (fed,)),
         ("feed.position", (fed,)),
         ("feed.features", (fed, max(width, columns - columns % width))),
@@ -199,56 +221,27 @@ def read_row_file(path: Path, taps: Sequence[str], width: int) -> RowFile:
         if name not in layout.tensors or layout.tensors[name].shape != shape:
             seen = list(layout.tensors[name].shape) if name in layout.tensors else "missing"
             raise TraceCorruptError(f"{path}: {name} is {seen}, its entries make it {list(shape)}")
-    return RowFile(layout, entries, first_row, first_logit, first_fed)
+    return RowFile(layout, entries, held, first_row, first_kept, first_logit, first_fed)
+
+
+def _chosen_taps(metadata: Fields, taps: Sequence[str]) -> tuple[str, ...]:
+    """The taps that a file says it holds. Raises TraceCorruptError where they are none of ``taps``, or not distinct."""
+    where = f"{metadata.where}: taps"
+    held = Fields(where, {"taps": parse_json(metadata.text("taps"), where)}).texts("taps", most=len(taps))
+    if len(set(held)) < len(held) or not set(held) <= set(taps):
+        raise metadata.refuse("taps", f"some of {', '.join(taps)}")
+    return held
+
+
+def _is_rounded(layout: Layout, tap: str) -> bool:
+    """Whether a tap's rows are in fp8, so that scales must stand beside them."""
+    return f"{TAP}{tap}" in layout.tensors and layout.tensors[f"{TAP}{tap}"].dtype == NAMES[FP8]
 
 
 def _places(counts: Sequence[int]) -> tuple[list[int], int]:
     """Where each of consecutive runs begins, and where the last ends."""
     ends = [0, *accumulate(counts)]
     return ends[:-1], ends[-1]
-
-
-def lock_launch(folder: Path) -> int:
-    """The lock of a launch folder: while the descriptor is open, no other start deletes it.
-
-    Raises FileNotFoundError where another start has just deleted it, BlockingIOError where it does so now, OSError.
-    """
-    lock = files.take_lock(folder / files.LOCK)
-    try:
-        if os.path.samestat(os.fstat(lock), os.stat(folder / files.LOCK)):
-            return lock
-        raise FileNotFoundError(folder)
-    except OSError:
-        os.close(lock)
-        raise
-
-
-def drop_launches(folder: Path, keep: str) -> None:
-    """Delete what earlier starts left in ``folder``: files of ours in launch folders, nothing else. Raises OSError.
-
-    Launches whose lock is held stay: their servers record.
-    """
-    spool = folder / SPOOL
-    for name in names_in(spool):
-        if _LAUNCH.fullmatch(name) and name != keep and not (spool / name).is_symlink():
-            try:
-                lock = lock_launch(spool / name)
-            except (BlockingIOError, FileNotFoundError, NotADirectoryError):
-                continue
-            try:
-                _drop_launch(spool / name)
-            finally:
-                os.close(lock)
-
-
-def _drop_launch(folder: Path) -> None:
-    """Delete a launch folder whose lock is held here, the lock last; what is not ours stays."""
-    for file in names_in(folder):
-        if any(kind.fullmatch(file.removesuffix(files.TEMPORARY)) for kind in (_ROWS, _RANK, _LOCK)):
-            (folder / file).unlink(missing_ok=True)
-    (folder / files.LOCK).unlink(missing_ok=True)
-    if not names_in(folder):
-        folder.rmdir()
 
 
 def storable(dtype: str) -> bool:
@@ -272,9 +265,12 @@ def _entry(values: Fields) -> Entry:
         verify_pass=values.integer("verify_pass", 0, MOST_PASSES),
         forward_rows=values.integer("forward_rows", 0, MOST),
         fed=values.integers("fed", 0, MOST),
+        left_out=values.integer("left_out", 0, MOST) if "left_out" in values.values else 0,
     )
     if entry.logits > entry.rows:
         raise values.refuse("logits", f"at most its {entry.rows} rows")
+    if entry.left_out > (entry.rows if entry.kind == "prefill" else 0):
+        raise values.refuse("left_out", f"0, or of a prefill at most its {entry.rows} rows")
     if entry.kind == "verify" and not entry.accepted + 1 == entry.rows == len(entry.chosen):
         raise values.refuse("accepted", f"one less than its {entry.rows} rows and {len(entry.chosen)} chosen tokens")
     if entry.kind == "prefill" and entry.forward_rows < entry.rows:

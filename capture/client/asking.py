@@ -13,6 +13,7 @@ from replay.capture.client.join import Answer
 from replay.capture.client.prefixes import CachedPrefixes
 from replay.capture.client.spool_reader import rid_of
 from replay.capture.encode import EncodedRequest
+from replay.capture.kept import Kept
 from replay.capture.options import ServerOptions
 
 _POLL_SECONDS = 0.05
@@ -54,9 +55,11 @@ class Asker:
         self._tasks: queue.SimpleQueue[tuple[EncodedRequest, int]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answered | Refused | BaseException] = queue.SimpleQueue()
         self._stopped = False
+        self._kept: Kept | None = None
 
-    def start(self, requests: Sequence[EncodedRequest]) -> None:
-        """Ask for all ``requests``, ``options.concurrency`` at a time."""
+    def start(self, requests: Sequence[EncodedRequest], kept: Kept | None = None) -> None:
+        """Ask for all ``requests``, ``options.concurrency`` at a time; a recording server for what is ``kept``."""
+        self._kept = kept
         for request in requests:
             self.ask(request, 0)
         self.stand_by(len(requests))
@@ -102,7 +105,7 @@ class Asker:
                 self._answers.put(error)
 
     def _answered(self, request: EncodedRequest, attempt: int) -> Answered:
-        tag = secrets.token_hex(6)
+        tag = secrets.token_hex(6) + ("" if self._kept is None else self._kept.asked(request).spell())
         rid = ""
 
         def once(again: int) -> Answer:

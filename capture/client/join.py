@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.spool import FEED, LOGITS, Entry, RowFile, pid_of
-from replay.errors import CaptureError
+from replay.capture.spool import FEED, LOGITS, SCALE, TAP, Entry, RowFile, pid_of
+from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.cached import Piece
 from replay.traces.captured import ServerCounters
 from replay.traces.feed import Feed
@@ -49,6 +49,16 @@ class Recorded:
     def read(self, name: str, low: int, high: int) -> "torch.Tensor":
         """Tensor ``name`` of the positions low..high-1."""
         begin = self.file.first_row[self.index] - self.entry.start
+        return map_rows(self.file.layout, name, begin + low, begin + high)
+
+    @property
+    def first_kept(self) -> int:
+        """Position of its first row that has taps: they are its last ones."""
+        return self.entry.start + self.entry.left_out
+
+    def read_kept(self, name: str, low: int, high: int) -> "torch.Tensor":
+        """As ``read``, of a tensor that has the rows with taps alone."""
+        begin = self.file.first_kept[self.index] - self.first_kept
         return map_rows(self.file.layout, name, begin + low, begin + high)
 
     def read_logits(self, name: str, low: int, high: int) -> "torch.Tensor":
@@ -99,9 +109,10 @@ class ServedRound:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRequest:
-    """Rows of one request: taps name -> [T-1, H], kept logits of its n output tokens, rounds, the tail, the feed
-    where a draft was fed, the pieces of its prompt where they are known, the process of the server that ran it, and
-    what forwards made the rows that came from the server's cache."""
+    """Rows of one request from ``first_row`` on: taps name -> [T-1-first_row, H], kept logits of its n output tokens,
+    rounds, the tail, the feed where a draft was fed, the pieces of its prompt where they are known, the process of the
+    server that ran it, and what forwards made the rows that came from the server's cache. ``scales`` name ->
+    [T-1-first_row] are those of taps that came in fp8."""
 
     taps: "dict[str, torch.Tensor]"
     topk_ids: "torch.Tensor"
@@ -113,16 +124,29 @@ class JoinedRequest:
     pieces: tuple[Piece, ...] | None = None
     pid: int = 0
     cached: tuple[Piece, ...] | None = None
+    scales: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
+    first_row: int = 0
 
 
-def first_missing(recorded: Sequence[Recorded], rows: int, first: int = 0) -> int | None:
-    """The first of the positions first..rows-1 that no entry holds; None where all are there."""
-    reach = first
-    for entry in sorted((one.entry for one in recorded), key=lambda entry: entry.start):
-        if entry.start > reach:
+def first_missing(recorded: Sequence[Recorded], rows: int, first_row: int = 0, cached: int = 0) -> int | None:
+    """The first of the positions cached..rows-1 that no entry holds; None where all are there.
+
+    Before ``first_row`` an entry need not have their taps: nobody asked for them.
+    """
+    reach = cached
+    for low, high in sorted(span for one in recorded for span in _spans(one.entry, first_row)):
+        if low > reach:
             break
-        reach = max(reach, entry.start + entry.rows)
+        reach = max(reach, high)
     return reach if reach < rows else None
+
+
+def _spans(entry: Entry, first_row: int) -> Iterator[tuple[int, int]]:
+    """The positions low..high-1 of which an entry holds what is asked for: tokens first, then taps too."""
+    end = entry.start + entry.rows
+    for low, high in ((entry.start, min(end, first_row)), (entry.start + entry.left_out, end)):
+        if low < high:
+            yield low, high
 
 
 def lacks_feed(entries: Sequence[Entry]) -> bool:
@@ -216,26 +240,43 @@ def same_histogram(left: Sequence[int], right: Sequence[int]) -> bool:
 
 
 def join(
-    name: str, prompt_ids: Sequence[int], output_ids: Sequence[int], recorded: Sequence[Recorded], taps: Sequence[str],
+    name: str,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    recorded: Sequence[Recorded],
+    taps: Sequence[str],
+    first_row: int = 0,
     prefix: Prefix = NO_PREFIX,
-) -> JoinedRequest:  # fmt: skip
-    """Gather the rows of one request from ``recorded``, in the order they were recorded, behind those of ``prefix``.
+) -> JoinedRequest:
+    """Gather the rows of one request from ``first_row`` on from ``recorded``, in the order they were recorded, behind
+    those of ``prefix``, which takes all rows in the dtype of the target.
 
-    Raises CaptureError, naming the request, where a position has no row or a row consumed another token than the one at
-    its position; TraceCorruptError where a file is not what it was.
+    Raises CaptureError, naming the request, where a position has no row or lacks a tap, or a row consumed another token
+    than the one at its position; TraceCorruptError where a file is not what it was.
     """
     tokens = [*prompt_ids, *output_ids]
     rows, first_output = len(tokens) - 1, len(prompt_ids) - 1
-    missing = first_missing(recorded, rows, prefix.rows)
+    missing = first_missing(recorded, rows, first_row, prefix.rows)
     if missing is not None:
         raise CaptureError(f"{name}: the server recorded no row for position {missing} of {rows}")
     stretches = list(_stretches(recorded, rows))
+    kept = [(one, max(low, first_row, one.first_kept), high) for one, low, high in stretches]
+    kept = [(one, low, high) for one, low, high in kept if low < high]
+    _check_taps(name, kept, taps)
     with_logits = list(_stretches_with_logits(recorded, first_output, rows))
     consumed_R = _gather("input_ids", stretches, rows)
-    gathered = {tap: _gather(f"tap.{tap}", stretches, rows, prefix.taps.get(tap)) for tap in taps if tap != FINAL}
+    before = prefix.taps
+    gathered = {
+        tap: _gather_kept(f"{TAP}{tap}", kept, first_row, rows, before.get(tap)) for tap in taps if tap != FINAL
+    }
+    scales = {
+        tap: _gather_kept(f"{SCALE}{tap}", kept, first_row, rows)
+        for tap, values in gathered.items()
+        if values.element_size() == 1
+    }
     if FINAL in taps:
-        of_final = _stretches_of_final(stretches, first_output)
-        gathered[FINAL] = _gather(f"tap.{FINAL}", of_final, rows, prefix.taps.get(FINAL))
+        of_final = _stretches_of_final(kept, first_output)
+        gathered[FINAL] = _gather_kept(f"{TAP}{FINAL}", of_final, first_row, rows, before.get(FINAL))
     logits = {key: _gather_logits(key, with_logits, first_output, len(output_ids)) for key in LOGITS}
     _check_consumed(name, consumed_R.tolist(), tokens, prefix.rows)
     _check_logits(name, with_logits, first_output, len(output_ids))
@@ -252,6 +293,8 @@ def join(
         pieces,
         pid_of(recorded[-1].file.layout.path.name),
         prefix.forwards if prefix.rows and pieces is not None else None,
+        scales,
+        first_row,
     )
 
 
@@ -280,11 +323,17 @@ def _stretches_of_final(stretches: Sequence[Stretch], first_output: int) -> Iter
                 yield one, low, high
 
 
-def _gather(name: str, stretches: Iterable[Stretch], rows: int, before: "torch.Tensor | None" = None) -> "torch.Tensor":
-    """Tensor ``name`` [rows, ...] from its ``stretches``, of which the last counts, and the rows ``before`` them; [0]
-    where there is none."""
-    parts = ((low, one.read(name, low, high)) for one, low, high in stretches)
-    return _assemble(parts if before is None else chain([(0, before)], parts), rows)
+def _gather(name: str, stretches: Iterable[Stretch], rows: int) -> "torch.Tensor":
+    """Tensor ``name`` [rows, ...] from its ``stretches``, of which the last counts; [0] where there is none."""
+    return _assemble(((low, one.read(name, low, high)) for one, low, high in stretches), rows)
+
+
+def _gather_kept(
+    name: str, stretches: Iterable[Stretch], first_row: int, rows: int, before: "torch.Tensor | None" = None
+) -> "torch.Tensor":
+    """As ``_gather``, of the rows with taps from ``first_row`` on: [rows - first_row, ...], and the rows ``before``."""
+    parts = ((low - first_row, one.read_kept(name, low, high)) for one, low, high in stretches)
+    return _assemble(parts if before is None else chain([(0, before)], parts), rows - first_row)
 
 
 def _gather_logits(name: str, stretches: Iterable[Stretch], first_output: int, outputs: int) -> "torch.Tensor":
@@ -299,8 +348,19 @@ def _assemble(parts: "Iterable[tuple[int, torch.Tensor]]", rows: int) -> "torch.
     for low, part in parts:
         if len(whole) != rows:
             whole = torch.empty((rows, *part.shape[1:]), dtype=part.dtype)
+        if part.dtype != whole.dtype:
+            raise TraceCorruptError(f"the server recorded rows of one request in {whole.dtype} and in {part.dtype}")
         whole[low : low + len(part)] = part
     return whole
+
+
+def _check_taps(name: str, stretches: Iterable[Stretch], taps: Sequence[str]) -> None:
+    for one, low, _ in stretches:
+        lacking = [tap for tap in taps if tap not in one.file.taps]
+        if lacking:
+            raise CaptureError(
+                f"{name}: the server recorded {', '.join(one.file.taps)} of position {low}, and not {lacking[0]}"
+            )
 
 
 def _check_consumed(name: str, consumed: Sequence[int], tokens: Sequence[int], first: int) -> None:

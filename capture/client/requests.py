@@ -97,7 +97,7 @@ class ServerClient:
         self.most_left = sum(one.max_new_tokens for one in todo)
         prompt_tokens = sum(len(one.prompt_ids) for one in todo)
         self.on_event(Planned(len(requests), len(done), prompt_tokens, self.most_left))
-        self._start(todo)
+        self._start(todo, kept)
         try:
             self._gather(todo, len(requests), writer, kept)
         except KeyboardInterrupt:
@@ -124,10 +124,10 @@ class ServerClient:
         self.on_event(Finished(result))
         return result
 
-    def _start(self, todo: Sequence[EncodedRequest]) -> None:
-        """Ask for all; where they share a cache, for each in its turn."""
+    def _start(self, todo: Sequence[EncodedRequest], kept: Kept) -> None:
+        """Ask for all; where they share a cache, for each in its turn, and for whole rows, which another may need."""
         if self.prefixes is None:
-            self.asker.start(todo)
+            self.asker.start(todo, kept)
             return
         self.turns = Turns(todo, self.options.concurrency)
         self.asker.stand_by(len(todo))
@@ -146,7 +146,7 @@ class ServerClient:
         """Until each of ``todo`` is in the trace or refused; what is whole is kept, whatever ends it."""
         waiting: list[Answered] = []
         passes = PassNumbers(writer.next_verify_pass(), sum(one.writer for one in self.facts.manifests))
-        shard = NextShard(self.options, kept, passes)
+        shard = NextShard(self.options, passes)
         left = len(todo)
         try:
             while left:
@@ -154,7 +154,7 @@ class ServerClient:
                 left -= self._take_answers(waiting)
                 self.spool.poll()
                 for one in list(waiting):
-                    if self._is_whole(one):
+                    if self._is_whole(one, kept):
                         left -= self._finish(one, shard, kept, writer)
                     elif time.monotonic() - one.since > _ROWS_SECONDS:
                         self.watch.check()
@@ -168,7 +168,7 @@ class ServerClient:
                     self._tell(writer, requests, self.spool.output_tokens(shard.rids))
                 if shard.is_full or (shard and not left):
                     self._write(shard, writer, requests)
-                    shard = NextShard(self.options, kept, passes)
+                    shard = NextShard(self.options, passes)
                 if waiting and time.monotonic() - waiting[0].since > 1:
                     self.watch.check()
         finally:
@@ -190,11 +190,15 @@ class ServerClient:
                 waiting.append(one)
         return refused
 
-    def _is_whole(self, one: Answered) -> bool:
+    def _first_row(self, one: Answered, kept: Kept) -> int:
+        """The first row that the server was asked for."""
+        return 0 if self.prefixes is not None else kept.first_row(len(one.request.prompt_ids))
+
+    def _is_whole(self, one: Answered, kept: Kept) -> bool:
         """Whether all its rows are there, and what the draft was fed with it, which is waited for only so long."""
         recorded = self.spool.rows(one.rid)
         tokens = len(one.request.prompt_ids) + len(one.answer.output_ids)
-        if first_missing(recorded, tokens - 1, self._cached(one)) is not None:
+        if first_missing(recorded, tokens - 1, self._first_row(one, kept), self._cached(one)) is not None:
             return False
         if not self.facts.drafts or self.watch.no_feed or time.monotonic() - one.since > _FEED_SECONDS:
             return True
@@ -211,8 +215,10 @@ class ServerClient:
         name = f"request {request.request_id!r}"
         try:
             taps = kept.taps_of(request.request_id)
+            first_row = self._first_row(one, kept)
             prefix = NO_PREFIX if self.prefixes is None else self.prefixes.take(one.rid, cached, taps, writer)
-            joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps, prefix)
+            recorded = self.spool.rows(one.rid)
+            joined = join(name, request.prompt_ids, answer.output_ids, recorded, taps, first_row, prefix)
         except UnsureError as error:
             self._again(one, f"which rows the server cached of {name} is not sure ({error})")
             return False

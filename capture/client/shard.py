@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from replay.capture.client.asking import Answered
 from replay.capture.client.join import JoinedRequest, ServedRound
 from replay.capture.client.passes import PassNumbers
-from replay.capture.kept import Kept
 from replay.capture.options import ServerOptions
 from replay.traces.captured import CapturedRequest
 
@@ -23,8 +22,8 @@ _SHARD_SECONDS = 5.0  # or when the first of them is so old
 class NextShard:
     """Requests with their rows, and the rounds in which a server made them; ``rids`` are their ids in the spool."""
 
-    def __init__(self, options: ServerOptions, kept: Kept, passes: PassNumbers) -> None:
-        self.options, self.kept, self.passes = options, kept, passes
+    def __init__(self, options: ServerOptions, passes: PassNumbers) -> None:
+        self.options, self.passes = options, passes
         self.rids: list[str] = []
         self._requests: list[CapturedRequest] = []
         self._joined: list[tuple[str, JoinedRequest]] = []
@@ -45,7 +44,7 @@ class NextShard:
 
     def add(self, one: Answered, joined: JoinedRequest) -> None:
         """Take in an answered request and its rows."""
-        self._requests.append(self.kept.cut(_captured(one, joined, self.options)))
+        self._requests.append(_captured(one, joined, self.options))
         self._joined.append((one.request.request_id, joined))
         self.rids.append(one.rid)
         self._bytes += sum(tap.nbytes for tap in self._requests[-1].taps.values())
@@ -98,4 +97,6 @@ def _captured(one: Answered, joined: JoinedRequest, options: ServerOptions) -> C
         feed=joined.feed,
         pieces=joined.pieces,
         cached=joined.cached,
+        first_row=joined.first_row,
+        scales=joined.scales,
     )

@@ -13,7 +13,8 @@ from replay.traces.files import take_lock
 
 
 def rid_of(client: str, request: str, number: int) -> str:
-    """The id under which ``client`` asks for ``request`` (hexadecimal digits, or a word) the ``number``-th time."""
+    """The id under which ``client`` asks for ``request`` (hexadecimal digits or a word, and what is kept of it as
+    capture/asked.py spells it) the ``number``-th time."""
     return f"{client}-{request}-{number}"
 
 

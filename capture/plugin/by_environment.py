@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replay.capture.launches import drop_launches, lock_launch
 from replay.capture.options import parse_distinct_taps
 from replay.capture.plugin.arguments import has_option
 from replay.capture.plugin.facts import without_secrets
 from replay.capture.plugin.launch import lacking_start, room_notes, simulated_lengths, target_shape
 from replay.capture.plugin.recording import LAUNCH_VARIABLE, RECORD_VARIABLE, Recording
 from replay.capture.plugin.seams import Place
-from replay.capture.spool import SPOOL, drop_launches, launch_folder, lock_launch
+from replay.capture.spool import SPOOL, launch_folder
 from replay.errors import CaptureError, OutputError, ReplayError, UsageError
 from replay.traces.files import LOCK, take_lock
 from replay.traces.taps import FINAL, parse_taps

@@ -1,15 +1,17 @@
 """Copies of an engine's rows, made on its current stream: the engine writes its next step over what it gave.
 
-Each ``copy_*`` returns the copied tensors, and the function of rows.py that turns them into entries once they are on
-the CPU. R rows of a forward, C = K*H captured columns of them, H width, V vocabulary, B requests, N nodes of a verify,
-D the longest path; requests that no client of ours asked for are left out here or in rows.py.
+Each ``copy_*`` returns copied tensors, and the function of rows.py that turns them into entries once they are on the
+CPU; several where requests of a forward keep different rows or taps (chosen.py). R rows of a forward, C captured
+columns of them, H width, V vocabulary, B requests, N nodes of a verify, D the longest path; requests that no client of
+ours asked for are left out here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from replay.capture.plugin.chosen import Chosen, choose, copy_kept, runs_of
 from replay.capture.plugin.columns import Columns
 from replay.capture.plugin.recorder import summarise_rows
 from replay.capture.plugin.rows import decode_rows, feed_rows, prefill_rows, verify_rows
@@ -48,36 +50,55 @@ class HeldVerify:
     summary: "dict[str, Tensor]"
 
 
-def copy_prefill(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "Copied":
-    """Of a prefill: all rows of each request of ours, and the logits of its last one."""
+def copy_prefill(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "list[Copied]":
+    """Of a prefill: the rows that each request of ours keeps, and the logits of its last one."""
+    spans = list(_spans(batch))
+    *_, forward_rows = spans[-1]  # where the last request's rows end
+    return [
+        _prefill_of(batch, forward, chosen, spans, forward_rows, columns.width, k)
+        for chosen in choose([rid for rid, *_ in spans], columns)
+    ]
+
+
+def _prefill_of(
+    batch: Any,
+    forward: TargetForward,
+    chosen: Chosen,
+    spans: "Sequence[tuple[str, int, int, int]]",
+    forward_rows: int,
+    width: int,
+    k: int,
+) -> "Copied":
     import torch
 
-    every = list(_spans(batch))
-    spans = [(i, *span) for i, span in enumerate(every) if span[0].startswith(RID_PREFIX)]
-    places = [slice(begin, end) for *_, begin, end in spans]
-    chosen_BV = torch.cat([forward.logits_RV[i : i + 1] for i, *_ in spans])
+    known, pieces = [], []
+    for at, member in enumerate(chosen.members):
+        rid, prefix, begin, end = spans[member]
+        left_out = chosen.left_out(at, prefix, end - begin)
+        known.append((rid, prefix, end - begin, left_out))
+        pieces.append(slice(begin + left_out, end))
+    whole = [slice(*spans[member][2:]) for member in chosen.members]
     tensors = {
-        "hidden": torch.cat([forward.hidden_RC[place] for place in places]),
-        "final": torch.cat([forward.final_RH[place] for place in places]),
-        "input_ids": _own(torch.cat([batch.input_ids[place] for place in places])),
-        **summarise_rows(chosen_BV, k),
+        **copy_kept(forward.hidden_RC, forward.final_RH, pieces, chosen, width),
+        "input_ids": _own(torch.cat([batch.input_ids[place] for place in whole])),
+        **summarise_rows(_rows_of(forward.logits_RV, chosen), k),
     }
-    known = [(rid, prefix, end - begin) for _, rid, prefix, begin, end in spans]
-    *_, forward_rows = every[-1]  # where the last request's rows end
-    return tensors, partial(prefill_rows, known, forward_rows, columns.taps, columns.width)
+    return tensors, partial(prefill_rows, known, forward_rows, chosen.taps, width)
 
 
-def copy_decode(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "Copied":
-    """Of a plain decode: one row a request."""
-    size = len(batch.rids)
-    tensors = {
-        "hidden": forward.hidden_RC[:size].clone(),
-        "final": forward.final_RH[:size].clone(),
-        "input_ids": _own(batch.input_ids[:size]),
-        "starts": _own(batch.positions[:size]),
-        **summarise_rows(forward.logits_RV[:size], k),
-    }
-    return tensors, partial(decode_rows, list(batch.rids), columns.taps, columns.width)
+def copy_decode(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "list[Copied]":
+    """Of a plain decode: one row a request of ours."""
+    made: list[Copied] = []
+    for chosen in choose(batch.rids, columns):
+        tensors = {
+            **copy_kept(forward.hidden_RC, forward.final_RH, runs_of(chosen.members), chosen, columns.width),
+            "input_ids": _own(_rows_of(batch.input_ids, chosen)),
+            "starts": _own(_rows_of(batch.positions, chosen)),
+            **summarise_rows(_rows_of(forward.logits_RV, chosen), k),
+        }
+        rids = [batch.rids[member] for member in chosen.members]
+        made.append((tensors, partial(decode_rows, rids, chosen.taps, columns.width)))
+    return made
 
 
 def hold_verify(forward: TargetForward, k: int) -> HeldVerify:
@@ -87,18 +108,13 @@ def hold_verify(forward: TargetForward, k: int) -> HeldVerify:
 
 def copy_verify(
     held: HeldVerify, result: Any, batch: Any, columns: Columns, verify_pass: int, sampled: "Tensor | None" = None
-) -> "Copied":
+) -> "list[Copied]":
     """The accepted rows of a verify, the process's number ``verify_pass``, in the order of their positions."""
     index_BD = _accepted_nodes(result, sampled, batch.spec_info.topk)
     size, depth = index_BD.shape
     nodes = result.speculative_num_draft_tokens
-    flat = index_BD.reshape(-1)
     drafted_BN = batch.spec_info.draft_token.reshape(size, nodes)
-    tensors = {
-        "hidden": held.hidden_RC[flat],
-        "final": held.final_RH[flat],
-        **{name: tensor[flat] for name, tensor in held.summary.items()},
-        "input_ids": _own(drafted_BN.reshape(-1)[flat]),
+    told = {
         "drafted": _own(drafted_BN),
         "chosen": _own(result.next_token_ids.reshape(size, nodes)[:, :depth]),
         "accept_lens": _own(result.accept_lens),
@@ -107,8 +123,26 @@ def copy_verify(
     }
     if batch.spec_info.topk > 1:
         for name in ("retrieve_next_token", "retrieve_next_sibling"):
-            tensors[name] = _own(getattr(batch.spec_info, name).reshape(size, nodes))
-    return tensors, partial(verify_rows, [req.rid for req in batch.reqs], verify_pass, columns.taps, columns.width)
+            told[name] = _own(getattr(batch.spec_info, name).reshape(size, nodes))
+    rids = [req.rid for req in batch.reqs][:size]
+    made: list[Copied] = []
+    for chosen in choose(rids, columns):
+        tensors = told | _verified(held, drafted_BN, index_BD, chosen, columns.width)
+        build = partial(verify_rows, rids, chosen.members, verify_pass, chosen.taps, columns.width)
+        made.append((tensors, build))
+    return made
+
+
+def _verified(
+    held: HeldVerify, drafted_BN: "Tensor", index_BD: "Tensor", chosen: Chosen, width: int
+) -> "dict[str, Tensor]":
+    """Rows along the longest paths of the requests of ``chosen``, D of each."""
+    flat = _rows_of(index_BD, chosen).reshape(-1)
+    return {
+        **copy_kept(held.hidden_RC, held.final_RH, [flat], chosen, width),
+        **{name: tensor[flat] for name, tensor in held.summary.items()},
+        "input_ids": _own(drafted_BN.reshape(-1)[flat]),
+    }
 
 
 def _accepted_nodes(result: Any, sampled: "Tensor | None", topk: int) -> "Tensor":
@@ -177,6 +211,14 @@ def _spans(batch: Any) -> Iterator[tuple[str, int, int, int]]:
     for rid, length, prefix in zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True):
         begin, end = end, end + int(length)
         yield rid, int(prefix), begin, end
+
+
+def _rows_of(tensor: "Tensor", chosen: Chosen) -> "Tensor":
+    """What ``tensor`` has for each request, of those of ``chosen``; a view where they stand together."""
+    import torch
+
+    parts = [tensor[run] for run in runs_of(chosen.members)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _own(numbers: "Tensor") -> "Tensor":

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from replay.capture.launches import drop_launches
 from replay.capture.options import parse_distinct_taps, without_embed
 from replay.capture.plugin.arguments import has_option, typed_nodes, typed_value
 from replay.capture.plugin.facts import without_secrets
 from replay.capture.plugin.recording import RECORD_VARIABLE, SIMULATED, TRIED, Recording
 from replay.capture.plugin.seams import untried_note
 from replay.capture.size import RowSize, free_bytes, spell_bytes
-from replay.capture.spool import SPOOL, drop_launches, launch_folder
+from replay.capture.spool import SPOOL, launch_folder
 from replay.errors import CaptureError, OutputError, TraceCorruptError, UsageError
 from replay.traces.fields import Fields, read_json
 from replay.traces.files import LOCK, is_locked, take_lock

@@ -21,6 +21,8 @@ from replay.errors import ReplayError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from replay.capture.plugin.copy_rows import Copied
+
 # What our own code, or an engine's that it calls, may raise on shapes or fields that it does not foresee: this ends
 # recording, never the server.
 UNFORESEEN = (
@@ -95,9 +97,13 @@ class LiveRecording:
         if mode.is_target_verify():
             self._held = hold_verify(forward, self.k)
         elif mode.is_extend():
-            self.recorder.submit(*copy_prefill(batch, forward, self.columns, self.k))
+            self._submit(copy_prefill(batch, forward, self.columns, self.k))
         elif mode.is_decode():
-            self.recorder.submit(*copy_decode(batch, forward, self.columns, self.k))
+            self._submit(copy_decode(batch, forward, self.columns, self.k))
+
+    def _submit(self, parts: "list[Copied]") -> None:
+        for tensors, build in parts:
+            self.recorder.submit(tensors, build)
 
     def record_verify(self, result: Any, batch: Any, sampled: "Tensor | None" = None) -> None:
         """Copy the accepted rows of the verify whose forward was held; ``sampled``: its nodes as sampling told them."""
@@ -108,7 +114,7 @@ class LiveRecording:
             return
         with self._guarded():
             if not batch.forward_mode.is_idle():
-                self.recorder.submit(*copy_verify(held, result, batch, self.columns, number, sampled))
+                self._submit(copy_verify(held, result, batch, self.columns, number, sampled))
 
     def record_feed(self, batch: Any) -> None:
         """Copy a few rows of what the draft is fed in a prefill. Raises CaptureError, and what is UNFORESEEN."""

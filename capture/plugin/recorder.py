@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.spool import Entry, split_by_client, write_row_file
+from replay.capture.plugin.split import File, split_by_file
+from replay.capture.spool import Entry, write_row_file
 
 if TYPE_CHECKING:
     import torch
@@ -154,8 +155,11 @@ class RowRecorder:
                 self.fail("the writing thread ended; the server's log has its traceback")
 
     def _write_next(self) -> bool:
-        """Gather a file's worth of rows and write it, a file for each client. False when closed and nothing is left."""
-        gathered: dict[str, tuple[list[Entry], dict[str, list[Tensor]]]] = {}
+        """Gather a file's worth of rows and write it, a file for each client and for what it keeps (split.py).
+
+        False when closed and nothing is left.
+        """
+        gathered: dict[File, tuple[list[Entry], dict[str, list[Tensor]]]] = {}
         size = begun = 0.0
         while True:
             job = self._take(None if not begun else begun + FILE_SECONDS - time.monotonic())
@@ -166,15 +170,15 @@ class RowRecorder:
                 job.ready.synchronize()
             made, tensors = job.build(job.tensors)
             size += job.bytes
-            for client, (entries, rows) in (split_by_client(made, tensors) if made else {}).items():
-                known, parts = gathered.setdefault(client, ([], {}))
+            for file, (entries, rows) in (split_by_file(made, tensors) if made else {}).items():
+                known, parts = gathered.setdefault(file, ([], {}))
                 known.extend(entries)
                 for name, tensor in rows.items():
                     parts.setdefault(name, []).append(tensor)
             if size >= FILE_BYTES:
                 break
-        for known, parts in gathered.values():
-            write_row_file(self.folder, self.pid, self._number, known, parts)
+        for (_, taps, _), (known, parts) in gathered.items():
+            write_row_file(self.folder, self.pid, self._number, known, parts, chosen=taps is not None)
             self._number += 1
         with self._changed:
             self._bytes = max(0, self._bytes - int(size))

@@ -1,83 +1,82 @@
 """How the tensors of a forward become rows of the spool. Knows no engine.
 
-Shapes: B requests, N nodes of a verify each (1 known token and N - 1 drafted), D = steps + 1 the longest path, K taps
-of width H, V vocabulary, k kept logits.
+Shapes: B requests, N nodes of a verify each (1 known token and N - 1 drafted), D = steps + 1 the longest path, K rows
+that are kept of m taps of width H (chosen.py), V vocabulary, k kept logits.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from replay.capture.spool import FEED, LOGITS, RID_PREFIX, Entry
+from replay.capture.spool import FEED, LOGITS, SCALE, TAP, Entry
 from replay.traces.taps import FINAL
 
 if TYPE_CHECKING:
     import torch
 
+ROWS = ("hidden", "values", "scales")  # those of them of chosen.py that stand beside final
+
 
 def prefill_rows(
-    spans: Sequence[tuple[str, int, int]],
+    spans: Sequence[tuple[str, int, int, int]],
     forward_rows: int,
     taps: Sequence[str],
     width: int,
     cpu: "Mapping[str, torch.Tensor]",
 ) -> "tuple[list[Entry], dict[str, torch.Tensor]]":
-    """Of a prefill of ``forward_rows`` in all: each of ``spans`` (request, first position, rows) has logits for its
-    last row only."""
-    entries = [Entry(rid, "prefill", start, rows, 1, forward_rows=forward_rows) for rid, start, rows in spans]
+    """Of a prefill of ``forward_rows`` in all: each of ``spans`` (request, first position, rows, how many of these are
+    left out) has logits for its last row only."""
+    entries = [
+        Entry(rid, "prefill", start, rows, 1, forward_rows=forward_rows, left_out=left_out)
+        for rid, start, rows, left_out in spans
+    ]
     return entries, _tensors(cpu, taps, width)
 
 
 def decode_rows(
     rids: Sequence[str], taps: Sequence[str], width: int, cpu: "Mapping[str, torch.Tensor]"
 ) -> "tuple[list[Entry], dict[str, torch.Tensor]]":
-    """Of a plain decode: one row a request, at ``starts`` [B], with logits."""
-    ours = [i for i, rid in enumerate(rids) if rid.startswith(RID_PREFIX)]
-    starts = cpu["starts"].tolist()
-    entries = [Entry(rids[i], "decode", starts[i], 1, 1) for i in ours]
-    kept = {name: tensor[ours] for name, tensor in cpu.items()}
-    return entries, _tensors(kept, taps, width)
+    """Of a plain decode: one row for each of ``rids``, at ``starts``, with logits."""
+    entries = [Entry(rid, "decode", start, 1, 1) for rid, start in zip(rids, cpu["starts"].tolist(), strict=True)]
+    return entries, _tensors(cpu, taps, width)
 
 
 def verify_rows(
-    rids: Sequence[str], verify_pass: int, taps: Sequence[str], width: int, cpu: "Mapping[str, torch.Tensor]"
+    rids: Sequence[str],
+    members: Sequence[int],
+    verify_pass: int,
+    taps: Sequence[str],
+    width: int,
+    cpu: "Mapping[str, torch.Tensor]",
 ) -> "tuple[list[Entry], dict[str, torch.Tensor]]":
-    """Of a verify, the process's number ``verify_pass``: rows [B*D, .] along the accepted paths, of which
-    ``accept_lens`` [B] count; all have logits."""
+    """Of a verify, the process's number ``verify_pass``, of the requests ``rids``: D rows along the path of each of
+    ``members``, of which its ``accept_lens`` [B] count; all have logits."""
     import torch
 
-    size, depth = cpu["chosen"].shape
-    lengths, anchors = cpu["accept_lens"].tolist(), cpu["anchors"].tolist()
-    drafted, chosen = cpu["drafted"].tolist(), cpu["chosen"].tolist()
-    entries, places = [], []
-    for i in range(min(size, len(rids))):
-        if not rids[i].startswith(RID_PREFIX):
-            continue
-        rows = lengths[i]
-        parents = () if "retrieve_next_token" not in cpu else tree_parents(
-            cpu["retrieve_next_token"][i].tolist(), cpu["retrieve_next_sibling"][i].tolist()
-        )  # fmt: skip
-        entries.append(
-            Entry(
-                rids[i],
-                "verify",
-                anchors[i],
-                rows,
-                rows,
-                drafted=drafted[i][1:],
-                parents=parents,
-                accepted=rows - 1,
-                chosen=chosen[i][:rows],
-                batch=size,
-                batch_row=i,
-                verify_pass=verify_pass,
-            )
-        )
-        places.append(torch.arange(i * depth, i * depth + rows))
-    if not entries:
-        return [], {}
-    index = torch.cat(places)
-    kept = {name: cpu[name][index] for name in ("hidden", "final", "input_ids", *LOGITS)}
+    depth, lengths = cpu["chosen"].shape[1], cpu["accept_lens"].tolist()
+    entries = [_verified(rids, i, verify_pass, lengths[i], cpu) for i in members]
+    index = torch.cat([torch.arange(at * depth, at * depth + lengths[i]) for at, i in enumerate(members)])
+    kept = {name: cpu[name][index] for name in ("input_ids", *LOGITS, "final", *ROWS) if name in cpu}
     return entries, _tensors(kept, taps, width)
+
+
+def _verified(rids: Sequence[str], i: int, verify_pass: int, rows: int, cpu: "Mapping[str, torch.Tensor]") -> Entry:
+    parents = () if "retrieve_next_token" not in cpu else tree_parents(
+        cpu["retrieve_next_token"][i].tolist(), cpu["retrieve_next_sibling"][i].tolist()
+    )  # fmt: skip
+    return Entry(
+        rids[i],
+        "verify",
+        int(cpu["anchors"][i]),
+        rows,
+        rows,
+        drafted=cpu["drafted"][i].tolist()[1:],
+        parents=parents,
+        accepted=rows - 1,
+        chosen=cpu["chosen"][i].tolist()[:rows],
+        batch=len(cpu["chosen"]),
+        batch_row=i,
+        verify_pass=verify_pass,
+    )
 
 
 def feed_rows(
@@ -103,11 +102,23 @@ def tree_parents(first_child: Sequence[int], next_sibling: Sequence[int]) -> tup
 
 
 def _tensors(cpu: "Mapping[str, torch.Tensor]", taps: Sequence[str], width: int) -> "dict[str, torch.Tensor]":
-    """The tensors of spool.py from ``hidden`` [R, K*H], ``final`` [R, H], ``input_ids`` [R] and the kept logits."""
-    columns = cpu["hidden"].reshape(-1, len(taps), width).unbind(1)
-    return {
-        "input_ids": cpu["input_ids"],
-        **{name: cpu[name] for name in LOGITS},
-        **{f"tap.{tap}": column for tap, column in zip(taps, columns, strict=True)},
-        f"tap.{FINAL}": cpu["final"],
+    """The tensors of spool.py from those of chosen.py, ``input_ids`` and the kept logits."""
+    made = {name: cpu[name] for name in ("input_ids", *LOGITS)}
+    if taps:
+        made |= _rounded(cpu, taps, width) if "values" in cpu else _columns(cpu["hidden"], taps, width, TAP)
+    return {**made, f"{TAP}{FINAL}": cpu["final"]}
+
+
+def _rounded(cpu: "Mapping[str, torch.Tensor]", taps: Sequence[str], width: int) -> "dict[str, torch.Tensor]":
+    import torch
+
+    values, scales = cpu["values"].view(torch.float8_e4m3fn), cpu["scales"]
+    return _columns(values, taps, width, TAP) | {
+        f"{SCALE}{tap}": scale for tap, scale in zip(taps, scales.unbind(1), strict=True)
     }
+
+
+def _columns(rows: "torch.Tensor", taps: Sequence[str], width: int, kind: str) -> "dict[str, torch.Tensor]":
+    """Each tap's columns of [K, m*H]."""
+    columns = rows.reshape(-1, len(taps), width).unbind(1)
+    return {f"{kind}{tap}": column for tap, column in zip(taps, columns, strict=True)}

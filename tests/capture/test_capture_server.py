@@ -34,8 +34,10 @@ from replay.capture.client.capture import capture_server
 from replay.capture.client.requests import ServerClient
 from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Noted
+from replay.capture.kept import Kept
+from replay.capture.launches import drop_launches
 from replay.capture.options import ServerOptions
-from replay.capture.spool import Entry, client_lock, drop_launches, launch_folder, row_file_names
+from replay.capture.spool import Entry, client_lock, launch_folder, row_file_names
 from replay.cli.app import cli
 from replay.diagnosis.feed import read_feeding
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
@@ -577,8 +579,10 @@ def test_taps_that_cannot_be_are_refused_before_the_server_is_asked(
     assert server.keys == [] and not options.out.exists()
 
 
-def test_fewer_taps_after_the_first_requests(options: ServerOptions, server: FakeServer) -> None:
-    """The server hands over all of its taps of all requests; the trace keeps what was asked for."""
+@pytest.mark.parametrize("choosing", [False, True])
+def test_fewer_taps_after_the_first_requests(options: ServerOptions, server: FakeServer, choosing: bool) -> None:
+    """A server of an older replay hands over all of its taps of all requests; the trace keeps what was asked for."""
+    server.choosing = choosing
     capture(options)
     whole = Trace.open(options.out)
     less = replace(options, out=options.out.with_name("less"), taps_for=2, then_taps="embed", rows="fp8", prompt_rows=2)
@@ -597,6 +601,36 @@ def test_fewer_taps_after_the_first_requests(options: ServerOptions, server: Fak
     assert Trace.open(options.out.with_name("fed")).header.capture.then_taps == ("embed", "2")
     with pytest.raises(UsageError, match=r"--then-taps 3 are not recorded by the server \(it records embed,2,final\)"):
         capture(replace(less, force=True, then_taps="3"))
+
+
+def test_a_server_that_chooses_gives_the_trace_of_one_that_does_not(options: ServerOptions, server: FakeServer) -> None:
+    """Byte for byte, the rounding of fp8 included; its files hold less."""
+    written: dict[bool, int] = {}
+    shards: dict[bool, dict[str, bytes]] = {}
+    for choosing in (False, True):
+        server.choosing, server.tap_bytes = choosing, 0
+        out = options.out.with_name(f"chosen-{choosing}")
+        less = replace(options, out=out, taps_for=2, then_taps="embed", rows="fp8", prompt_rows=2, concurrency=1)
+        capture(less)
+        written[choosing] = server.tap_bytes
+        shards[choosing] = {path.name: path.read_bytes() for path in sorted(out.glob("shard-*"))}
+    assert shards[True] == shards[False] != {}
+    probe = 3 * 4 * 5 * VOCABULARY  # all of it: three taps of float32
+    rows = {f"r{i}": min(2, len(prompt)) + 8 for i, prompt in enumerate(PROMPTS)}
+    final = sum(4 * VOCABULARY * count for count in rows.values())
+    two = sum((VOCABULARY + 4) * rows[name] for name in ("r0", "r1"))
+    assert probe + final + two <= written[True] <= 1.2 * (probe + final + two) < written[False] / 1.5
+
+
+def test_a_row_that_was_asked_for_and_is_not_there_is_asked_for_again(
+    options: ServerOptions, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row more is left out than was asked for: that is lost, not unasked, and the client does not take it."""
+    monkeypatch.setattr(requests, "_ROWS_SECONDS", 0.5)
+    monkeypatch.setattr(requests, "_ATTEMPTS", 2)
+    server.choosing, server.left_out_too = True, 1
+    with pytest.raises(CaptureError, match="did not come whole in 2 tries"):
+        capture(replace(options, prompt_rows=2))
 
 
 def test_last_line_names_every_tap_that_inspect_does(options: ServerOptions) -> None:
@@ -659,9 +693,9 @@ def test_rows_that_come_before_the_answers_count_as_progress(
     assert (told[-1].output_tokens, told[-1].requests_done) == (result.output_tokens, result.requests)
 
 
-def _late(real: Callable[[ServerClient, Answered], bool]) -> Callable[[ServerClient, Answered], bool]:
+def _late(real: Callable[[ServerClient, Answered, Kept], bool]) -> Callable[[ServerClient, Answered, Kept], bool]:
     """Rows are found whole a little after the answer."""
-    return lambda client, one: time.monotonic() - one.since > 0.2 and real(client, one)
+    return lambda client, one, kept: time.monotonic() - one.since > 0.2 and real(client, one, kept)
 
 
 def test_differing_histogram_is_said(options: ServerOptions, server: FakeServer) -> None:

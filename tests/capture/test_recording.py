@@ -20,6 +20,7 @@ from replay.capture.client.join import (
     tail_of,
 )
 from replay.capture.client.passes import PassNumbers
+from replay.capture.launches import drop_launches
 from replay.capture.logits import summarise_logits
 from replay.capture.manifest import Manifest, read_manifests, write_manifest
 from replay.capture.plugin import recorder as recorder_module
@@ -28,7 +29,6 @@ from replay.capture.plugin.recorder import RowRecorder, summarise_rows
 from replay.capture.plugin.rows import decode_rows, feed_rows, prefill_rows, tree_parents, verify_rows
 from replay.capture.spool import (
     Entry,
-    drop_launches,
     launch_folder,
     read_row_file,
     row_file_names,
@@ -55,7 +55,7 @@ def forward(rows: int, logits: int, first: int = 0) -> dict[str, torch.Tensor]:
 
 def test_prefill_rows() -> None:
     """Of 9 rows in all, 4 of them somebody else's."""
-    entries, tensors = prefill_rows([("replay-a", 4, 3), ("replay-b", 0, 2)], 9, TAPS, WIDTH, forward(5, 2))
+    entries, tensors = prefill_rows([("replay-a", 4, 3, 0), ("replay-b", 0, 2, 0)], 9, TAPS, WIDTH, forward(5, 2))
     assert entries == [
         Entry("replay-a", "prefill", 4, 3, 1, forward_rows=9),
         Entry("replay-b", "prefill", 0, 2, 1, forward_rows=9),
@@ -64,28 +64,28 @@ def test_prefill_rows() -> None:
     assert tensors["tap.2"][:, 0].tolist() == [100, 101, 102, 103, 104]
 
 
-def test_decode_rows_leave_other_requests_out() -> None:
-    cpu = forward(3, 3) | {"starts": torch.tensor([7, 8, 9], dtype=torch.int32)}
-    entries, tensors = decode_rows(["replay-a", "somebody", "replay-c"], TAPS, WIDTH, cpu)
+def test_decode_rows() -> None:
+    cpu = forward(2, 2) | {"starts": torch.tensor([7, 9], dtype=torch.int32)}
+    entries, tensors = decode_rows(["replay-a", "replay-c"], TAPS, WIDTH, cpu)
     assert entries == [Entry("replay-a", "decode", 7, 1, 1), Entry("replay-c", "decode", 9, 1, 1)]
-    assert tensors["input_ids"].tolist() == [0, 2]
+    assert tensors["input_ids"].tolist() == [0, 1]
 
 
 def test_verify_rows_keep_what_was_accepted() -> None:
-    # 3 requests, 3 rows of the longest path each; the second is somebody else's
-    cpu = forward(9, 9) | {
+    # 3 requests, of which the second is somebody else's; 3 rows of the longest path of each of ours
+    cpu = forward(6, 6) | {
         "drafted": torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]], dtype=torch.int32),
         "chosen": torch.tensor([[11, 50, 0], [1, 1, 1], [99, 0, 0]], dtype=torch.int32),
         "accept_lens": torch.tensor([2, 3, 1], dtype=torch.int32),
         "anchors": torch.tensor([40, 41, 42], dtype=torch.int32),
     }
-    entries, tensors = verify_rows(["replay-a", "b", "replay-c"], 17, TAPS, WIDTH, cpu)
+    entries, tensors = verify_rows(["replay-a", "b", "replay-c"], [0, 2], 17, TAPS, WIDTH, cpu)
     ours = {"batch": 3, "verify_pass": 17}
     assert entries == [
         Entry("replay-a", "verify", 40, 2, 2, drafted=[11, 12], accepted=1, chosen=[11, 50], batch_row=0, **ours),
         Entry("replay-c", "verify", 42, 1, 1, drafted=[31, 32], accepted=0, chosen=[99], batch_row=2, **ours),
     ]
-    assert tensors["input_ids"].tolist() == [0, 1, 6]
+    assert tensors["input_ids"].tolist() == [0, 1, 3]
 
 
 def test_tree_parents() -> None:
@@ -143,7 +143,7 @@ def test_feed_rows() -> None:
 
 
 def rows(name: str, cpu: dict[str, torch.Tensor]) -> tuple[list[Entry], dict[str, torch.Tensor]]:
-    return prefill_rows([(name, 0, len(cpu["final"]))], len(cpu["final"]), TAPS, WIDTH, cpu)
+    return prefill_rows([(name, 0, len(cpu["final"]), 0)], len(cpu["final"]), TAPS, WIDTH, cpu)
 
 
 def test_recorder_writes_what_it_was_given(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_recorder_makes_the_forward_wait_rather_than_grow(tmp_path: Path) -> Non
 def test_recorder_that_cannot_write_lets_the_forward_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[str] = []
 
-    def full(*args: object) -> None:
+    def full(*args: object, **given: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(recorder_module, "write_row_file", full)
@@ -238,7 +238,7 @@ def test_recorder_gives_every_client_files_of_its_own(tmp_path: Path) -> None:
     }
     cpu["logsumexp"] = torch.arange(8.0)
     recorder = RowRecorder(tmp_path, 5, lambda _: None)
-    recorder.submit(cpu, lambda given: verify_rows(rids, 0, TAPS, WIDTH, given))
+    recorder.submit(cpu, lambda given: verify_rows(rids, range(4), 0, TAPS, WIDTH, given))
     recorder.close()
     found = {}
     for name in row_file_names(tmp_path):
@@ -348,7 +348,7 @@ def test_histograms_agree_but_for_zeros_at_the_end() -> None:
 
 
 def write_one(folder: Path, entry: Entry, first: int = 0) -> Path:
-    spans = [(entry.rid, entry.start, entry.rows)]
+    spans = [(entry.rid, entry.start, entry.rows, 0)]
     _, tensors = prefill_rows(spans, entry.rows, TAPS, WIDTH, forward(entry.rows, 1, first))
     write_row_file(folder, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
     return folder / row_file_names(folder)[0]
@@ -359,10 +359,11 @@ def test_final_stays_with_the_logits_when_rows_are_computed_again(tmp_path: Path
     recorded = []
     for number, (start, count, logits, shift) in enumerate([(0, 2, 1, 0), (2, 2, 2, 10), (0, 5, 1, 20)]):
         cpu = forward(count, logits, shift) | {"input_ids": torch.arange(start, start + count, dtype=torch.int32)}
-        _, tensors = prefill_rows([("r", start, count)], count, TAPS, WIDTH, cpu)
+        _, tensors = prefill_rows([("r", start, count, 0)], count, TAPS, WIDTH, cpu)
         kind = Entry("r", "prefill", start, count, logits, forward_rows=count + 5)
         write_row_file(tmp_path, 3, number, [kind], {name: [part] for name, part in tensors.items()})
-        recorded.append(Recorded(read_row_file(tmp_path / row_file_names(tmp_path)[-1], TAPS, WIDTH), 0))
+        file = read_row_file(tmp_path / row_file_names(tmp_path)[-1], (*TAPS, "final"), WIDTH)
+        recorded.append(Recorded(file, 0))
     joined = join("r", [0, 1], [2, 3, 4, 5], recorded, ("2", "final"))
     assert joined.taps["2"][:, 0].tolist() == [120, 121, 122, 123, 124]
     assert joined.taps["final"][:, 0].tolist() == [20, 1, 10, 11, 24]
@@ -428,10 +429,13 @@ def test_torn_rows_are_refused_by_name(tmp_path: Path, cut: int) -> None:
         Entry("r", "prefill", 0, 4, 1, fed=[2], forward_rows=4),
         Entry("r", "feed", 0, 4, 1, fed=[2]),
         Entry("r", "feed", 0, 0, 0),
+        Entry("r", "prefill", 0, 4, 1, forward_rows=4, left_out=5),
+        Entry("r", "prefill", 0, 4, 1, forward_rows=4, left_out=1),  # more rows with taps than it has
+        Entry("r", "decode", 0, 4, 1, left_out=4),
     ],
 )
 def test_entries_that_disagree_are_refused(tmp_path: Path, entry: Entry) -> None:
-    _, tensors = prefill_rows([("r", 0, 4)], 4, TAPS, WIDTH, forward(4, 1))
+    _, tensors = prefill_rows([("r", 0, 4, 0)], 4, TAPS, WIDTH, forward(4, 1))
     write_row_file(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
     with pytest.raises(TraceCorruptError):
         read_row_file(tmp_path / row_file_names(tmp_path)[0], TAPS, WIDTH)

@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from replay.capture.asked import Asked, asked_of
 from replay.capture.manifest import Manifest, write_manifest
 from replay.capture.plugin.recorder import summarise_rows
 from replay.capture.spool import Entry, launch_folder, write_row_file
+from replay.traces.fp8 import quantise
 
 VOCABULARY = 16
 LAUNCH = "00112233445566aa"
@@ -61,6 +63,9 @@ class FakeServer:
     evicts: tuple[int, ...] = ()  # generations (by number) before which it forgets all,
     drift: float = 0.0  # and whose own rows of R[2] it computes so much otherwise
     cache: dict[str, list[list[int]]] = field(default_factory=dict)
+    choosing: bool = False  # it writes what the requests ask for, as a server of an older replay does not
+    left_out_too: int = 0  # so many rows of prompts that were asked for it then leaves out
+    tap_bytes: int = 0  # that it has written
     reported_state: str = "recording"
     reported_reason: str = "SGLang 0.4.0 was seen, recording works with 0.5.23"
     old_paths: bool = False  # of servers before these pages were renamed
@@ -226,12 +231,30 @@ class FakeServer:
 
     def _keep(self, entry: Entry, tensors: dict[str, torch.Tensor]) -> None:
         assert self.folder is not None
+        asked = asked_of(entry.rid) if self.choosing else None
+        if asked is not None:
+            entry, tensors = self._chosen(entry, tensors, asked)
         with self.lock:
             self.numbers += 1
             number = self.numbers
-        write_row_file(
-            launch_folder(self.folder, LAUNCH), 7, number, [entry], {name: [part] for name, part in tensors.items()}
-        )
+            self.tap_bytes += sum(part.nbytes for name, part in tensors.items() if name.startswith(("tap.", "scale.")))
+        parts = {name: [part] for name, part in tensors.items()}
+        write_row_file(launch_folder(self.folder, LAUNCH), 7, number, [entry], parts, chosen=asked is not None)
+
+    def _chosen(
+        self, entry: Entry, tensors: dict[str, torch.Tensor], asked: Asked
+    ) -> tuple[Entry, dict[str, torch.Tensor]]:
+        """No more than is asked for, tap by tap."""
+        left_out = 0
+        if entry.kind == "prefill" and asked.first_row:
+            left_out = min(entry.rows, max(0, asked.first_row + self.left_out_too - entry.start))
+        kept = {name: part for name, part in tensors.items() if not name.startswith("tap.")}
+        for tap in (*asked.taps, "final"):
+            if (rows := tensors.get(f"tap.{tap}")) is not None:
+                kept[f"tap.{tap}"] = rows[left_out:]
+                if asked.rounded and tap != "final":
+                    kept[f"tap.{tap}"], kept[f"scale.{tap}"] = quantise(rows[left_out:])
+        return replace(entry, left_out=left_out), kept
 
 
 def two(ids: list[int], start: int) -> torch.Tensor:

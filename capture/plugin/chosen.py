@@ -1,0 +1,120 @@
+"""What is copied of a forward's rows: for each of its requests no more than its client keeps (capture/asked.py).
+
+Requests that keep the same are copied together. K rows that are kept, C captured columns of width H, of which m taps
+are kept; a piece says which rows, as a slice or as their numbers on the device.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from replay.capture.asked import Asked, asked_of
+from replay.capture.plugin.columns import Columns
+from replay.capture.spool import RID_PREFIX
+from replay.traces.fp8 import quantise
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    Piece = slice | Tensor
+
+_BLOCK = 1 << 24  # values that are rounded at once: in float32 they take 64 MiB, and some times that beside
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Requests of a forward that keep the same ``taps``, in fp8 where ``rounded``: ``members`` are their numbers among
+    its requests, rising, and ``first_rows`` the position from which each keeps its rows.
+
+    ``places`` of the taps among the captured columns, in the columns' order.
+    """
+
+    taps: tuple[str, ...]
+    places: tuple[int, ...]
+    rounded: bool
+    members: tuple[int, ...]
+    first_rows: tuple[int, ...]
+
+    def left_out(self, at: int, start: int, rows: int) -> int:
+        """How many of ``rows`` from position ``start`` on its member number ``at`` does not keep."""
+        return min(rows, max(0, self.first_rows[at] - start))
+
+
+def choose(rids: Sequence[str], columns: Columns) -> list[Chosen]:
+    """The requests of ours among ``rids``, those together that keep the same.
+
+    An id that asks for nothing, or for a tap that is not captured, keeps everything.
+    """
+    alike: dict[tuple[tuple[str, ...], bool], list[tuple[int, int]]] = {}
+    for member, rid in enumerate(rids):
+        if rid.startswith(RID_PREFIX):
+            asked = asked_of(rid)
+            if asked is None or not set(asked.taps) <= set(columns.taps):
+                asked = Asked(tuple(columns.taps))
+            taps = tuple(tap for tap in columns.taps if tap in asked.taps)
+            alike.setdefault((taps, asked.rounded), []).append((member, asked.first_row))
+    return [
+        Chosen(
+            taps,
+            tuple(columns.taps.index(tap) for tap in taps),
+            rounded,
+            tuple(member for member, _ in members),
+            tuple(first for _, first in members),
+        )
+        for (taps, rounded), members in alike.items()
+    ]
+
+
+def copy_kept(
+    hidden_RC: "Tensor", final_RH: "Tensor", pieces: "Sequence[Piece]", chosen: Chosen, width: int
+) -> "dict[str, Tensor]":
+    """``final`` [K, H] and ``hidden`` [K, m*H] of the rows of ``pieces``, which are K; copies, made where they lie.
+
+    In fp8 ``values`` [K, m*H], the bytes of float8_e4m3fn, and ``scales`` [K, m] in place of ``hidden``.
+    """
+    import torch
+
+    copied = {"final": torch.cat([final_RH[piece] for piece in pieces])}
+    if not chosen.places:
+        return copied
+    parts = (_columns_of(hidden_RC, piece, chosen.places, width) for piece in pieces)
+    if not chosen.rounded:
+        return copied | {"hidden": torch.cat(list(parts))}
+    return copied | _rounded(parts, len(chosen.places), width)
+
+
+def runs_of(numbers: Sequence[int]) -> list[slice]:
+    """Rising ``numbers``, neighbours as one slice."""
+    runs: list[slice] = []
+    for number in numbers:
+        begin = runs.pop().start if runs and runs[-1].stop == number else number
+        runs.append(slice(begin, number + 1))
+    return runs
+
+
+def _columns_of(hidden_RC: "Tensor", piece: "Piece", places: Sequence[int], width: int) -> "Tensor":
+    """The columns of ``places`` of some rows; a view where they stand together and the rows are a slice."""
+    import torch
+
+    # Slices of columns, not a list of indices: that would be copied to the device, and the forward would wait for it.
+    parts = [hidden_RC[:, run.start * width : run.stop * width][piece] for run in runs_of(places)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _rounded(parts: "Iterable[Tensor]", taps: int, width: int) -> "dict[str, torch.Tensor]":
+    """As traces/fp8.py rounds them, some rows at a time: of all at once the float32 would take more than the rows."""
+    import torch
+
+    values, scales = [], []
+    for block in _blocks(parts, max(1, _BLOCK // (taps * width))):
+        value, scale = quantise(block.reshape(-1, width))
+        values.append(value.view(torch.uint8).view(len(block), taps * width))
+        scales.append(scale.view(len(block), taps))
+    return {"values": torch.cat(values), "scales": torch.cat(scales)}
+
+
+def _blocks(parts: "Iterable[Tensor]", rows: int) -> "Iterator[Tensor]":
+    """``parts`` in pieces of at most so many rows."""
+    for part in parts:
+        yield from part.split(rows)
