@@ -133,10 +133,15 @@ def judge_unseen(found: Diagnosis, case: Case) -> Diagnosis:
 
 def agreement_of_all(case: Case, reference: Reference | None, elsewhere: Followed | None) -> Agreement | None:
     """The rounds of the healthy replay counted; None where none were told, or where rows are not exact."""
-    if reference is None or case.trace.rounded_taps:
+    if reference is None or _is_rounded(case):
         return None
     every = reference.healthy if elsewhere is None else join([reference.healthy, elsewhere])
     return agreement(every, reference.noise, MEASURED)
+
+
+def _is_rounded(case: Case) -> bool:
+    """Whether the draft was served rows that the trace has in fp8."""
+    return not set(case.trace.rounded_taps).isdisjoint(case.served.wiring.taps)
 
 
 def held_doubts(case: Case, walked: int) -> Iterator[str]:
@@ -158,7 +163,7 @@ def held_doubts(case: Case, walked: int) -> Iterator[str]:
             f"Rows of prompts that the trace lacks keep {counted(len(left_out), 'likely fault')} ({some(left_out)}) "
             "from being tried."
         )
-    if case.trace.rounded_taps:
+    if _is_rounded(case):
         yield (
             "What fp8 moves counts as rounding here: a fault that moves the drafts less than fp8 does is not seen, and "
             "a number format is told from another one only where it moves them more. What the draft was fed is "

@@ -16,8 +16,11 @@ from replay.analysis.diagnosis.verdict import Diagnosis
 from replay.analysis.summary import summarise
 from replay.capture.observed_number import Observed
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.diagnosis.diagnose import diagnose_server, served_variant
+from replay.diagnosis.diagnose import diagnose_server, open_case, served_variant
+from replay.diagnosis.elsewhere import agreement_of_all, held_doubts
 from replay.diagnosis.observed import count_by_request
+from replay.diagnosis.reference import measure
+from replay.engines.wiring import Wiring
 from replay.errors import TraceError
 from replay.faults.table import FAULTS
 from replay.simulator.simulation import simulate
@@ -196,6 +199,16 @@ def test_rows_in_fp8_accuse_nobody_and_name_what_is_large(tmp_path: Path, head: 
     assert found.verdict in verdicts and found.named == (None if fault == "none" else fault)
     # What the draft was fed is told in fp8 as well, slot by slot.
     assert found.feeding is not None and found.feeding.wiring == WIRING.taps
+
+
+def test_a_draft_that_is_fed_exact_rows_is_none_of_fp8(tmp_path: Path, head: Checkpoint) -> None:
+    less = make_less(tmp_path / "fp8", make_served(tmp_path, head, requests=2), rows="fp8")
+    case = open_case(less, head, served_variant(less, "h"), None, None)
+    exact = replace(case, served=replace(case.served, wiring=Wiring(("embed", "final", "final"))))
+    reference = measure(case)
+    for one, rounded in ((case, True), (exact, False)):
+        assert any("What fp8 moves" in doubt for doubt in held_doubts(one, 2)) == rounded
+        assert (agreement_of_all(one, reference, None) is None) == rounded
 
 
 def test_states_that_cross_to_a_request_with_fewer_taps_are_named(tmp_path: Path, head: Checkpoint) -> None:
