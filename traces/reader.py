@@ -278,10 +278,12 @@ class Trace:
         return TargetWeights(self.path, self.header, self.target_folder, self._stored.verifier)
 
     def _less_exact(self) -> Iterator[str]:
-        if self.rounded_taps:
+        if rounded := self.rounded_taps:
+            exact = [tap for tap in self.taps if tap not in rounded]
             yield (
-                f"The rows of {', '.join(self.rounded_taps)} are stored in fp8, a byte a value: a replay drafts other "
-                "tokens at close calls, so no round is said to be alike to a server's."
+                f"The rows of {', '.join(rounded)} are stored in fp8, a byte a value, those of {' and '.join(exact)} "
+                "exactly: a replay that is fed the former drafts other tokens at close calls, so no round of it is "
+                "said to be alike to a server's."
             )
 
     @ReadingTrace()

@@ -19,6 +19,7 @@ from replay.diagnosis.elsewhere import (
     held_doubts,
     judge_elsewhere,
     judge_unseen,
+    judge_walks,
     requests_of_all,
 )
 from replay.diagnosis.hypotheses import Hypothesis, nothing_wrong, rewired, singles
@@ -80,6 +81,7 @@ def conclude(
     elsewhere = None if reference is None else follow_elsewhere(case, reference)
     if reference is not None and elsewhere is not None:
         found = judge_elsewhere(found, reference, elsewhere)
+    found = judge_walks(found, case, rounds, summary)
     if found.verdict == "engine" and reference is not None:
         others, taken_by_any = _unknowable(case, reference, tried, final, tell)
         ranked, unknown = rank([*scores, *others], taken_by_any=taken_by_any)
