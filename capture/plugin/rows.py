@@ -114,7 +114,8 @@ def _rounded(cpu: "Mapping[str, torch.Tensor]", taps: Sequence[str], width: int)
 
     values, scales = cpu["values"].view(torch.float8_e4m3fn), cpu["scales"]
     return _columns(values, taps, width, TAP) | {
-        f"{SCALE}{tap}": scale for tap, scale in zip(taps, scales.unbind(1), strict=True)
+        f"{SCALE}{tap}": scale.clone(memory_format=torch.contiguous_format)
+        for tap, scale in zip(taps, scales.unbind(1), strict=True)
     }
 
 

@@ -1,4 +1,4 @@
-"""Benchmark: tokens a second of an SGLang server on the CPU rig with recording off and on.
+"""Benchmark: tokens a second of an SGLang server on the CPU rig with recording off and on, and the bytes it writes.
 
     PYTHONPATH=tests python -P tests/bench/bench_recording.py [--target DIR] [--draft DIR] [--prompts FILE]
         [--requests 4] [--repeats 11]
@@ -7,7 +7,9 @@ Two servers stand side by side, one plain and one that ``replay serve`` would ha
 prompts: what else the machine does strikes both. *Off* is answers alone; *on* is ``replay capture --server`` with all
 that it does here too: rows through the spool, joined, checked and written to a trace. Beside tokens a second, which a
 busy machine blurs, stands the processor time of server and client together, which on a CPU server is what a token
-costs. Outputs and histograms of the two servers are held against each other on the way. Not part of ``make test``.
+costs. Outputs and histograms of the two servers are held against each other on the way. Then the same prompts are
+captured once by each choice of what is kept, and the bytes that the server writes are counted. ``--repeats 0`` does
+this alone. Not part of ``make test``.
 """
 
 import os
@@ -18,9 +20,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
+import pytest
 from rig.server import Server, start_server
+from support.spooled import counting_spool
 
 import replay
 from replay.capture.client.capture import capture_server
@@ -134,6 +139,44 @@ def answer(server: Server, load: Load, trace: replay.Trace) -> Turn:
     return turn
 
 
+CHOICES: dict[str, dict[str, Any]] = {
+    "without a choice": {},
+    "--taps-for 1": {"taps_for": 1},
+    "--rows fp8": {"rows": "fp8"},
+    "--prompt-rows last:32": {"prompt_rows": 32},
+    "all three": {"taps_for": 1, "rows": "fp8", "prompt_rows": 32},
+}
+
+
+class Everything:
+    """What a client of an older replay asks for."""
+
+    def spell(self) -> str:
+        """Nothing in the id."""
+        return ""
+
+
+def spooled_by_choice(server: Server, load: Load, folder: Path) -> Iterator[str]:
+    """For each choice, what the server writes and what the trace then holds, in bytes a token."""
+    for name, choice in {"everything": {}, **CHOICES}.items():
+        out = folder / f"chosen-{name.replace(' ', '-')}"
+        options = ServerOptions(
+            server.url, load.prompts, out, max_new_tokens=load.new_tokens, concurrency=load.concurrency, weights=False,
+            **choice,
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch, counting_spool() as spooled:
+            if name == "everything":
+                patch.setattr("replay.capture.kept.Kept.asked", lambda *_: Everything())
+            capture_server(options, lambda _: None)
+        tokens = sum(record.tokens for record in replay.Trace.open(out).records)
+        stored = sum(path.stat().st_size for path in out.glob("shard-*"))
+        files, taps, shards = (round(count / tokens) for count in (spooled.files, spooled.tap_bytes, stored))
+        yield (
+            f"{name}: {files} bytes a token in files of the server, {taps} of them rows of taps; {shards} in the "
+            f"trace ({tokens} tokens)"
+        )
+
+
 def report(off: Sequence[Turn], on: Sequence[Turn]) -> str:
     """Medians, and of each pair of turns what recording added."""
     more = [100 * (with_it.cost / without.cost - 1) for without, with_it in zip(off, on, strict=True)]
@@ -163,7 +206,7 @@ def main(
     target: Path | None, draft: Path | None, prompts: Path | None, requests: int, repeats: int, steps: int,
     new_tokens: int, concurrency: int,
 ) -> None:  # fmt: skip
-    """Print both rates, turn by turn, and what recording costs."""
+    """Print both rates, turn by turn, what the server writes by choice, and what recording costs."""
     from replay.capture.demo_target import smollm2
 
     with tempfile.TemporaryDirectory() as name:
@@ -183,7 +226,10 @@ def main(
                 if not turn % 2:
                     off.append(answer(plain, load, trace))
                 click.echo(f"{turn}: off {off[-1]}; on {on[-1]}")
-        click.echo(report(off, on))
+            for line in spooled_by_choice(recorded, load, folder):
+                click.echo(line)
+        if repeats:
+            click.echo(report(off, on))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +18,7 @@ import psutil
 import pytest
 from rig.server import Generated, Server, end_group, start_server
 from support.processes import living
+from support.spooled import Spooled, counting_spool
 
 from replay.capture.client.capture import capture_server
 from replay.capture.events import CaptureResult, Event, Noted
@@ -34,6 +35,7 @@ from replay.capture.target_files import fingerprint_target
 from replay.diagnosis.feed import read_feeding
 from replay.errors import CaptureError, WiringError
 from replay.traces.check import check_trace
+from replay.traces.fp8 import dequantise, quantise
 from replay.traces.reader import Trace
 
 TEXTS = (
@@ -43,6 +45,7 @@ TEXTS = (
     "Why is the sky blue? Answer briefly.",
 )
 NEW_TOKENS = 24
+LESS: dict[str, Any] = {"taps_for": 1, "rows": "fp8", "prompt_rows": 20}
 CHUNK = 32  # tokens of a prefill at most: the prompts come in several pieces
 # topk, steps, verified rows
 KINDS = {"chain": (1, 5, 6), "tree": (4, 3, 8)}
@@ -63,6 +66,8 @@ class Captured:
     safe: dict[str, bytes]  # shards that were whole when the `replay serve` of an earlier server was killed
     killed: list[int]  # the processes that this earlier server had,
     outlived: list[int]  # and those that were left of it soon after
+    less: Trace | None = None  # what the chain's server gave when it was asked for less,
+    spooled: Spooled | None = None  # and what it wrote then
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +155,13 @@ def capture_until_killed(server: Server, prompts: Path, out: Path) -> dict[str, 
     return {path.name: path.read_bytes() for path in out.glob("shard-*")}
 
 
+def capture_less(server: Server, prompts: Path, out: Path) -> tuple[Trace, Spooled]:
+    """The same prompts, of which less is asked for; and what the server wrote of them."""
+    with counting_spool() as spooled:
+        capture_server(options(server, prompts, out, concurrency=1, **LESS), lambda _: None)
+    return Trace.open(out), spooled
+
+
 @pytest.fixture(scope="module")
 def captured(
     target_dir: Path, draft_dir: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
@@ -180,11 +192,12 @@ def captured(
                 )  # fmt: skip
                 with aborting(server, trace / SPOOL) if kind == "tree" else nullcontext():
                     result = capture_server(wanted, events.append)
+                less, spooled = capture_less(server, asked, folder / "less") if kind == "chain" else (None, None)
                 time.sleep(0.5)
                 launch = max((trace / SPOOL).iterdir(), key=lambda path: path.stat().st_mtime)
                 left = row_file_names(launch)
             log = (folder / "server.log").read_text(errors="replace")
-            made[kind] = Captured(Trace.open(trace), result, events, left, log, safe, killed, outlived)
+            made[kind] = Captured(Trace.open(trace), result, events, left, log, safe, killed, outlived, less, spooled)
         return made[kind]
 
     return of
@@ -210,6 +223,11 @@ def outputs(trace: Trace) -> list[list[int]]:
     return [trace.read(i, []).tokens[record.prompt_tokens :].tolist() for i, record in enumerate(trace.records)]
 
 
+def same_rows(one: pl.DataFrame, other: pl.DataFrame, columns: Sequence[str]) -> bool:
+    """Whether two tables have the same rows in these columns, in any order."""
+    return one.select(columns).sort(columns[:2]).equals(other.select(columns).sort(columns[:2]))
+
+
 def own_rounds(trace: Trace, request_id: str) -> list[dict[str, Any]]:
     return trace.served_rounds().filter(pl.col("request_id") == request_id).sort("round").to_dicts()
 
@@ -226,6 +244,42 @@ def test_trace_passes_its_check(captured: Callable[[str], Captured], kind: str) 
     assert set(one.trace.taps) == {"embed", "3", "16", "28", "final"} and one.trace.header.embed == "lookup"
     notes = [event.text for event in one.events if isinstance(event, Noted)]
     assert len(notes) == len(one.result.refused) == (kind == "tree")
+
+
+def test_a_server_that_is_asked_for_less_gives_the_same_rows(captured: Callable[[str], Captured]) -> None:
+    """Those of the whole trace cut down: the first request has all taps, the others fewer; fp8; of prompts the end."""
+    import torch
+
+    whole, less = captured("chain").trace, captured("chain").less
+    assert less is not None and [one for one in check_trace(less) if one.severity == "error"] == []
+    assert less.header.version == 2 and outputs(less) == outputs(whole)
+    told = ("request_id", "round", "anchor", "drafted", "accepted")
+    assert same_rows(less.served_rounds(), whole.served_rounds(), told)
+    places = {record.request_id: index for index, record in enumerate(whole.records)}
+    for index, record in enumerate(less.records):
+        taps = ["3", "16", "final"] if record.taps is not None else ["3", "16", "28", "final"]
+        assert (record.taps is None) == (record.request_id == "q0")
+        first = record.prompt_tokens - LESS["prompt_rows"]
+        assert record.first_row == first > 0
+        mine, theirs = less.read(index, taps), whole.read(places[record.request_id], taps)
+        for tap in taps:
+            rows = theirs.taps[tap][first:]
+            rows = rows if tap == "final" else dequantise(*quantise(rows), rows.dtype)
+            assert torch.equal(mine.taps[tap][first:], rows)
+
+
+def test_a_server_that_is_asked_for_less_writes_less(captured: Callable[[str], Captured]) -> None:
+    """To the byte what the rows that it wrote take by the choice, and few rows that the trace does not keep."""
+    less, spooled = captured("chain").less, captured("chain").spooled
+    assert less is not None and spooled is not None
+    width, kept = less.header.target.hidden_size, LESS["prompt_rows"] + NEW_TOKENS - 1
+    final, rounded = 2 * width, width + 4
+    stored = sum(kept * (final + (2 if record.taps is not None else 3) * rounded) for record in less.records)
+    assert stored <= spooled.tap_bytes <= 1.2 * stored  # verifies that go beyond the end of an output
+    beside = 4 * spooled.rows + spooled.logits * (8 * less.header.topk + 4) + spooled.fed * (8 + 3 * 2 * width)
+    assert spooled.tensors == spooled.tap_bytes + beside
+    everything = sum((record.prompt_tokens + NEW_TOKENS - 1) * 5 * 2 * width for record in less.records)
+    assert spooled.tap_bytes < everything / 3
 
 
 def test_a_server_that_was_killed_is_gone_on_with(captured: Callable[[str], Captured]) -> None:
