@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from support.serving import serving
 
 from replay.capture.asked import Asked, asked_of
 from replay.capture.manifest import Manifest, write_manifest
@@ -320,13 +321,5 @@ def fake_server(server: FakeServer) -> Iterator[FakeServer]:
 
     if server.folder is not None:
         server.manifest()
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_address[1]}"
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(Handler) as server.url:
         yield server
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()

@@ -16,7 +16,7 @@ from replay.simulator.inputs import draft_input
 from replay.traces.cached import CACHED
 from replay.traces.header import TraceHeader
 from replay.traces.reader import Trace
-from replay.traces.records import read_table
+from replay.traces.request_table import read_table
 from replay.traces.writer import TraceWriter
 
 # the prompts of make_requests have 2, 3, 4 and 1 tokens
