@@ -250,10 +250,11 @@ def _counted(on_event: Callable[[ReplayProgress], None], number: int, lots: int)
 
 def _apart(rounds: Rounds) -> list[Rounds]:
     """Each variant's rounds by themselves."""
+    tables = rounds.table.partition_by("variant", as_dict=True)
     return [
         replace(
             rounds,
-            table=rounds.table.filter(rounds.table["variant"] == info.name),
+            table=tables.get((info.name,), rounds.table.clear()),
             variants=(info,),
             drafts={info.draft: rounds.drafts[info.draft]},
         )

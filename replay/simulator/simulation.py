@@ -17,7 +17,6 @@ from replay.simulator.packs import check_follow, estimator_of, notes_of, replay_
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.results import (
     Played,
-    RoundsTable,
     Tally,
     describe_head,
     describe_trace,
@@ -25,6 +24,7 @@ from replay.simulator.results import (
     request_info,
     variant_info,
 )
+from replay.simulator.rounds_table import RoundsTable
 from replay.simulator.tasks import Result, Task, Workers, plan_tasks, replay_tasks
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
 from replay.simulator.workers import use_workers
