@@ -274,7 +274,10 @@ class Head:
             if keep_Q is not None and layer == self.config.num_layers - 1:
                 q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
                 sizes = None if sizes is None else sizes.keep(keep_Q)
-            mixed = self._attention.leave(attend(layer, q_RNH, k_RMH, v_RMH), sizes)
+            mixed = attend(layer, q_RNH, k_RMH, v_RMH)
+            if not len(mixed):  # rows of a long prompt that nobody drafts from: they leave keys and values alone
+                return HeadOutput(residual, residual)
+            mixed = self._attention.leave(mixed, sizes)
             mixed = self._parts.linear(mixed, f"layers.{layer}.self_attn.o_proj", sizes)
             mixed = self._kept(mixed, "attention", layer)
             hidden, residual = self._parts.add_norm(mixed, residual, f"layers.{layer}.post_attention_layernorm")
