@@ -17,6 +17,7 @@ from replay.capture.plugin.live import LiveRecording
 from replay.capture.plugin.recorder import RowRecorder
 from replay.capture.spool import Entry, read_row_file, row_file_names, write_row_file
 from replay.errors import CaptureError, TraceCorruptError
+from replay.traces.captured import unfinite_row
 from replay.traces.fp8 import quantise
 
 CLIENT, OTHER = (f"replay-{letter * 16}" for letter in "ab")
@@ -233,3 +234,11 @@ def test_files_of_less_that_disagree_with_themselves_are_refused(
     write_row_file(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()}, chosen=True)
     with pytest.raises(TraceCorruptError, match=why):
         read_row_file(tmp_path / row_file_names(tmp_path)[0], TAPS, WIDTH)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_row_that_is_no_number_is_still_seen(odd: float) -> None:
+    """The plugin rounds before the client looks: the scale of such a row is none either, and no trace takes it."""
+    rows = torch.ones(3, WIDTH)
+    rows[1, 2] = odd
+    assert unfinite_row(quantise(rows)[1]) == 1
