@@ -26,6 +26,7 @@ from replay.printable import counted, html_table
 from replay.traces.agreement import Agreement, problem, read_agreement
 from replay.traces.fields import Fields, is_number, parse_json, show, some
 from replay.traces.files import PLAIN, as_path, describe_path
+from replay.traces.given import check_given, check_list
 from replay.traces.parquet import check_parquet, first_line
 from replay.traces.remote import as_source
 from replay.traces.taps import parse_tap
@@ -139,6 +140,15 @@ class Rounds:
     trace: JsonObject
     drafts: JsonObject
 
+    def __post_init__(self) -> None:
+        """Raises UsageError for what is no table, or no variants and requests of rounds."""
+        import polars as pl
+
+        wanted = "rounds are made by replay.simulate or replay.read_rounds"
+        check_given("table", self.table, pl.DataFrame, wanted)
+        check_list("variants", self.variants, VariantInfo, wanted)
+        check_list("requests", self.requests, RequestInfo, wanted)
+
     def __repr__(self) -> str:
         names = some([variant.name for variant in self.variants])
         held = f"{counted(len(self.table), 'round')} of {counted(len(self.requests), 'request')}"
@@ -177,6 +187,11 @@ class Rounds:
         return self.table.join(facts, on="request_id", how="left", maintain_order="left")
 
 
+def check_rounds(name: str, value: object) -> None:
+    """Raises UsageError for what is no Rounds."""
+    check_given(name, value, Rounds, "rounds were expected: what replay.simulate or replay.read_rounds returns")
+
+
 def tokens_sha256(tokens: Sequence[int]) -> str:
     """The checksum of token ids that ``RequestInfo`` keeps.
 
@@ -207,6 +222,7 @@ def write_rounds(rounds: Rounds, path: Path, *, force: bool = False) -> None:
     Raises OutputError when the file exists (without ``force``) or cannot be written, TraceCorruptError when the
     table is not one that ``read_rounds`` would read back.
     """
+    check_rounds("rounds", rounds)
     path = as_path(path)
     _check(rounds, path)
     if os.path.exists(path) and not os.path.isfile(path):
