@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from replay.cli.options import (
+    HEADS,
     PATH,
     SOURCE,
     cache_option,
@@ -45,7 +46,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @_repeated(
     "--draft",
     "drafts",
-    type=SOURCE,
+    type=HEADS,
     metavar="DIR|ID",
     help="Draft head's folder or hub id, or a quoted pattern, e.g. 'runs/*/checkpoint-*'; repeat for several.",
 )
@@ -138,7 +139,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @format_option
 @json_option
 def simulate(
-    traces: tuple[Path, ...], drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...],
+    traces: tuple[Path, ...], drafts: tuple[Path | str, ...], wirings: tuple[str, ...], steps: tuple[int, ...],
     topk: tuple[int, ...],
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
@@ -163,8 +164,8 @@ def simulate(
     from replay.simulator.variant import sweep
     from replay.traces.rounds_sets import pool_rounds
 
-    drafts = expand_drafts(drafts)
-    if not drafts:
+    heads = expand_drafts(drafts)
+    if not heads:
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 or DFlash head")
     refuse_two_forms(table_format, as_json)
     if rank_precision is not None and (sort or top or table_format):
@@ -194,8 +195,8 @@ def simulate(
         engine=[engine],
         faults=[parse_faults(text) for text in faults] or [()],
     )
-    sweep(draft=[str(drafts[0])], **choices)  # refuses what cannot be before a head is fetched from a hub
-    checkpoints = read_drafts(name_heads([head_folder(path) for path in drafts]))
+    sweep(draft=[str(heads[0])], **choices)  # refuses what cannot be before a head is fetched from a hub
+    checkpoints = read_drafts(name_heads([head_folder(path) for path in heads]))
     variants = every_variant(checkpoints, steps, topk, num_draft_tokens, choices)
     check_reach(seen, variants)
     if len(wirings) > 1:
