@@ -7,6 +7,7 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.drafting.tree_shape import TreeSize
 from replay.engines.wiring import Wiring
 from replay.faults.change import Subject
+from replay.head.held import Held
 from replay.head.model import Head
 from replay.simulator.binding import bind, build_head
 from replay.simulator.fit import check_rule, samples_drafts
@@ -92,14 +93,15 @@ def group_variants(
     *,
     served_products: bool = True,
 ) -> list[Group]:
-    """What ``plan_groups`` gives, with heads. Raises as it does."""
+    """What ``plan_groups`` gives, with heads, which share the weights that they run alike. Raises as it does."""
     heads: dict[Hashable, Head] = {}
+    held = Held()
     groups: list[Group] = []
     for plan in plan_groups(variants, checkpoints, trace):
         first, subject, weights = plan.first, plan.subject, plan.weights
         if weights not in heads:
             heads[weights] = build_head(
-                checkpoints[first.draft], first, trace, device, subject, served_products=served_products
+                checkpoints[first.draft], first, trace, device, subject, served_products=served_products, held=held
             )
         head = heads[weights].variation(subject.behaviour, subject.config)
         kv = subject.tree_kv or first.kv
