@@ -179,8 +179,10 @@ def open_whole(
 
     Raises UsageError for the checkpoint of another target, and as ``Trace.open``.
     """
+    from replay.check.mistaken import refuse_no_trace
     from replay.traces.reader import Trace
 
+    refuse_no_trace(path)
     opened = Trace.open(path, allow_incomplete=allow_incomplete, target=target, verify=verify)
     if target is not None:
         _check_target(target, opened)
