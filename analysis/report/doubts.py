@@ -234,7 +234,8 @@ def _requests_without_rounds(results: Results) -> Iterator[str]:
     if results.best is None:
         yield "Nothing was measured: capture with a larger --max-new-tokens, or other prompts."
         return
-    if without := results.best.requests - results.best.played_requests:
+    # What another file's variant has rounds on was only not replayed with the best one (below).
+    if without := results.best.requests - results.rounds.table["request_id"].n_unique():
         have = "has" if without == 1 else "have"
         total = counted(results.best.requests, "request")
         yield f"{count(without)} of {total} {have} no round (an output of one token)."

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -57,8 +57,7 @@ def assess(
 ) -> Report:
     """What there is to say about ``summaries``: comparisons, doubts, provenance."""
     played = [summary for summary in summaries if summary.rounds]
-    best = max(played, key=lambda summary: summary.accept_length, default=None)
-    against = gaps(rounds, best.name, seed=seed, resamples=resamples) if best else {}
+    best, against = _best(played, lambda name: gaps(rounds, name, seed=seed, resamples=resamples))
     seen = observed_gaps(rounds, seed=seed, resamples=resamples)
     nearest = _nearest(played, seen)
     return Report(
@@ -74,6 +73,23 @@ def assess(
         provenance=tuple(provenance(rounds, summaries, seed=seed, resamples=resamples)),
         curves=curves(rounds, summaries),
     )
+
+
+def _best(
+    played: Sequence[VariantSummary], gaps_to: Callable[[str], Mapping[str, Gap]]
+) -> tuple[VariantSummary | None, Mapping[str, Gap]]:
+    """The variant that none beats on the requests that both have, and the others' gaps to it.
+
+    The longest accept length is of other requests where files or wirings have rounds on fewer: it is where to begin.
+    """
+    best = max(played, key=lambda summary: summary.accept_length, default=None)
+    if best is None:
+        return None, {}
+    tried, against = [best], gaps_to(best.name)
+    while better := [row for row in played if row not in tried and against[row.name].difference > 0]:
+        best = max(better, key=lambda row: against[row.name].difference)
+        tried, against = [*tried, best], gaps_to(best.name)
+    return best, against
 
 
 def _together(

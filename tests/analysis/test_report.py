@@ -174,6 +174,14 @@ def test_every_doubt_is_raised_where_there_is_reason_and_only_there() -> None:
     assert _assess(single()).doubts == ()
 
 
+def test_the_best_is_so_on_the_requests_that_both_have() -> None:
+    """By itself b has the longer accept length, 3.0 against 2.5, on the first request alone: there a has 4.0."""
+    easy = make_rounds({make_variant("a"): [[3, 3], [0, 0]], make_variant("b", kv="b"): [[2, 2], []]})
+    found = _assess(easy)
+    assert [row.accept_length for row in found.summaries] == [2.5, 3.0] and found.best is not None
+    assert found.best.name == "a" and found.gaps["b"].difference == -1.0
+
+
 def test_doubts_of_a_sweep() -> None:
     assert any("differ in steps" in doubt for doubt in _assess(many()).doubts)
     assert not any("differ in steps" in doubt for doubt in _assess(sweep()).doubts)
@@ -182,6 +190,7 @@ def test_doubts_of_a_sweep() -> None:
     uneven = make_rounds({make_variant("a"): [[3], [0]], make_variant("b", kv="b"): [[3], []]})
     assert any("rounds on 1 to 2 requests" in doubt for doubt in _assess(uneven).doubts)
     assert any("request cannot tell 2 variants apart" in doubt for doubt in _assess(uneven).doubts)
+    assert not any("no round" in doubt for doubt in _assess(uneven).doubts)  # b was only not replayed on the second
     below = make_rounds({make_variant("a", anchors=10, anchors_accepted=1): [[3], [3]]})
     assert any("below the served walk" in doubt for doubt in _assess(below).doubts)
 

@@ -1,13 +1,13 @@
 """traces/SPEC.md and the code name the same fields, columns, tensors and files."""
 
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields, replace
 from importlib.resources import files as resources
 
 import pytest
 from support.trace_maker import make_header
 
-from replay.traces import feed, files, header, records, request_table, server_rounds, shards
+from replay.traces import feed, files, header, records, request_table, server_rounds, shards, sharing
 from replay.traces.captured import CapturedRequest
 
 SPEC = resources("replay.traces").joinpath("SPEC.md").read_text()
@@ -63,7 +63,14 @@ def test_files_and_numbers() -> None:
         assert name in SPEC
     for word in (*records.FINISH_REASONS, *records.SOURCES, *header.TAP_DTYPES, *header.STATES, *header.EMBED_WAYS):
         assert word in SPEC
-    for number in (header.MAX_LAYERS, header.MAX_WIDTH, header.MAX_VOCAB, header.MAX_TOPK, records.MAX_ID):
+    for number in (
+        header.MAX_LAYERS,
+        header.MAX_WIDTH,
+        header.MAX_VOCAB,
+        header.MAX_TOPK,
+        records.MAX_ID,
+        records.MAX_PREFIXES,
+    ):
         assert str(number) in SPEC
     assert f"version {header.VERSION}" in SPEC.splitlines()[0]
 
@@ -73,3 +80,28 @@ def test_a_capture_gives_all_that_a_request_is() -> None:
     columns = {item for item in names(records.RequestRecord) if not item.startswith("server_")} - set(records.PLACE)
     found = {"prompt_tokens", "output_tokens", "prefix_requests", "prefix_rows"}  # what the writer finds
     assert columns - found <= names(CapturedRequest)
+
+
+def test_what_version_2_adds() -> None:
+    """Rows in fp8 with their scales, the choices of a capture, and what it takes to share rows."""
+    taps = {"2": header.TapInfo(header.FP8, 16), "final": header.TapInfo("bfloat16", 16)}
+    fp8 = records.expected_tensors(replace(make_header(), taps=taps, version=header.VERSION), 1, 1, 1)
+    scale = next(cells for cells in re.findall(r"(?m)^\| `scale.NAME` \|(.*)$", section(5)))
+    assert {name for name in fp8 if name.startswith("scale.")} == {"scale.2"}
+    assert (scale.split("|")[0].strip(), fp8["scale.2"][0]) == ("F32", "float32") and header.FP8 in section(5)
+    told = re.findall(r"(?m)^\| `(\w+)` \| [^|]*, version 2 \|", section(3))
+    assert {*told} == {*CHOSEN.choices} == names(header.CaptureSettings) - names_of_version_1()
+    assert f"blocks of {sharing.BLOCK} tokens" in section(5) and f"/ {int(fp8_largest())}" in section(5)
+
+
+CHOSEN = replace(make_header().capture, taps_for=1, then_taps=("2",), rows="fp8", prompt_rows=1)
+
+
+def names_of_version_1() -> set[str]:
+    return {item.name for item in fields(header.CaptureSettings) if item.default is MISSING}
+
+
+def fp8_largest() -> float:
+    import torch
+
+    return torch.finfo(torch.float8_e4m3fn).max
