@@ -80,9 +80,7 @@ def pair_rounds(
                          "names; give two rounds files that simulate wrote from one trace")  # fmt: skip
     shared = None
     if second is not None and texts is not None:
-        for rounds, own, name in zip((first, second), texts, called, strict=True):
-            check_told(rounds, own, name)
-        _check_requests(first, second, ("source", "temperature"))
+        _check_texts(first, second, texts, called)
         shared = shared_tokens(*texts, [name for name in ids_a if name in common])
     elif second is not None:
         _check_requests(first, second, _REQUEST_FACTS)
@@ -206,6 +204,13 @@ def _check_trace(first: Rounds, second: Rounds) -> None:
                 f"the rounds are of two traces: {fact.replace('_', ' ')} is {one!r} in the first and {other!r} in the "
                 "second; simulate both on one trace, or name the two by --trace-a and --trace-b"
             )
+
+
+def _check_texts(first: Rounds, second: Rounds, texts: tuple[Texts, Texts], called: Sequence[str]) -> None:
+    """Each of ``texts`` is of its rounds, and both were recorded in one way. Raises TraceError."""
+    for rounds, own, name in zip((first, second), texts, called, strict=True):
+        check_told(rounds, own, name)
+    _check_requests(first, second, ("source", "temperature"))
 
 
 def _check_requests(first: Rounds, second: Rounds, facts: Sequence[str]) -> None:

@@ -98,6 +98,26 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
         )
     if any(choice.load.context for choice in plan.choices) and _free_context(plan):
         yield "The context changes nothing here, as it has no cost: type --cost kv=MS, of one token of context."
+    yield from _doubts_of_timings(plan)
+    loose = [row for row in plan.rows if not row.round_ms.known]
+    if loose:
+        where = f"{loose[0].setting.spelled} at {loose[0].load.spelled}"
+        yield (
+            f"{len(loose)} of {len(plan.rows)} times are not determined by the timings, the first {where} "
+            f"({_between(loose[0].round_ms, 1)} ms); their tok/s are ranges, not predictions."
+        )
+    if any(row.length_source == "bounds" for row in plan.rows):
+        yield (
+            "Accept lengths that are marked bounded come from other depths: replay simulate --steps with each of them "
+            "gives them exactly."
+        )
+    if any(row.length_source in ("timing", "typed") for row in plan.rows):
+        yield "Accept lengths that were typed or came with a timing have no interval."
+    if plan.timings and (loads := untimed_plain(plan)):
+        yield f"Nobody timed {loads[0].spelled} without speculation; add it, since every answer is held against it."
+
+
+def _doubts_of_timings(plan: Plan) -> Iterator[str]:
     if plan.misfit > MISFIT:
         yield (
             f"No cost model of this kind meets the timings within {wording.percent(plan.misfit, 0)}: some were "
@@ -118,22 +138,6 @@ def _doubts(plan: Plan, requests: int | None) -> Iterator[str]:
     if any(server.recording for server in servers):
         yield "A server that was timed recorded, so it was slower than the one to plan for: time one that does not."
     yield from _served_otherwise(plan)
-    loose = [row for row in plan.rows if not row.round_ms.known]
-    if loose:
-        where = f"{loose[0].setting.spelled} at {loose[0].load.spelled}"
-        yield (
-            f"{len(loose)} of {len(plan.rows)} times are not determined by the timings, the first {where} "
-            f"({_between(loose[0].round_ms, 1)} ms); their tok/s are ranges, not predictions."
-        )
-    if any(row.length_source == "bounds" for row in plan.rows):
-        yield (
-            "Accept lengths that are marked bounded come from other depths: replay simulate --steps with each of them "
-            "gives them exactly."
-        )
-    if any(row.length_source in ("timing", "typed") for row in plan.rows):
-        yield "Accept lengths that were typed or came with a timing have no interval."
-    if plan.timings and (loads := untimed_plain(plan)):
-        yield f"Nobody timed {loads[0].spelled} without speculation; add it, since every answer is held against it."
 
 
 def _served_otherwise(plan: Plan) -> Iterator[str]:

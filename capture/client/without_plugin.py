@@ -55,13 +55,7 @@ def capture_answers(
     asker = Asker(api, options, f"{RID_PREFIX}{secrets.token_hex(8)}", logprobs=True)
     asker.start(todo)
     try:
-        with path.open("a", encoding="utf-8") as file:
-            while so_far.unfinished:
-                for one in asker.new_answers():
-                    if isinstance(one, Answered):
-                        file.write(json.dumps(_row(one, asked), ensure_ascii=False) + "\n")
-                        file.flush()
-                    on_event(so_far.count(one))
+        _keep_answers(path, asker, asked, so_far, on_event)
     except KeyboardInterrupt:
         raise CaptureError(
             f"interrupted: {so_far.done} of {so_far.requests} answers are safe in {path}; type the same command with "
@@ -77,6 +71,19 @@ def capture_answers(
     )  # fmt: skip
     on_event(Finished(result))
     return result
+
+
+def _keep_answers(
+    path: Path, asker: Asker, asked: dict[str, Any], so_far: "_SoFar", on_event: Callable[[Event], None]
+) -> None:
+    """Each answer is in the file before the next is looked at. Raises OSError."""
+    with path.open("a", encoding="utf-8") as file:
+        while so_far.unfinished:
+            for one in asker.new_answers():
+                if isinstance(one, Answered):
+                    file.write(json.dumps(_row(one, asked), ensure_ascii=False) + "\n")
+                    file.flush()
+                on_event(so_far.count(one))
 
 
 @dataclass(slots=True)

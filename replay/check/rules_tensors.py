@@ -106,10 +106,8 @@ def names(facts: Facts) -> Iterator[Finding]:
         for name, fact in draft.tensors.items()
         if (name not in table or name not in tensors)
         and not (name.startswith(_APART) and name in tensors)
-        and not name.endswith(_HARMLESS)
         and name.rpartition(".")[0] not in laid_out
-        and not (engine == "sglang" and name.endswith("o_proj.bias") and _keeps_bias(draft))
-        and not (engine == "sglang" and draft.mla and name.startswith("layers.") and not name.startswith("layers.0."))
+        and not _is_left_alone(name, draft, engine)
     ]
     norms = [name for name in missing if name.endswith("hidden_norm.weight") and not name.startswith("layers.0.")]
     if missing and missing == norms:
@@ -131,6 +129,14 @@ def names(facts: Facts) -> Iterator[Finding]:
         yield Finding(_MISSING, ERROR, f"{engine} {stops} {some(dropped)}, which its class does not have"
                       + _why_dropped(dropped), draft.weights.file, dropped[0], "present", "absent",
                       _fix_dropped(dropped, facts))  # fmt: skip
+
+
+def _is_left_alone(name: str, draft: Draft, engine: str) -> bool:
+    """Whether a tensor that the engine does not load is none that it should have loaded."""
+    if name.endswith(_HARMLESS):
+        return True
+    later = draft.mla and name.startswith("layers.") and not name.startswith("layers.0.")
+    return engine == "sglang" and (later or (name.endswith("o_proj.bias") and _keeps_bias(draft)))
 
 
 def _keeps_bias(draft: Draft) -> bool:

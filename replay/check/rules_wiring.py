@@ -233,52 +233,67 @@ def taps(facts: Facts) -> Iterator[Finding]:
 
 def norms(facts: Facts) -> Iterator[Finding]:
     """Norms before the fusion layer and inside the first layer: flags against tensors, and what an engine lacks."""
+    yield from _norm_before_fc(facts)
+    yield from _norms_of_taps(facts)
+    yield from _norms_of_training(facts)
+
+
+def _of_norm(
+    facts: Facts, what: str, field: str, seen: object, expected: object, fix: str, severity: str = ERROR
+) -> Finding:
+    return Finding(_NORM, severity, what, facts.draft.config.where, field, _json(seen), _json(expected), fix)
+
+
+def _norm_before_fc(facts: Facts) -> Iterator[Finding]:
     draft = facts.draft
-    top, eagle, tensors = draft.config, draft.eagle, draft.tensors
-    vllm = facts.server.engine == "vllm"
-
-    def found(what: str, field: str, seen: object, expected: object, fix: str, severity: str = ERROR) -> Finding:
-        return Finding(_NORM, severity, what, top.where, field, _json(seen), _json(expected), fix)
-
-    nested, flat = eagle.flag("norm_before_fc"), top.flag("norm_before_fc")
-    in_force = bool(flat) if vllm or nested is None else nested
-    has = "input_norm.weight" in tensors
+    nested, flat = draft.eagle.flag("norm_before_fc"), draft.config.flag("norm_before_fc")
+    in_force = bool(flat) if facts.server.engine == "vllm" or nested is None else nested
+    has = "input_norm.weight" in draft.tensors
     field = "eagle_config.norm_before_fc" if nested is not None else "norm_before_fc"
+    stated = nested if nested is not None else flat
     if draft.mla and facts.server.engine == "sglang":
         if has or in_force:
             effect = " and drops input_norm.weight" if has else ", which the config says the head was trained with"
-            yield found(f"SGLang's class of MLA heads has no norm before fc{effect}", field,
-                        nested if nested is not None else flat, False, "train the head without norm_before_fc, or with "
-                        "fc_norm", ERROR if has else WARNING)  # fmt: skip
+            yield _of_norm(facts, f"SGLang's class of MLA heads has no norm before fc{effect}", field, stated, False,
+                           "train the head without norm_before_fc, or with fc_norm",
+                           ERROR if has else WARNING)  # fmt: skip
     elif has != in_force:
-        yield found("the head has input_norm.weight, which is dropped in silence" if has else
-                    "norm_before_fc is on and there is no input_norm.weight: a norm the head never had is applied",
-                    field, nested if nested is not None else flat, has,
-                    f'write "norm_before_fc": {_json(has)}'
-                    + ("" if nested is None else " in eagle_config"))  # fmt: skip
+        yield _of_norm(facts, "the head has input_norm.weight, which is dropped in silence" if has else
+                       "norm_before_fc is on and there is no input_norm.weight: a norm the head never had is applied",
+                       field, stated, has, f'write "norm_before_fc": {_json(has)}'
+                       + ("" if nested is None else " in eagle_config"))  # fmt: skip
+
+
+def _norms_of_taps(facts: Facts) -> Iterator[Finding]:
+    top, tensors = facts.draft.config, facts.draft.tensors
     count = sum(name.startswith("fc_norm.") for name in tensors)
     on = bool(top.flag("fc_norm") or top.flag("use_aux_norm"))
     fc = tensors.get("fc.weight")
     wanted = fc.shape[1] // facts.target.hidden_size if fc is not None and len(fc.shape) == 2 else count
     if on and count and count != wanted:
-        yield found(f"the head has {count} fc_norm tensors and fc takes {wanted} taps", "fc_norm", count, wanted,
-                    "export the head again with a norm for each tap")  # fmt: skip
+        yield _of_norm(facts, f"the head has {count} fc_norm tensors and fc takes {wanted} taps", "fc_norm", count,
+                       wanted, "export the head again with a norm for each tap")  # fmt: skip
     elif on != bool(count):
-        hidden_in = " (eagle_config.fc_norm is read by nobody)" if eagle.flag("fc_norm") else ""
-        yield found(f"the head has {count} fc_norm tensors, which are dropped in silence{hidden_in}" if count else
-                    "fc_norm is on and there is no fc_norm tensor: norms the head never had are applied", "fc_norm", on,
-                    bool(count), f'write "fc_norm": {_json(bool(count))}')  # fmt: skip
+        hidden_in = " (eagle_config.fc_norm is read by nobody)" if facts.draft.eagle.flag("fc_norm") else ""
+        yield _of_norm(facts, f"the head has {count} fc_norm tensors, which are dropped in silence{hidden_in}" if count
+                       else "fc_norm is on and there is no fc_norm tensor: norms the head never had are applied",
+                       "fc_norm", on, bool(count), f'write "fc_norm": {_json(bool(count))}')  # fmt: skip
+
+
+def _norms_of_training(facts: Facts) -> Iterator[Finding]:
+    """What the head was trained with and no engine, or not this one, computes."""
+    top, eagle = facts.draft.config, facts.draft.eagle
     residual = top.flag("norm_before_residual") or eagle.flag("norm_before_residual")
-    if residual and not vllm:
-        yield found("the head was trained with the residual taken after hidden_norm; SGLang and EAGLE take it before",
-                    "norm_before_residual", True, False,
-                    "serve it with vLLM, or train the head with norm_before_residual false", WARNING)  # fmt: skip
+    if residual and facts.server.engine != "vllm":
+        yield _of_norm(facts, "the head was trained with the residual taken after hidden_norm; SGLang and EAGLE take "
+                       "it before", "norm_before_residual", True, False, "serve it with vLLM, or train the head with "
+                       "norm_before_residual false", WARNING)  # fmt: skip
     for flag, usual in (("use_input_layernorm_in_first_layer", True), ("use_last_layernorm", True),
                         ("use_mtp_layernorm", False)):  # fmt: skip
         if (value := eagle.flag(flag)) is not None and value != usual:
-            yield found(f"Model-Optimizer trained the head with {flag} {_json(value)}; engines compute it as "
-                        f"{_json(usual)}", f"eagle_config.{flag}", value, usual,
-                        f"train the head with {flag} {_json(usual)}")  # fmt: skip
+            yield _of_norm(facts, f"Model-Optimizer trained the head with {flag} {_json(value)}; engines compute it as "
+                           f"{_json(usual)}", f"eagle_config.{flag}", value, usual,
+                           f"train the head with {flag} {_json(usual)}")  # fmt: skip
 
 
 def feedback(facts: Facts) -> Iterator[Finding]:

@@ -38,13 +38,12 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor that a head of this config must have."""
     if config.block is not None:
         return _block_tensors(config)
-    E, F = config.hidden_size, config.intermediate_size
-    joins_early = config.family == "eagle"  # fc takes in the embedding beside the state
+    E = config.hidden_size
     table: dict[str, tuple[int, ...]] = {}
     if config.experts is not None:
         table |= nextn.tensors(config.experts, E)
     else:
-        table["fc.weight"] = (E, 2 * E if joins_early else config.fc_inputs)
+        table["fc.weight"] = (E, 2 * E if _joins_early(config) else config.fc_inputs)
     if config.last_norm:
         table["norm.weight"] = (E,)
     if config.fc_bias:
@@ -56,28 +55,38 @@ def expected_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     if config.fc_norm:
         table |= {f"fc_norm.{tap}.weight": (config.target_hidden_size,) for tap in range(config.num_taps)}
     for layer in range(config.num_layers):
-        inputs = E if layer or joins_early else 2 * E
-        prefix = f"layers.{layer}."
-        for norm in _layer_norms(config, layer):
-            table[f"{prefix}{norm}.weight"] = (E,)
-        if config.qk_norm:
-            table |= {f"{prefix}self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
-        projections = _grouped_projections(config, inputs) if config.latent is None else _latent_projections(config)
-        if config.experts is None:
-            projections |= {"mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F)}
-        if config.latent is not None:
-            table[f"{prefix}self_attn.q_a_layernorm.weight"] = (config.latent.q_rank,)
-            table[f"{prefix}self_attn.kv_a_layernorm.weight"] = (config.latent.kv_rank,)
-        for projection, shape in projections.items():
-            table[f"{prefix}{projection}.weight"] = shape
-            if _has_bias(config, projection):
-                table[f"{prefix}{projection}.bias"] = shape[:1]
+        table |= {f"layers.{layer}.{name}": shape for name, shape in _layer_tensors(config, layer).items()}
     if config.lm_head == "own":
         table["lm_head.weight"] = (config.draft_vocab_size, E)
     if config.draft_vocab_size != config.vocab_size:
         table["d2t"] = (config.draft_vocab_size,)
     if config.hidden_size != config.target_hidden_size:
         table["embed_tokens.weight"] = (config.vocab_size, E)
+    return table
+
+
+def _joins_early(config: HeadConfig) -> bool:
+    """Whether fc takes in the embedding beside the state, and not the first layer."""
+    return config.family == "eagle"
+
+
+def _layer_tensors(config: HeadConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Those of one decoder layer, by their names in it."""
+    E, F = config.hidden_size, config.intermediate_size
+    table: dict[str, tuple[int, ...]] = {f"{norm}.weight": (E,) for norm in _layer_norms(config, layer)}
+    if config.qk_norm:
+        table |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    inputs = E if layer or _joins_early(config) else 2 * E
+    projections = _grouped_projections(config, inputs) if config.latent is None else _latent_projections(config)
+    if config.experts is None:
+        projections |= {"mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F)}
+    if config.latent is not None:
+        table["self_attn.q_a_layernorm.weight"] = (config.latent.q_rank,)
+        table["self_attn.kv_a_layernorm.weight"] = (config.latent.kv_rank,)
+    for projection, shape in projections.items():
+        table[f"{projection}.weight"] = shape
+        if _has_bias(config, projection):
+            table[f"{projection}.bias"] = shape[:1]
     return table
 
 

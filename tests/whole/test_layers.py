@@ -58,9 +58,18 @@ def _inner_room(module: str) -> str:
     return package
 
 
-def _imports(module: str) -> Iterator[str]:
+def _parsed(module: str) -> ast.Module:
+    return ast.parse(_modules()[module].read_text(encoding="utf-8"))
+
+
+@cache
+def _imports(module: str) -> frozenset[str]:
     """Modules of ours that ``module`` imports anywhere, leaving out those that are for types only."""
-    for node in _walk(ast.parse(_modules()[module].read_text(encoding="utf-8"))):
+    return frozenset(_imported(module))
+
+
+def _imported(module: str) -> Iterator[str]:
+    for node in _walk(_parsed(module)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "replay")
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "replay":
@@ -83,7 +92,7 @@ def test_every_module_lies_in_a_room() -> None:
 @pytest.mark.parametrize("module", sorted(_modules()))
 def test_a_module_imports_only_from_below(module: str) -> None:
     if module == "replay":  # loads its public names on first use
-        assert list(_imports(module)) == []
+        assert not _imports(module)
         return
     room = _room(module)
     others = {name for name in _imports(module) if _room(name) not in ("replay", room)}
@@ -99,20 +108,20 @@ def test_rooms_within_a_room_do_not_see_each_other(module: str) -> None:
 
 def test_only_the_command_is_above_its_parts() -> None:
     """What puts the commands together is imported by `python -m replay` alone, what they share by commands alone."""
-    above = [module for module in sorted(_modules()) if "replay.cli.app" in set(_imports(module))]
+    above = [module for module in sorted(_modules()) if "replay.cli.app" in _imports(module)]
     assert above == ["replay.__main__"]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    graph = {module: set(_imports(module)) - {"replay", module} for module in _modules()}
+    graph = {module: _imports(module) - {"replay", module} for module in _modules()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_only_the_plugin_imports_sglang() -> None:
     foreign = {
         module
-        for module, path in _modules().items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for module in _modules()
+        for node in ast.walk(_parsed(module))
         if isinstance(node, ast.ImportFrom | ast.Import)
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
         if name.split(".")[0] == "sglang"
@@ -124,8 +133,7 @@ def test_analysis_needs_no_torch() -> None:
     """Neither when it is loaded nor later."""
     modules = [module for module in sorted(_modules()) if _room(module) == "replay.analysis"]
     for module in modules:
-        tree = ast.parse(_modules()[module].read_text(encoding="utf-8"))
-        named = [one for one in _walk(tree) if isinstance(one, ast.Import)]
+        named = [one for one in _walk(_parsed(module)) if isinstance(one, ast.Import)]
         assert not {alias.name.split(".")[0] for one in named for alias in one.names} & {"torch", "safetensors"}
     modules += ["replay.traces.rounds_file"]
     code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {module}" for module in modules)
