@@ -12,6 +12,8 @@ from replay.traces.header import MAX_COUNT, ROWS, CaptureSettings, TraceHeader, 
 from replay.traces.place import FORCE, NEW, RESUME, check_equal, check_place, check_settings
 from replay.traces.taps import EMBED, FINAL, parse_taps, sort_taps
 
+OWN, SHARED = "own", "shared"  # values of --server-cache
+
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
@@ -67,6 +69,7 @@ class ServerOptions:
     then_taps: str | None = None  # None: what the server's draft is fed
     rows: str = "exact"  # or fp8
     prompt_rows: int | None = None  # of each prompt so many rows, the last ones; None: all
+    server_cache: str = OWN  # or SHARED: prefixes of the requests of this capture come from the server's cache
 
 
 Check = tuple[str, float, bool, str]  # option, its value, whether it can be, and which numbers can
@@ -101,6 +104,8 @@ def check_options(options: CaptureOptions | ServerOptions, *more: Check) -> None
     if options.then_taps is not None:
         parse_distinct_taps(options.then_taps, option="--then-taps")
     _check_tiers(options)
+    if isinstance(options, ServerOptions):
+        _check_cache(options)
 
 
 def _is_count(number: int | None) -> bool:
@@ -118,6 +123,24 @@ def _check_tiers(options: CaptureOptions | ServerOptions) -> None:
         raise UsageError(
             f"--taps-for {options.taps_for} records all taps of {options.taps_for} requests: type --then-taps T, those "
             "of the others, for example the head's own wiring"
+        )
+
+
+def _check_cache(options: ServerOptions) -> None:
+    """Raises UsageError where rows that later requests take from the cache would not be there as they were computed."""
+    if options.server_cache not in (OWN, SHARED):
+        raise UsageError(f"--server-cache {options.server_cache} is neither {OWN} nor {SHARED}: type one of these")
+    if options.server_cache == OWN:
+        return
+    if options.rows != "exact":
+        raise UsageError(
+            f"--server-cache {SHARED} takes rows of earlier requests as they were computed, and --rows {options.rows} "
+            "keeps none so: leave one of them out"
+        )
+    if options.prompt_rows is not None:
+        raise UsageError(
+            f"--server-cache {SHARED} takes whole prefixes of earlier requests, and --prompt-rows "
+            f"last:{options.prompt_rows} keeps none: leave one of them out"
         )
 
 

@@ -24,8 +24,8 @@ _HOMES = {
     "sweep": "replay.simulator.variant",
     "simulate": "replay.simulator.simulation",
     "Rounds": "replay.traces.rounds",
-    "read_rounds": "replay.traces.rounds",
-    "write_rounds": "replay.traces.rounds",
+    "read_rounds": "replay.traces.rounds_file",
+    "write_rounds": "replay.traces.rounds_file",
     "summarise": "replay.analysis.summary",
     "render": "replay.analysis.report.report",
     "compare": "replay.analysis.compare.compare",
@@ -96,7 +96,8 @@ if TYPE_CHECKING:
     from replay.simulator.variant import Variant, sweep
     from replay.traces.parts import Part
     from replay.traces.reader import Trace
-    from replay.traces.rounds import Rounds, read_rounds, write_rounds
+    from replay.traces.rounds import Rounds
+    from replay.traces.rounds_file import read_rounds, write_rounds
     from replay.traces.rounds_sets import pool_rounds, take_part
     from replay.training.score import score
     from replay.training.trainer import score_training

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError
+from replay.traces.cached import Piece, cached_problem
 from replay.traces.feed import Feed, check_feed
 from replay.traces.fp8 import quantise
 from replay.traces.header import FP8, OLDEST, TAP_DTYPES, TraceHeader
-from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, Piece, RequestRecord, pieces_problem
+from replay.traces.record_fields import pieces_problem
+from replay.traces.records import FINISH_REASONS, MAX_ID, SOURCES, RequestRecord
 from replay.traces.taps import FINAL, sort_taps
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ class CapturedRequest:
     in fp8 already, name -> [T-1]; ``topk_ids`` int32 [n, k] and
     ``topk_logprobs`` float32 [n, k], most likely first; ``logsumexp`` float32 [n]. ``tail_ids`` is what the target
     would choose after the last output token, where it was recorded; ``feed`` what a draft was fed in the prefill,
-    where that was; ``pieces`` in what pieces the prompt was prefilled, where that is known.
+    where that was; ``pieces`` in what pieces the prompt was prefilled, where that is known; ``cached`` how many of the
+    rows before them, which came from a server's cache, each forward made, and of how many rows it was.
     """
 
     request_id: str
@@ -60,6 +63,7 @@ class CapturedRequest:
     pieces: Sequence[Piece] | None = None
     first_row: int = 0
     scales: Mapping[str, "torch.Tensor"] = field(default_factory=dict)
+    cached: Sequence[Piece] | None = None
 
     def taps_of(self, header: TraceHeader) -> tuple[str, ...] | None:
         """Its taps as its record has them: None for all that ``header`` announces."""
@@ -95,6 +99,8 @@ class CapturedRequest:
             shard_sha256="",
             taps=self.taps_of(header),
             first_row=self.first_row or None,
+            server_cached_rows=None if self.cached is None else tuple(rows for rows, _ in self.cached),
+            server_cached_forward_rows=None if self.cached is None else tuple(whole for _, whole in self.cached),
         )
 
 
@@ -142,6 +148,11 @@ def check_request(request: CapturedRequest, header: TraceHeader, done: Container
     if request.pieces is not None:
         rows, forward = ([piece[place] for piece in request.pieces] for place in (0, 1))
         problem = pieces_problem(rows, forward, len(request.prompt_ids))
+        if problem is not None:
+            raise CaptureError(f"{name}: {problem}")
+    if request.cached is not None:
+        rows, forward = ([piece[place] for piece in request.cached] for place in (0, 1))
+        problem = cached_problem(rows, forward, request.pieces or (), len(request.prompt_ids))
         if problem is not None:
             raise CaptureError(f"{name}: {problem}")
     if request.feed is not None:

@@ -13,6 +13,7 @@ from replay.traces.fields import some
 from replay.traces.header import FP8, OLDEST, ONE_TARGET, VERSION, TraceHeader
 from replay.traces.lacking import say_missing
 from replay.traces.reader import Trace
+from replay.traces.taps import FINAL, sort_taps
 from replay.traces.whole import check_output, whole_folder
 from replay.traces.writer import TraceWriter
 
@@ -45,7 +46,7 @@ def copy_requests(
     """Write the requests of ``traces`` (or of parts of them, ``Trace.take``) as one finished trace ``out``.
 
     Rows, choices, counters, feeds and server rounds are those of the sources. ``named_by_trace`` puts the name of each
-    trace's folder and a slash before its ids. Raises TraceError where targets, taps or settings differ, UsageError for
+    trace's folder and a slash before its ids. Raises TraceError where targets or settings differ, UsageError for
     ids that stand twice, OutputError where something is there (without ``force``) or the disk refuses. Whatever it
     raises, nothing new is at ``out`` then, and what was there is as it was.
     ``on_event`` hears how many requests are written, and of how many.
@@ -142,7 +143,7 @@ def captured_request(trace: Trace, index: int) -> CapturedRequest:
             completion_tokens=record.server_completion_tokens or 0, verify_rounds=record.server_verify_rounds or 0,
             histogram=record.server_histogram or (), cached_tokens=record.server_cached_tokens or 0,
         ) if counted else None,
-        feed=trace.feed(index), pieces=record.pieces or None,
+        feed=trace.feed(index), pieces=record.pieces or None, cached=record.cached or None,
     )  # fmt: skip
 
 
@@ -173,18 +174,41 @@ def _common_header(traces: Sequence[Trace]) -> TraceHeader:
         pairs += [
             ("engine", f"{first.engine.name} {first.engine.version}", f"{header.engine.name} {header.engine.version}"),
             ("engine.details", first.engine.details, header.engine.details),
-            ("rows", first.capture.rows, header.capture.rows),
-            ("taps", _taps(first), _taps(header)),
             ("topk", first.topk, header.topk),
             ("embed", first.embed, header.embed),
         ]  # fmt: skip
         for name, one, other in pairs:
             if one != other:
-                raise TraceError(
-                    f"the traces differ in {name}, {_say(one)} in {traces[0].path} and {_say(other)} in {trace.path}; "
-                    "give traces that were recorded alike, or replay each by itself"
-                )
+                raise _differing(name, one, other, traces[0], trace)
+    _check_stored_alike(traces)
     return _of_records(_joined([first, *others]), traces)
+
+
+def _check_stored_alike(traces: Sequence[Trace]) -> None:
+    """Traces may have other taps; what several have is stored alike, all but ``final`` in fp8 or nothing.
+
+    Raises TraceError.
+    """
+    rows: dict[str, Trace] = {}
+    known: dict[str, tuple[str, Trace]] = {}
+    for trace in traces:
+        for name, info in trace.header.taps.items():
+            if name != FINAL:
+                rows.setdefault("fp8" if info.dtype == FP8 else "exact", trace)
+            said = f"{info.dtype} x {info.width}"
+            stored, first = known.setdefault(name, (said, trace))
+            if len(rows) < 2 and stored != said:
+                raise _differing(f"tap {name}", stored, said, first, trace)
+    if len(rows) > 1:
+        (one, first), (other, trace) = rows.items()
+        raise _differing("rows", one, other, first, trace)
+
+
+def _differing(name: str, one: object, other: object, first: Trace, trace: Trace) -> TraceError:
+    return TraceError(
+        f"the traces differ in {name}, {_say(one)} in {first.path} and {_say(other)} in {trace.path}; give traces that "
+        "were recorded alike, or replay each by itself"
+    )
 
 
 def _joined(headers: Sequence[TraceHeader]) -> TraceHeader:
@@ -207,18 +231,20 @@ def _joined(headers: Sequence[TraceHeader]) -> TraceHeader:
 
 def _of_records(header: TraceHeader, traces: Sequence[Trace]) -> TraceHeader:
     """``header`` with the taps, the choices and the version that the requests have, and what these lack."""
-    records = [record for trace in traces for record in trace.records]
-    kinds = {frozenset(record.taps or header.taps) for record in records}
-    taps = {name: info for name, info in header.taps.items() if any(name in kind for kind in kinds)} or header.taps
+    infos = {name: info for trace in traces for name, info in trace.header.taps.items()}
+    records = [
+        replace(record, taps=record.taps or tuple(trace.header.taps)) for trace in traces for record in trace.records
+    ]
+    kinds = {frozenset(record.taps or ()) for record in records}
+    held = frozenset().union(*kinds) or infos.keys()
+    taps = {name: infos[name] for name in sort_taps([*infos]) if name in held}
     capture = header.capture if len(kinds) > 1 else replace(header.capture, taps_for=None, then_taps=())
+    if not any(record.first_row for record in records):
+        capture = replace(capture, prompt_rows=None)
+    capture = replace(capture, rows="fp8" if any(info.dtype == FP8 for info in taps.values()) else "exact")
     chosen = capture.choices or len(kinds) > 1 or any(record.first_row for record in records)
-    rounded = any(info.dtype == FP8 for info in taps.values())
-    header = replace(header, taps=taps, capture=capture, version=VERSION if chosen or rounded else OLDEST)
+    header = replace(header, taps=taps, capture=capture, version=VERSION if chosen else OLDEST)
     return replace(header, missing=say_missing(header, records))
-
-
-def _taps(header: TraceHeader) -> dict[str, str]:
-    return {name: f"{tap.dtype} x {tap.width}" for name, tap in header.taps.items()}
 
 
 def _say(value: object) -> str:

@@ -4,18 +4,17 @@ Reading is strict: every field is checked for type and size before anything else
 TraceCorruptError names the field, what it held and what was possible.
 """
 
-import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from replay.errors import TraceCorruptError, TraceVersionError, UsageError
 from replay.traces import files
-from replay.traces.damage import AGAIN_OR_AS_IT_IS, ReadingTrace
+from replay.traces.damage import ReadingTrace
 from replay.traces.fields import Fields, parse_json, show
-from replay.traces.taps import EMBED, FINAL, parse_tap, sort_taps
+from replay.traces.header_sum import NO_SUM, check_own_sum, with_own_sum
+from replay.traces.taps import EMBED, FINAL, canonical_taps, parse_tap, sort_taps
 
 FORMAT = "replay-trace"
 MAX_HEADER_FILE = 1 << 24
@@ -34,10 +33,6 @@ MAX_TOPK = 4_096
 MAX_COUNT = 1 << 40
 
 _CHOICES = ("taps_for", "then_taps", "rows", "prompt_rows")  # of the capture, which version 1 lacks
-
-# The header's own checksum: of its bytes, with these digits in place of itself.
-_NO_SUM = "0" * 64
-_OWN_SUM = re.compile(rb'("header_sha256"\s*:\s*")([0-9a-f]{64})(")')
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +146,13 @@ class TraceHeader:
 
     def to_json(self) -> str:
         """The text of ``trace.json``. Reading it back gives an equal header."""
-        body = asdict(self) | {"header_sha256": _NO_SUM}
+        body = asdict(self) | {"header_sha256": NO_SUM}
         order = ("version", "state", "header_sha256")
         first = {"format": FORMAT, **{name: body.pop(name) for name in order}}
         body["missing"] = list(self.missing)
         body["capture"] = {name: value for name, value in body["capture"].items() if self._is_said(name)}
         text = json.dumps({**first, **body}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        own = hashlib.sha256(text.encode()).hexdigest()
-        return _OWN_SUM.sub(lambda match: match[1] + own.encode() + match[3], text.encode(), count=1).decode()
+        return with_own_sum(text)
 
     def _is_said(self, name: str) -> bool:
         return name not in _CHOICES or name in self.capture.choices
@@ -195,23 +189,13 @@ class TraceHeader:
         )
         _check_agreement(header, source)
         if verify and header.header_sha256 is not None:
-            _check_own_sum(text if isinstance(text, bytes) else text.encode(), header.header_sha256, source)
+            check_own_sum(text if isinstance(text, bytes) else text.encode(), header.header_sha256, source)
         return header
 
 
 def _later_sum(root: Fields, name: str) -> str | None:
     """A checksum that version 1 did not have at first."""
     return root.optional_sha256(name) if name in root.values else None
-
-
-def _check_own_sum(data: bytes, told: str, source: str) -> None:
-    """Raises TraceCorruptError where ``data`` has changed since it was written."""
-    blank, places = _OWN_SUM.subn(lambda match: match[1] + _NO_SUM.encode() + match[3], data)
-    if places != 1 or hashlib.sha256(blank).hexdigest() != told:
-        raise TraceCorruptError(
-            f"{source} has changed since it was written, its checksum header_sha256 is that of another text: "
-            f"{AGAIN_OR_AS_IT_IS}"
-        )
 
 
 def _check_version(root: Fields, source: str) -> None:
@@ -295,18 +279,6 @@ def _chosen(plain: CaptureSettings, fields: Fields, target: TargetInfo) -> Captu
         rows=given.choice("rows", ROWS),
         prompt_rows=given.optional_integer("prompt_rows", 1, MAX_COUNT),
     )
-
-
-def canonical_taps(fields: Fields, name: str, layers: int) -> tuple[str, ...]:
-    """A list of distinct tap names as they are stored, in the order of the stream. Raises TraceCorruptError."""
-    names = fields.texts(name, layers + 2)
-    try:
-        canonical = sort_taps([parse_tap(tap, layers=layers) for tap in names])
-    except UsageError as error:
-        raise TraceCorruptError(f"{fields.where}: {name}: {error}") from error
-    if canonical != names:
-        raise fields.refuse(name, "distinct tap names in the order of the stream")
-    return names
 
 
 def _weights(root: Fields) -> WeightsInfo | None:

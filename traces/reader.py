@@ -1,32 +1,32 @@
 """Reading a trace: everything distrusted at opening, rows mapped one request at a time. See SPEC.md, 8."""
 
 import copy
-import hashlib
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from replay.errors import TraceCorruptError, TraceError, TraceIncompleteError, WiringError
+from replay.errors import TraceError, WiringError
 from replay.printable import counted, html_table, one_line
 from replay.traces import files
-from replay.traces.captured import unfinite_row
-from replay.traces.damage import AGAIN_OR_AS_IT_IS, ReadingTrace
-from replay.traces.feed import Feed, count_rows, read_feed
-from replay.traces.fp8 import dequantise, shake
+from replay.traces.cached import Piece
+from replay.traces.damage import ReadingTrace
+from replay.traces.feed import Feed, count_rows
 from replay.traces.header import FP8, TraceHeader, read_header
+from replay.traces.opening import find_requests
 from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
-from replay.traces.records import Piece, RequestRecord, check_same, headers_sha256, read_table, scan_shards, to_frame
-from replay.traces.remote import as_source, entry_of, local_file
-from replay.traces.server_rounds import MAX_BYTES, read_served, rounds_of, served_schema
-from replay.traces.stretches import TOKENS, runs, stretches
+from replay.traces.records import RequestRecord
+from replay.traces.remote import as_source
+from replay.traces.request_table import to_frame
+from replay.traces.server_rounds import read_finished, rounds_of
+from replay.traces.stored_rows import StoredRows
 from replay.traces.taps import EMBED, sort_taps
-from replay.traces.tensors import Layout, fetch_rows, map_rows, take_rows
+from replay.traces.tensors import Layout
+from replay.traces.tiers import having, is_looked_up, requests_with, taps_of, tiers
 from replay.traces.verify import Verifier
-from replay.traces.weights import find_weight, load_weight
+from replay.traces.weights import TargetWeights
 
 if TYPE_CHECKING:
     import polars as pl
@@ -40,7 +40,7 @@ class RequestRows:
     ``tokens`` [T] int64; ``taps`` name -> [T-1, width], row i being the target's state at position i, and zeros before
     ``first_row``, where the trace does not have them; ``tail_ids`` [.] int64 is what the target would choose after the
     last output token, where recorded; ``pieces`` those in which the server prefilled the prompt, none where that is not
-    known.
+    known; ``cached`` what forwards made the rows before them, none where that is not known.
     """
 
     request_id: str
@@ -54,6 +54,7 @@ class RequestRows:
     source: str
     pieces: tuple[Piece, ...] = ()
     first_row: int = 0
+    cached: tuple[Piece, ...] = ()
 
 
 class Trace:
@@ -75,14 +76,13 @@ class Trace:
     ) -> None:
         self.path = path
         self.target_folder = target
-        self._verifier = Verifier(path) if verify else None
         self.header = header
         self.records = tuple(records)
-        self._layouts = {layout.path.name: layout for layout in layouts}
-        self._every = self.records  # of the folder, also where this is a part of it
+        by_name = {layout.path.name: layout for layout in layouts}
+        # of all requests of the folder, also where this is a part of it
+        self._stored = StoredRows(path, header, self.records, by_name, Verifier(path) if verify else None)
         self.part = ""
         self.narrowed = ""
-        self._shaken = False
 
     @classmethod
     def open(
@@ -110,15 +110,7 @@ class Trace:
                 f"{folder} holds no {files.HEADER}, so it is no trace: give the folder that a capture wrote"
             )
         header = read_header(folder, verify=verify)
-        layouts, records = scan_shards(folder, header)
-        if header.state == "complete":
-            _check_table(folder, header, records)
-            if verify and header.shard_headers_sha256 not in (None, headers_sha256(layouts)):
-                raise TraceCorruptError(
-                    f"the headers of the shards of {folder} have changed since they were written: {AGAIN_OR_AS_IT_IS}"
-                )
-        elif not allow_incomplete:
-            raise TraceIncompleteError(_say_unfinished(folder, len(records)))
+        layouts, records = find_requests(folder, header, allow_incomplete=allow_incomplete, verify=verify)
         return cls(folder, header, records, layouts, None if target is None else as_source(target), verify)
 
     def take(self, part: Part) -> Self:
@@ -138,9 +130,7 @@ class Trace:
 
         ``narrowed`` of it says in a sentence how many these are. Raises WiringError where none has.
         """
-        wanted = [tap for tap in sort_taps(list(taps)) if tap in self.header.taps]
-        named = f"the taps {', '.join(wanted)}" if len(wanted) > 1 else f"the tap {''.join(wanted)}"
-        kept = [record for record in self.records if record.taps is None or set(wanted) <= set(record.taps)]
+        named, kept = having(self.records, self.header, taps)
         if len(kept) == len(self.records):
             return self
         if not kept:
@@ -163,15 +153,8 @@ class Trace:
 
     def tiers(self) -> tuple[Self, ...]:
         """The traces of those of its requests that have the same taps, those with the most taps first."""
-        alike: dict[tuple[str, ...] | None, list[RequestRecord]] = {}
-        for record in self.records:
-            alike.setdefault(record.taps, []).append(record)
-        if len(alike) < 2:
-            return (self,)
-        every = len(self.header.taps)
-        return tuple(
-            self._of(alike[taps]) for taps in sorted(alike, key=lambda one: -(every if one is None else len(one)))
-        )
+        alike = tiers(self.records, self.header)
+        return (self,) if len(alike) < 2 else tuple(map(self._of, alike))
 
     def say_tiers(self) -> str:
         """The taps of its requests, in words."""
@@ -179,19 +162,17 @@ class Trace:
 
     def _of(self, records: Sequence[RequestRecord]) -> Self:
         """The trace of some of its requests."""
-        taken = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder, self.verifies)
+        taken = copy.copy(self)
         taken.records = tuple(records)
-        taken._verifier = self._verifier  # what was found whole stays so
-        taken.part, taken.narrowed, taken._shaken = self.part, self.narrowed, self._shaken
         return taken
 
     @cached_property
     def whole(self) -> Self:
         """The trace of all requests of the folder; itself where it is no part of it."""
-        if len(self.records) == len(self._every):
+        if len(self.records) == len(self._stored.records):
             return self
-        other = type(self)(self.path, self.header, self._every, self.layouts, self.target_folder)
-        other._verifier, other._shaken = self._verifier, self._shaken
+        other = self._of(self._stored.records)
+        other.part = other.narrowed = ""
         return other
 
     def __repr__(self) -> str:
@@ -209,7 +190,8 @@ class Trace:
         return html_table(repr(self), names, [[name, *map(str, counts)] for name, counts in rows.items()])
 
     def __getstate__(self) -> dict[str, object]:
-        """For another process: what was mapped or worked out stays behind, and is there again when it is asked for."""
+        """For a copy, as another process has one: what was mapped or worked out stays behind, and is there again when
+        it is asked for."""
         own = self.__dict__.items()
         return {name: value for name, value in own if not isinstance(getattr(type(self), name, None), cached_property)}
 
@@ -217,39 +199,32 @@ class Trace:
         """The same trace, found from any working folder of any machine that has it at this path; each of them holds its
         own files against their checksums."""
         other = copy.copy(self)
-        other.path = self.path.absolute()
-        other._verifier = None if self._verifier is None else Verifier(other.path)
+        other._stored = self._stored.absolute()
+        other.path = other._stored.path
         other.target_folder = None if self.target_folder is None else self.target_folder.absolute()
-        other._layouts = {name: replace(one, path=one.path.absolute()) for name, one in self._layouts.items()}
         return other
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """The parsed headers of its shards, in order."""
-        return tuple(self._layouts.values())
+        return tuple(self._stored.layouts.values())
 
     def shaken(self) -> Self:
         """The same trace with its rows in fp8 rounded once more, to see how far such rounding moves a replay."""
-        other = self._copied()
-        other._shaken = True
+        other = copy.copy(self)
+        other._stored = replace(self._stored, shaken=True)
         return other
 
     def unverified(self) -> Self:
         """The same trace, whose shards are read without a look at their checksums."""
-        other = self._copied()
-        other._verifier = None
-        return other
-
-    def _copied(self) -> Self:
-        """A copy that is read in another way, and so has a ``whole`` of its own."""
         other = copy.copy(self)
-        vars(other).pop("whole", None)
+        other._stored = replace(self._stored, verifier=None)
         return other
 
     @property
     def verifies(self) -> bool:
         """Whether shards are held against their checksums when they are read."""
-        return self._verifier is not None
+        return self._stored.verifier is not None
 
     def check_sums(self) -> None:
         """Hold all that its requests are read from against its checksums now, each file once.
@@ -257,10 +232,8 @@ class Trace:
         Raises TraceCorruptError; nothing of a trace that was opened without ``verify``.
         """
         for record in self.records:
-            for one in stretches(self._every, record, 0, record.rows):
-                self._layout(one.record.shard)
-        if self._verifier is not None and self.header.weights is not None:
-            self._verifier.check(self.path / files.WEIGHTS, 0, self.header.weights.sha256)
+            self._stored.check_sums(record)
+        self._weights.check_sums()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -274,17 +247,13 @@ class Trace:
     def taps(self) -> tuple[str, ...]:
         """The taps that ``read`` can give of one of its requests at least, in the order of the stream; ``embed`` where
         stored or to be looked up."""
-        held = {tap for record in self.records for tap in record.taps or self.header.taps} or self.header.taps
-        return sort_taps([*held, *([EMBED] if self._can_look_up() else [])])
+        held = {tap for record in self.records for tap in taps_of(record, self.header)} or self.header.taps
+        return sort_taps([*held, *([EMBED] if self._weights.can_look_up() else [])])
 
     @cached_property
     def tap_requests(self) -> dict[str, int]:
         """How many of its requests have each of the taps."""
-        looked_up = EMBED if self._is_looked_up(EMBED) else None
-        return {
-            tap: sum(tap == looked_up or tap in (record.taps or self.header.taps) for record in self.records)
-            for tap in self.taps
-        }
+        return {tap: requests_with(tap, self.records, self.header) for tap in self.taps}
 
     @cached_property
     def rounded_taps(self) -> tuple[str, ...]:
@@ -304,23 +273,18 @@ class Trace:
 
         return (*filter(None, [self.narrowed]), *self._less_exact(), *self_check(self))
 
-    def _less_exact(self) -> Iterator[str]:
-        if self.rounded_taps:
-            yield (
-                f"The rows of {', '.join(self.rounded_taps)} are stored in fp8, a byte a value: a replay drafts other "
-                "tokens at close calls, so no round is said to be alike to a server's."
-            )
+    @cached_property
+    def _weights(self) -> TargetWeights:
+        return TargetWeights(self.path, self.header, self.target_folder, self._stored.verifier)
 
-    def _can_look_up(self) -> bool:
-        if self.header.embed != "lookup":
-            return False
-        try:
-            find_weight(self.path, self.header, EMBED, self.target_folder)
-        except TraceCorruptError:
-            raise
-        except TraceError:
-            return False
-        return True
+    def _less_exact(self) -> Iterator[str]:
+        if rounded := self.rounded_taps:
+            exact = [tap for tap in self.taps if tap not in rounded]
+            yield (
+                f"The rows of {', '.join(rounded)} are stored in fp8, a byte a value, those of {' and '.join(exact)} "
+                "exactly: a replay that is fed the former drafts other tokens at close calls, so no round of it is "
+                "said to be alike to a server's."
+            )
 
     @ReadingTrace()
     def read(self, index: int, taps: Sequence[str]) -> RequestRows:
@@ -333,9 +297,9 @@ class Trace:
         import torch
 
         record = self.records[index]
-        self._fetch(record, taps)
-        tokens = self._stored(record, TOKENS, record.tokens).to(torch.int64)
-        self._check_ids(record, "tokens", tokens)
+        held = [tap for tap in taps if tap in taps_of(record, self.header)]
+        self._stored.fetch(record, held)
+        tokens = self._stored.ids(record)
         return RequestRows(
             request_id=record.request_id,
             category=record.category,
@@ -348,6 +312,7 @@ class Trace:
             source=record.source,
             pieces=record.pieces,
             first_row=record.rows_left_out,
+            cached=record.cached,
         )
 
     def tap_rows(self, index: int, tap: str, rows: Sequence[int]) -> "torch.Tensor":
@@ -359,7 +324,7 @@ class Trace:
         record = self.records[index]
         self._check_held(record, tap)
         if tap not in self.header.taps:
-            return self._embed[self.read(index, ()).tokens[list(rows)]]
+            return self.embed_weight()[self.read(index, ()).tokens[list(rows)]]
         if early := [row for row in rows if row < record.rows_left_out]:
             raise TraceError(
                 f"{self.path} holds no row {early[0]} of request {record.request_id!r}, whose rows it has from "
@@ -370,24 +335,14 @@ class Trace:
     @ReadingTrace()
     def rows_of_many(self, tap: str, rows: Mapping[int, Sequence[int]]) -> "torch.Tensor":
         """``rows`` of one stored tap of many requests, by index in rising order [R, width]: a copy, as ``tap_rows``."""
-        import torch
-
-        name = f"tap.{tap}"
-        wanted = runs(self._every, ((self.records[index], chosen) for index, chosen in rows.items()), name)
-        return torch.cat([self._tap_rows(shard, tap, places) for shard, places in wanted])
+        return self._stored.some_of_tap(tap, ((self.records[index], chosen) for index, chosen in rows.items()))
 
     @ReadingTrace()
     def stored_rows(self, index: int, tap: str) -> "tuple[torch.Tensor, torch.Tensor | None]":
         """One stored tap of request ``index`` as it lies in the shards [T-1, width], less the rows that are left out,
         and the scales of its rows where it is in fp8."""
         self._check_held(self.records[index], tap)
-        return self._stored_tap(self.records[index], tap)
-
-    def _stored_tap(self, record: RequestRecord, tap: str) -> "tuple[torch.Tensor, torch.Tensor | None]":
-        rows = self._stored(record, f"tap.{tap}", record.rows, record.rows_left_out)
-        if self.header.taps[tap].dtype != FP8:
-            return rows, None
-        return rows, self._stored(record, f"scale.{tap}", record.rows, record.rows_left_out)
+        return self._stored.tap(self.records[index], tap)
 
     @ReadingTrace()
     def logits(self, index: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
@@ -396,13 +351,7 @@ class Trace:
         topk_ids [n, k] int64, topk_logprobs [n, k] float32 (most likely first), logsumexp [n] float32 of the logits.
         Raises TraceCorruptError for NaN, Inf or impossible ids.
         """
-        import torch
-
-        record = self.records[index]
-        where = (record.output_start, record.output_tokens)
-        ids = self._rows(record, "topk_ids", *where).to(torch.int64)
-        self._check_ids(record, "topk_ids", ids)
-        return ids, self._finite(record, "topk_logprobs", *where), self._finite(record, "logsumexp", *where)
+        return self._stored.logits(self.records[index])
 
     @ReadingTrace()
     def feed(self, index: int) -> Feed | None:
@@ -410,9 +359,7 @@ class Trace:
 
         Raises TraceCorruptError for rows that cannot be.
         """
-        record = self.records[index]
-        number, requests = self._in_shard[record.request_id]
-        return read_feed(self._layout(record.shard), number, requests, record.tokens)
+        return self._stored.feed(self.records[index])
 
     @property
     def fed_rows(self) -> int:
@@ -421,11 +368,11 @@ class Trace:
 
     def embed_weight(self) -> "torch.Tensor":
         """The target's embedding rows [V, H], mapped. Raises TraceError where no sidecar or checkpoint is here."""
-        return self._embed
+        return self._weights.embed
 
     def lm_head_weight(self) -> "torch.Tensor":
         """The target's output rows [V, H], mapped; the embedding's where they are tied. Raises TraceError."""
-        return self._lm_head
+        return self._weights.lm_head
 
     @ReadingTrace()
     def served_rounds(self) -> "pl.DataFrame":
@@ -433,16 +380,8 @@ class Trace:
 
         Raises TraceCorruptError.
         """
-        import polars as pl
-
-        path = self.path / files.ROUNDS
-        complete = self.header.state == "complete"
-        if not (self.header.rounds if complete else os.path.lexists(path)):
-            return pl.DataFrame(schema=served_schema())
-        data = files.read_small(path, MAX_BYTES)
-        if complete and hashlib.sha256(data).hexdigest() != self.header.rounds_sha256:
-            raise TraceCorruptError(f"{path} is not the file that was finished: its SHA-256 differs from trace.json's")
-        return rounds_of(read_served(path, data), {record.request_id for record in self.records})
+        served = read_finished(self.path, self.header)
+        return rounds_of(served, {record.request_id for record in self.records})
 
     @cached_property
     def largest_batch(self) -> int:
@@ -457,58 +396,20 @@ class Trace:
         batches = told.filter(pl.len().over("verify_pass") > 1)["batch"].drop_nulls().to_list()
         return max(batches, default=0)
 
-    @cached_property
-    def _in_shard(self) -> dict[str, tuple[int, int]]:
-        """Of each request its number in its shard, and how many that holds."""
-        counts = Counter(record.shard for record in self._every)
-        seen: Counter[str] = Counter()
-        found = {}
-        for record in self._every:
-            found[record.request_id] = (seen[record.shard], counts[record.shard])
-            seen[record.shard] += 1
-        return found
-
-    @cached_property
-    def _embed(self) -> "torch.Tensor":
-        return self._weight("embed")
-
-    @cached_property
-    def _lm_head(self) -> "torch.Tensor":
-        if self.header.target.tie_word_embeddings:
-            return self._embed
-        return self._weight("lm_head")
-
     def _tap(self, record: RequestRecord, tap: str, tokens: "torch.Tensor") -> "torch.Tensor":
         import torch
 
         self._check_held(record, tap)
         if tap not in self.header.taps:
-            return self._embed[tokens[:-1]]
-        stored, scale = self._stored_tap(record, tap)
-        if scale is not None:
-            stored = self._dequantised(stored, self._checked(record, f"scale.{tap}", scale, record.rows_left_out))
-        self._checked(record, f"tap.{tap}", stored, record.rows_left_out)
+            return self.embed_weight()[tokens[:-1]]
+        stored = self._stored.finite_tap(record, tap)
         if not record.rows_left_out:
             return stored
         return torch.cat([stored.new_zeros(record.rows_left_out, stored.shape[1]), stored])
 
-    def _tap_rows(self, shard: str, tap: str, places: Sequence[int]) -> "torch.Tensor":
-        """Some rows of a stored tap, by where they lie in the shard: a copy."""
-        layout = self._layout(shard)
-        values = take_rows(layout, f"tap.{tap}", places)
-        if self.header.taps[tap].dtype != FP8:
-            return values
-        return self._dequantised(values, take_rows(layout, f"scale.{tap}", places))
-
-    def _dequantised(self, values: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
-        import torch
-
-        rows = dequantise(values, scale, getattr(torch, self.header.target.dtype))
-        return shake(rows) if self._shaken else rows
-
     def _check_held(self, record: RequestRecord, tap: str) -> None:
         """Raises WiringError for a tap that the request does not have."""
-        if tap in (record.taps or self.header.taps) or self._is_looked_up(tap):
+        if tap in taps_of(record, self.header) or is_looked_up(tap, self.header):
             return
         if tap in self.header.taps:
             raise WiringError(
@@ -518,90 +419,5 @@ class Trace:
             )
         raise self._lacks(tap)
 
-    def _is_looked_up(self, tap: str) -> bool:
-        return tap == EMBED and self.header.embed == "lookup"
-
     def _lacks(self, tap: str) -> WiringError:
         return WiringError(f"{self.path} holds no tap {tap}; it holds {', '.join(self.taps)}: choose among these")
-
-    def _stored(self, record: RequestRecord, name: str, stop: int, start: int = 0) -> "torch.Tensor":
-        """The positions ``start`` to ``stop`` of ``tokens``, of a tap or of its scales; a view where they lie in one
-        place."""
-        import torch
-
-        places = stretches(self._every, record, start, stop)
-        parts = [map_rows(self._layout(one.record.shard), name, *one.rows(name)) for one in places]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _fetch(self, record: RequestRecord, taps: Sequence[str]) -> None:
-        """Of a trace elsewhere, what ``read`` is about to need."""
-        if entry_of(self.path / record.shard) is None:
-            return
-        held = [tap for tap in taps if tap in (record.taps or self.header.taps)]
-        rows = stretches(self._every, record, record.rows_left_out, record.rows)
-        wanted = [(one, name) for one in rows for tap in held for name in (f"tap.{tap}", f"scale.{tap}")]
-        wanted += [(one, TOKENS) for one in stretches(self._every, record, 0, record.tokens)]
-        fetch_rows((self._layout(one.record.shard), name, *one.rows(name)) for one, name in wanted)
-
-    def _rows(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
-        return map_rows(self._layout(record.shard), name, start, start + count)
-
-    def _layout(self, shard: str) -> Layout:
-        """A shard whose rows are about to be read. Raises TraceCorruptError where its bytes are not those it names."""
-        layout = self._layouts[shard]
-        if self._verifier is not None and entry_of(layout.path) is None:
-            self._verifier.check(layout.path, layout.data_start, layout.metadata["data_sha256"])
-        return layout
-
-    @ReadingTrace()
-    def _weight(self, which: str) -> "torch.Tensor":
-        if self.header.weights is not None:
-            path = local_file(self.path / files.WEIGHTS)  # all of it is used
-            if self._verifier is not None:
-                self._verifier.check(path, 0, self.header.weights.sha256)
-        return load_weight(self.path, self.header, which, self.target_folder)
-
-    def _finite(self, record: RequestRecord, name: str, start: int, count: int) -> "torch.Tensor":
-        return self._checked(record, name, self._rows(record, name, start, count))
-
-    def _checked(self, record: RequestRecord, name: str, tensor: "torch.Tensor", first: int = 0) -> "torch.Tensor":
-        """Rows from ``first`` on. Raises TraceCorruptError where one is not finite."""
-        bad = unfinite_row(tensor)
-        if bad is not None:
-            shard = (
-                stretches(self._every, record, bad, bad + 1)[0].record.shard if bad < record.shared else record.shard
-            )
-            raise TraceCorruptError(
-                f"{self.path / shard}: {name} holds NaN or Inf in row {first + bad} of request {record.request_id!r}"
-            )
-        return tensor
-
-    def _check_ids(self, record: RequestRecord, name: str, ids: "torch.Tensor") -> None:
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.header.target.vocab_size:
-            raise TraceCorruptError(
-                f"{self.path / record.shard}: {name} of request {record.request_id!r} reach from {low} to {high}, the "
-                f"target's ids are 0 to {self.header.target.vocab_size - 1}"
-            )
-
-
-def _say_unfinished(folder: Path, whole: int) -> str:
-    if files.is_locked(folder):
-        return f"{folder} is being recorded right now, {whole} requests are whole so far: wait until it has ended"
-    return (
-        f"the recording of {folder} has not ended, {whole} requests are whole: type the capture command again with "
-        "--resume"
-    )
-
-
-@ReadingTrace()
-def _check_table(folder: Path, header: TraceHeader, records: Sequence[RequestRecord]) -> None:
-    """``requests.parquet`` is the finished one and says what the shards say. Raises TraceCorruptError."""
-    path = folder / files.REQUESTS
-    data = files.read_small(path, MAX_BYTES)
-    if hashlib.sha256(data).hexdigest() != header.requests_sha256:
-        raise TraceCorruptError(f"{path} is not the file that was finished: its SHA-256 differs from trace.json's")
-    table = read_table(data, header, str(path))
-    if len(table) != header.requests:
-        raise TraceCorruptError(f"{path} lists {len(table)} requests, trace.json says {header.requests}")
-    check_same(table, records, str(path))

@@ -7,7 +7,8 @@ from pathlib import Path, PurePath
 
 from replay.errors import TraceError, UsageError
 from replay.traces.header import ONE_TARGET
-from replay.traces.rounds import Expected, JsonObject, RequestInfo, Rounds, VariantInfo, read_rounds
+from replay.traces.rounds import Expected, JsonObject, RequestInfo, Rounds, VariantInfo
+from replay.traces.rounds_file import read_rounds
 
 FILES = "files"  # in ``Rounds.trace`` where rounds of several files were joined
 BETWEEN = ": "  # a file's name and that of a variant in it

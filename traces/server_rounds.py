@@ -1,13 +1,16 @@
 """The rounds that the server itself ran, where it told us (``rounds.parquet``). See SPEC.md, section 6."""
 
+import hashlib
 import io
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.errors import CaptureError, TraceCorruptError
 from replay.printable import counted
-from replay.traces.files import read_small
+from replay.traces.files import ROUNDS, read_small
+from replay.traces.header import TraceHeader
 from replay.traces.parquet import check_parquet, first_line
 
 if TYPE_CHECKING:
@@ -54,6 +57,23 @@ def read_served(path: Path, data: bytes | None = None) -> "pl.DataFrame":
     if problem:
         raise TraceCorruptError(f"{path}: {problem}")
     return frame.select(served_schema().names())
+
+
+def read_finished(folder: Path, header: TraceHeader) -> "pl.DataFrame":
+    """The rounds of the trace in ``folder``, as they were finished where it is; empty where the server told none.
+
+    Raises TraceCorruptError.
+    """
+    import polars as pl
+
+    path = folder / ROUNDS
+    complete = header.state == "complete"
+    if not (header.rounds if complete else os.path.lexists(path)):
+        return pl.DataFrame(schema=served_schema())
+    data = read_small(path, MAX_BYTES)
+    if complete and hashlib.sha256(data).hexdigest() != header.rounds_sha256:
+        raise TraceCorruptError(f"{path} is not the file that was finished: its SHA-256 differs from trace.json's")
+    return read_served(path, data)
 
 
 def merge_rounds(earlier: "pl.DataFrame | None", later: "pl.DataFrame") -> "pl.DataFrame":

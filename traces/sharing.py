@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.traces.records import MAX_PREFIXES, RequestRecord
+from replay.traces.record_fields import MAX_PREFIXES
+from replay.traces.records import RequestRecord
 from replay.traces.stretches import TOKENS, prefix_of, stretches
 from replay.traces.tensors import Layout, map_rows, parse_layout
 
@@ -91,6 +92,17 @@ class Sharing:
             _remember(new, digests, number, rows, self._begins)
             found.append((owner, rows))
         return found
+
+    def stored_rows(
+        self, records: Sequence[RequestRecord], number: int, tap: str, start: int, stop: int
+    ) -> "Tensor | None":
+        """The rows ``start`` to ``stop`` of a tap of request ``number`` [.., width]; None where it has not all.
+
+        Raises TraceCorruptError.
+        """
+        stored = _Stored(self._folder, self._layouts, records)
+        lacks = records[number].rows_left_out > start or not stored.has(number, [f"tap.{tap}"])
+        return None if lacks else stored.read(number, f"tap.{tap}", start, stop)
 
     def _remember_stored(self, stored: _Stored) -> None:
         """What came to the disk since the last time, or before this process."""

@@ -8,8 +8,9 @@
 import re
 from collections.abc import Sequence
 
-from replay.errors import UsageError
+from replay.errors import TraceCorruptError, UsageError
 from replay.printable import shorten
+from replay.traces.fields import Fields
 
 EMBED = "embed"
 FINAL = "final"
@@ -72,3 +73,15 @@ def default_taps(layers: int) -> tuple[str, ...]:
     """
     around = {index + step for index in (2, layers // 2, layers - 3) for step in (-1, 0, 1)}
     return sort_taps([EMBED, FINAL, *(tap_name(index) for index in around if 0 <= index <= layers)])
+
+
+def canonical_taps(fields: Fields, name: str, layers: int) -> tuple[str, ...]:
+    """A list of distinct tap names as they are stored, in the order of the stream. Raises TraceCorruptError."""
+    names = fields.texts(name, layers + 2)
+    try:
+        canonical = sort_taps([parse_tap(tap, layers=layers) for tap in names])
+    except UsageError as error:
+        raise TraceCorruptError(f"{fields.where}: {name}: {error}") from error
+    if canonical != names:
+        raise fields.refuse(name, "distinct tap names in the order of the stream")
+    return names

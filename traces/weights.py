@@ -1,15 +1,21 @@
 """The target's embedding and output rows: from the trace's sidecar, or from the checkpoint it was captured with."""
 
+import hashlib
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.errors import TraceCorruptError, TraceError
 from replay.traces import files
+from replay.traces.damage import ReadingTrace
 from replay.traces.fields import read_json, show
-from replay.traces.header import TraceHeader
-from replay.traces.tensors import Layout, map_rows, parse_layout
+from replay.traces.header import TraceHeader, WeightsInfo
+from replay.traces.remote import local_file
+from replay.traces.taps import EMBED
+from replay.traces.tensors import Layout, map_rows, pack_header, parse_layout, tensor_bytes
+from replay.traces.verify import Verifier
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +26,50 @@ LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_JSON = 1 << 26
+
+
+class TargetWeights:
+    """The target's embedding and output rows of a trace, mapped when they are first asked for.
+
+    ``target`` is as in ``find_weight``; ``verifier`` holds the sidecar against its checksum.
+    """
+
+    def __init__(self, folder: Path, header: TraceHeader, target: Path | None, verifier: Verifier | None) -> None:
+        self._folder, self._header, self._target, self._verifier = folder, header, target, verifier
+
+    @cached_property
+    def embed(self) -> "torch.Tensor":
+        """[V, H]. Raises TraceError where no sidecar or checkpoint is here, TraceCorruptError."""
+        return self._load("embed")
+
+    @cached_property
+    def lm_head(self) -> "torch.Tensor":
+        """[V, H], ``embed`` where they are tied. Raises as ``embed``."""
+        return self.embed if self._header.target.tie_word_embeddings else self._load("lm_head")
+
+    def can_look_up(self) -> bool:
+        """Whether the tap ``embed`` can be looked up. Raises TraceCorruptError for a damaged sidecar or checkpoint."""
+        if self._header.embed != "lookup":
+            return False
+        try:
+            find_weight(self._folder, self._header, EMBED, self._target)
+        except TraceCorruptError:
+            raise
+        except TraceError:
+            return False
+        return True
+
+    def check_sums(self) -> None:
+        """Hold the sidecar against its checksum, where there is one. Raises TraceCorruptError."""
+        if self._verifier is not None and self._header.weights is not None:
+            self._verifier.check(self._folder / files.WEIGHTS, 0, self._header.weights.sha256)
+
+    @ReadingTrace()
+    def _load(self, which: str) -> "torch.Tensor":
+        if self._header.weights is not None:
+            local_file(self._folder / files.WEIGHTS)  # all of it is used
+            self.check_sums()
+        return load_weight(self._folder, self._header, which, self._target)
 
 
 def find_weight(folder: Path, header: TraceHeader, which: str, target: Path | None = None) -> tuple[Layout, str]:
@@ -69,6 +119,22 @@ def load_weight(folder: Path, header: TraceHeader, which: str, target: Path | No
     Raises TraceError, TraceCorruptError.
     """
     return map_rows(*find_weight(folder, header, which, target))
+
+
+def write_weights(folder: Path, embed: "torch.Tensor", lm_head: "torch.Tensor | None") -> WeightsInfo:
+    """Write the sidecar of a trace, all of it or nothing: ``embed`` [V, H] and, unless tied, ``lm_head`` [V, H].
+
+    Raises OSError.
+    """
+    tensors = {"embed": embed} | ({} if lm_head is None else {"lm_head": lm_head})
+    shapes = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    blocks: list[bytes | memoryview] = [pack_header(shapes, {})]
+    blocks += [tensor_bytes(tensor) for tensor in tensors.values()]
+    digest = hashlib.sha256()
+    for block in blocks:
+        digest.update(block)
+    files.write_whole(folder / files.WEIGHTS, blocks)
+    return WeightsInfo(files.WEIGHTS, sum(len(block) for block in blocks), digest.hexdigest())
 
 
 def _file_of(checkpoint: Path, tensor: str) -> Path | None:

@@ -13,22 +13,15 @@ from typing import TYPE_CHECKING, Self
 from replay.errors import OutputError
 from replay.traces import files
 from replay.traces.captured import CapturedRequest, ServerCounters, check_request, check_weights, request_tensors
-from replay.traces.feed import feed_tensors
-from replay.traces.header import VERSION, TraceHeader, WeightsInfo, read_header
+from replay.traces.header import VERSION, TraceHeader, read_header
 from replay.traces.place import FORCE, NEW, RESUME, check_agreement, names_in, no_folder, refuse_foreign
-from replay.traces.records import (
-    RequestRecord,
-    expected_tensors,
-    headers_sha256,
-    placed,
-    scan_shards,
-    shard_metadata,
-    to_frame,
-)
+from replay.traces.records import RequestRecord
+from replay.traces.request_table import to_frame
 from replay.traces.server_rounds import merge_rounds, read_served, rounds_of
+from replay.traces.shard_writing import shard_parts, stream_of, write_shard
+from replay.traces.shards import headers_sha256, scan_shards
 from replay.traces.sharing import Sharing, shared_record
-from replay.traces.stretches import TOKENS
-from replay.traces.tensors import joined_shapes, pack_header, tensor_bytes
+from replay.traces.weights import write_weights
 
 if TYPE_CHECKING:
     import polars as pl
@@ -164,22 +157,10 @@ class TraceWriter:
     def _write_shard(self, requests: Sequence[CapturedRequest], taps: tuple[str, ...] | None) -> None:
         tensors = [request_tensors(request, self.header) for request in requests]
         bare = self._with_prefixes([request.record(self.header) for request in requests], tensors)
-        for record, one in zip(bare, tensors, strict=True):
-            one |= {name: one[name][record.shared :] for name in _stream(one)}
-        parts = {name: [one[name] for one in tensors] for name in expected_tensors(self.header, 0, 0, 0, taps)}
-        parts |= feed_tensors([request.feed for request in requests])
-        shapes = joined_shapes(parts)
-        blocks = [tensor_bytes(part) for name in shapes for part in parts[name]]
-        digest = hashlib.sha256()
-        for block in blocks:
-            digest.update(block)
+        parts = shard_parts(bare, tensors, [request.feed for request in requests], self.header, taps)
         if any(record.shared for record in bare) and self.header.version < VERSION:
             self._write_header(replace(self.header, version=VERSION))  # before anything an older reader would misread
-        head = pack_header(shapes, shard_metadata(bare, digest.hexdigest()))
-        path = self.path / files.shard_name(self._shards)
-        files.write_whole(path, [head, *blocks])
-        size = len(head) + sum(len(block) for block in blocks)
-        self._records += placed(bare, path.name, size, digest.hexdigest())
+        self._records += write_shard(self.path / files.shard_name(self._shards), bare, parts)
         self._shards += 1
 
     def _with_prefixes(
@@ -189,11 +170,17 @@ class TraceWriter:
         if not self.share:
             return list(bare)
         pairs = zip(bare, tensors, strict=True)  # rows from some row on are nobody's first ones
-        streams = [{} if record.first_row else {name: one[name] for name in _stream(one)} for record, one in pairs]
+        streams = [{} if record.first_row else {name: one[name] for name in stream_of(one)} for record, one in pairs]
         records = list(self._records)
         for record, (owner, rows) in zip(bare, self._sharing.prefixes(self._records, streams), strict=True):
             records.append(shared_record(record, records, owner, rows))
         return records[len(self._records) :]
+
+    def stored_rows(self, request_id: str, tap: str, start: int, stop: int) -> "torch.Tensor | None":
+        """The rows ``start`` to ``stop`` of a tap as they are on disk; None where the request has not all of them."""
+        numbers = (at for at in reversed(range(len(self._records))) if self._records[at].request_id == request_id)
+        number = next(numbers, None)
+        return None if number is None else self._sharing.stored_rows(self._records, number, tap, start, stop)
 
     def set_missing(self, missing: Sequence[str]) -> None:
         """Say anew what is not in the trace, a sentence each. Raises OutputError."""
@@ -211,19 +198,8 @@ class TraceWriter:
         check_weights(embed, lm_head, self.header)
         if self.header.weights is not None:
             return
-        tensors = {"embed": embed} | ({} if lm_head is None else {"lm_head": lm_head})
-        shapes = {
-            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()
-        }
-        blocks: list[bytes | memoryview] = [pack_header(shapes, {})]
-        blocks += [tensor_bytes(tensor) for tensor in tensors.values()]
-        digest = hashlib.sha256()
-        for block in blocks:
-            digest.update(block)
-        info = WeightsInfo(files.WEIGHTS, sum(len(block) for block in blocks), digest.hexdigest())
         with self._saying():
-            files.write_whole(self.path / files.WEIGHTS, blocks)
-            self._write_header(replace(self.header, weights=info))
+            self._write_header(replace(self.header, weights=write_weights(self.path, embed, lm_head)))
 
     def add_rounds(self, rounds: "pl.DataFrame") -> None:
         """Keep the server's own rounds: columns request_id, round, anchor, drafted, accepted, and where known
@@ -305,11 +281,6 @@ class TraceWriter:
 
     def _saying(self) -> AbstractContextManager[None]:
         return _says_what_is_kept(self.path, self._go_on, len(self._records))
-
-
-def _stream(tensors: "dict[str, torch.Tensor]") -> list[str]:
-    """The names of those of a request's ``tensors`` that have an element for each token or row."""
-    return [name for name in tensors if name == TOKENS or name.startswith(("tap.", "scale."))]
 
 
 def _unfinished(header: TraceHeader) -> TraceHeader:

@@ -21,7 +21,7 @@ class Slot:
 
     ``equal`` of the ``compared`` rows have the bits of a place; rows that have no such neighbour are not compared.
     ``nearest`` is the place with the highest mean ``cosine``, which says something of a slot that equals none and that
-    is not ``zeroed``.
+    is not ``zeroed``; None (and NaN) where the trace has none of these rows of prompts, so that nothing was compared.
     """
 
     slot: int
@@ -29,7 +29,7 @@ class Slot:
     zeros: int
     equal: Mapping[Place, int]
     compared: Mapping[Place, int]
-    nearest: Place
+    nearest: Place | None
     cosine: float
     broken: int = 0
 
@@ -162,7 +162,8 @@ def lines(feeding: Feeding) -> Iterator[str]:
     """A sentence for each slot, which says what to do where it is not identified; one each for tokens and positions."""
     for slot in feeding.slots:
         named = slot.zeroed or slot.spoiled or slot.place is not None
-        yield say_slot(slot) + ("" if named else "; to name it, record more taps: `replay serve --taps ...`")
+        more = "more taps: `replay serve --taps ...`" if slot.nearest else "more rows of prompts (--prompt-rows)"
+        yield say_slot(slot) + ("" if named else f"; to name it, record {more}")
     yield _say_tokens(feeding)
     yield _say_positions(feeding)
 
@@ -174,6 +175,8 @@ def say_slot(slot: Slot) -> str:
         said = f"slot {slot.slot}: zeros in {slot.zeros} of {counted(slot.rows, 'row')}"
     elif slot.spoiled:
         return f"slot {slot.slot}: NaN or Inf in {slot.broken} of {counted(slot.rows, 'row')}"
+    elif slot.nearest is None:
+        said = f"slot {slot.slot}: not compared, the trace lacks the {counted(slot.rows, 'row')} that were seen"
     elif place is None:
         near = (
             f"nearest is {_say_place(slot.nearest)} with cosine {slot.cosine:.3f}" if math.isfinite(slot.cosine) else ""
@@ -229,7 +232,8 @@ def feeding_json(feeding: Feeding | None) -> JsonObject:
 
 def _slot_json(slot: Slot) -> JsonObject:
     place = slot.place
-    near = {"tap": slot.nearest[0], "shift": slot.nearest[1], "cosine": slot.cosine}
+    tap, shift = slot.nearest or (None, None)
+    near = {"tap": tap, "shift": shift, "cosine": slot.cosine}
     return {
         "slot": slot.slot,
         "tap": place[0] if place else None,

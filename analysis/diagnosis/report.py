@@ -13,8 +13,9 @@ from replay.analysis import wording
 from replay.analysis.diagnosis import feed
 from replay.analysis.diagnosis.breakdown import say_profile
 from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH
+from replay.analysis.diagnosis.gain import Gain
 from replay.analysis.diagnosis.scored import Scored
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain
+from replay.analysis.diagnosis.verdict import Diagnosis
 from replay.analysis.ladder.report import render_ladder
 from replay.analysis.tables import bullet
 

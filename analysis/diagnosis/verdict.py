@@ -4,46 +4,22 @@ apart. Pure functions; ``replay diagnose`` makes the replays."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 
-from replay.analysis.diagnosis.breakdown import Profile, profile_json
+from replay.analysis.diagnosis.breakdown import Profile
 from replay.analysis.diagnosis.evidence import DRAFTED, LENGTH, Disturbance
-from replay.analysis.diagnosis.feed import Feeding, feeding_json
+from replay.analysis.diagnosis.feed import Feeding
+from replay.analysis.diagnosis.gain import Gain, stands_out
 from replay.analysis.diagnosis.scored import CERTAIN, NOTHING, Scored, Unknown, alike, rank, undecided
-from replay.analysis.json_document import JsonObject, interval_json, object_json
-from replay.analysis.ladder.ladder import Ladder, ladder_json
+from replay.analysis.ladder.ladder import Ladder
 from replay.printable import counted, html_table, one_line
 from replay.traces.agreement import Agreement
 from replay.traces.rounds import HEALTHY_NAME
 
 # A head that takes fewer of its first tokens than this is itself the limit; public heads take 0.65 to 0.75.
 WEAK_FIRST = 0.6
-_NORMAL = NormalDist()
 # Another variant must accept so much more at the same anchors before the head is said to be made for it.
 BETTER_BY = 0.03
 _SHOWN = 10  # hypotheses in a notebook
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """Another variant that accepts more than the one served, at the same anchors: accepted tokens a round, and CI.
-
-    ``tied``: it cannot be told from the one that accepts most."""
-
-    name: str
-    kind: str
-    value: str
-    gain: float
-    ci95: tuple[float, float]
-    accept_length: float = math.nan
-    fix: str = ""
-    log_prior: float = 0.0
-    tied: bool = False
-
-    @property
-    def label(self) -> str:
-        """Kind and value; of a layer-id hypothesis the wiring that it comes to, whatever ``name`` says."""
-        return self.name if "+" in self.kind else f"{self.kind}={self.value}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +154,7 @@ def _as_served(blank: Diagnosis, gains: Sequence[Gain], compared: int, first_rat
     weak = first_rate < WEAK_FIRST
     limit = f"the head itself is the limit ({first_rate:.0%} of its first tokens are taken)" if weak else "all is well"
     found = replace(blank, certainty=blank.healthy.probability, gains=tuple(gains))
-    may_be = [gain for gain in gains if _is_worth_it(blank, gain) and _stands_out(gain, compared, one=0.5)]
+    may_be = [gain for gain in gains if _is_worth_it(blank, gain) and stands_out(gain, compared, one=0.5)]
     if may_be:
         best = may_be[0]
         return replace(
@@ -290,91 +266,8 @@ def _of_feed(best: Scored, healthy: Scored) -> str:
 
 def _clear_gains(blank: Diagnosis, gains: Sequence[Gain], tried: int) -> list[Gain]:
     """Those that are worth it, and more than the luck of the best of ``tried``."""
-    return [gain for gain in gains if _is_worth_it(blank, gain) and _stands_out(gain, tried)]
+    return [gain for gain in gains if _is_worth_it(blank, gain) and stands_out(gain, tried)]
 
 
 def _is_worth_it(blank: Diagnosis, gain: Gain) -> bool:
     return gain.gain >= BETTER_BY * blank.served
-
-
-def _stands_out(gain: Gain, tried: int, *, one: float = 0.025) -> bool:
-    """Whether a gain is more than the luck of the best of ``tried`` variants: Bonferroni, on the interval's width.
-
-    ``one`` is how often luck alone would do as well.
-    """
-    error = (gain.ci95[1] - gain.ci95[0]) / (2 * _NORMAL.inv_cdf(0.975))
-    return gain.ci95[0] > 0 and gain.gain > _NORMAL.inv_cdf(1 - one / tried) * error
-
-
-def to_json(diagnosis: Diagnosis) -> JsonObject:
-    """The body of ``replay diagnose --json``."""
-    evidence = diagnosis.healthy.evidence
-    unknown = diagnosis.unknown
-    gain, low, high = diagnosis.mending
-    return object_json(
-        {
-            "verdict": diagnosis.verdict,
-            "why": diagnosis.why,
-            "implausible": diagnosis.implausible,
-            "doubts": diagnosis.doubts,
-            "fault": diagnosis.named,
-            "certainty": diagnosis.certainty,
-            "values": None if diagnosis.values is None else list(diagnosis.values),
-            "served": diagnosis.served,
-            "replayed": evidence.accept_length,
-            "replayed_at_served_anchors": diagnosis.replayed_at_served_anchors,
-            "replayed_own_walk": diagnosis.healthy.accept_length,
-            "expected": diagnosis.expected,
-            "mending": None if math.isnan(gain) else {"gain": gain, "ci95": interval_json((low, high))},
-            "fix": diagnosis.fix,
-            "evidence": {
-                "kind": evidence.kind,
-                "rounds": evidence.rounds,
-                "agreeing": evidence.agreeing,
-                "agreement": diagnosis.agreement,
-            },
-            "unknown": None
-            if unknown is None
-            else {
-                "probability": unknown.probability,
-                "size": unknown.size,
-                "nearest": unknown.nearest,
-                "nearest_size": unknown.nearest_size,
-            },
-            **feeding_json(diagnosis.feeding),
-            "cannot_tell": diagnosis.undecided,
-            "separate": diagnosis.separate,
-            **ladder_json(diagnosis.ladder),
-            "hypotheses": [
-                {
-                    "fault": item.kind,
-                    "value": item.value,
-                    "accept_length": item.accept_length,
-                    "score": item.probability,
-                    "log_likelihood": item.evidence.log_likelihood,
-                    "disturbed": item.evidence.disturbed,
-                    "rounds": item.evidence.rounds,
-                    "agreeing": item.evidence.agreeing,
-                    "near_tie": item.evidence.near_tie,
-                    "unexplained": item.evidence.unexplained,
-                    "fits": item.fits,
-                    "fix": item.fix,
-                    "contradicted": item.contradicted or None,
-                }
-                for item in diagnosis.ranked
-            ],
-            "gains": [
-                {
-                    "fault": gain.kind,
-                    "value": gain.value,
-                    "gain": gain.gain,
-                    "ci95": interval_json(gain.ci95),
-                    "accept_length": gain.accept_length,
-                    "fix": gain.fix,
-                }
-                for gain in diagnosis.gains
-            ],
-            "limits": diagnosis.limits,
-            **profile_json(diagnosis.profile),
-        }
-    )

@@ -4,7 +4,8 @@ import math
 
 from replay.analysis import wording
 from replay.analysis.compare.compare import Comparison
-from replay.analysis.compare.report import answer, doubts
+from replay.analysis.compare.doubts import doubts
+from replay.analysis.compare.report import answer
 from replay.analysis.page.chart_parts import BLUE, GREY, Chart, Spec, mark, rows
 from replay.analysis.page.document import document
 from replay.analysis.page.names import numbered

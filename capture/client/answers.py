@@ -17,12 +17,23 @@ MAX_TOKENS = 1 << 24  # of one output
 _SHOWN = 200  # characters of a reason
 
 
-def generate(api: ServerApi, request: EncodedRequest, rid: str, options: ServerOptions, *, logprobs: bool) -> Answer:
-    """One try to have ``request`` answered. Raises TransientError, CaptureError."""
+def generate(
+    api: ServerApi,
+    request: EncodedRequest,
+    rid: str,
+    options: ServerOptions,
+    *,
+    logprobs: bool,
+    salt: str | None = None,
+) -> Answer:
+    """One try to have ``request`` answered; requests of one ``salt`` share the server's cache, without one none does.
+
+    Raises TransientError, CaptureError.
+    """
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": list(request.prompt_ids),
-        "extra_key": rid,  # a radix tree of its own: every prompt row is computed
+        "extra_key": salt or rid,  # by itself, a radix tree of its own: every prompt row is computed
         "sampling_params": {
             "max_new_tokens": request.max_new_tokens,
             "temperature": options.temperature,

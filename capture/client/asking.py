@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from replay.capture.client.answers import generate
 from replay.capture.client.api import RefusedError, ServerApi
 from replay.capture.client.join import Answer
+from replay.capture.client.prefixes import CachedPrefixes
 from replay.capture.client.spool_reader import rid_of
 from replay.capture.encode import EncodedRequest
 from replay.capture.kept import Kept
@@ -41,8 +42,16 @@ class Refused:
 class Asker:
     """Asks a server in the name of ``client``; each try of a request has an id of its own (spool_reader.rid_of)."""
 
-    def __init__(self, api: ServerApi, options: ServerOptions, client: str, *, logprobs: bool) -> None:
-        self.api, self.options, self.client, self.logprobs = api, options, client, logprobs
+    def __init__(
+        self,
+        api: ServerApi,
+        options: ServerOptions,
+        client: str,
+        *,
+        logprobs: bool,
+        prefixes: CachedPrefixes | None = None,  # where requests share the server's cache
+    ) -> None:
+        self.api, self.options, self.client, self.logprobs, self.prefixes = api, options, client, logprobs, prefixes
         self._tasks: queue.SimpleQueue[tuple[EncodedRequest, int]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answered | Refused | BaseException] = queue.SimpleQueue()
         self._stopped = False
@@ -53,7 +62,11 @@ class Asker:
         self._kept = kept
         for request in requests:
             self.ask(request, 0)
-        for _ in range(min(self.options.concurrency, len(requests))):
+        self.stand_by(len(requests))
+
+    def stand_by(self, requests: int) -> None:
+        """Be ready for so many ``requests``, ``options.concurrency`` at a time."""
+        for _ in range(min(self.options.concurrency, requests)):
             threading.Thread(target=self._work, name="replay-request", daemon=True).start()
 
     def ask(self, request: EncodedRequest, attempt: int) -> None:
@@ -98,7 +111,15 @@ class Asker:
         def once(again: int) -> Answer:
             nonlocal rid
             rid = rid_of(self.client, tag, again)
-            return generate(self.api, request, rid, self.options, logprobs=self.logprobs)
+            salt = self._salt(request, rid, attempt, again)
+            return generate(self.api, request, rid, self.options, logprobs=self.logprobs, salt=salt)
 
         answer = self.api.patiently(once)
         return Answered(request, rid, attempt, answer, time.monotonic())
+
+    def _salt(self, request: EncodedRequest, rid: str, attempt: int, again: int) -> str | None:
+        if self.prefixes is None:
+            return None
+        if again:  # the try before may have computed rows, and nobody knows which
+            self.prefixes.spoil()
+        return self.prefixes.salt_for(request, rid, attempt + again)

@@ -17,7 +17,7 @@ from replay.capture.client.api import RefusedError, ServerApi, TransientError
 from replay.capture.client.capture import capture_server
 from replay.capture.client.facts import ask_facts
 from replay.capture.events import CaptureResult, Event
-from replay.capture.options import ServerOptions, check_options
+from replay.capture.options import OWN, ServerOptions, check_options
 from replay.errors import CaptureError, UsageError
 from replay.printable import one_line
 from replay.traces.fields import show
@@ -45,6 +45,7 @@ def capture_engine(
     resume: bool = False,
     force: bool = False,
     recording: str | Path | None = None,
+    server_cache: str = OWN,
 ) -> CaptureResult:
     """Capture every row of the file ``prompts`` from an ``sgl.Engine`` that records, into the folder ``out``.
 
@@ -58,7 +59,7 @@ def capture_engine(
     options = ServerOptions(
         _NAME, as_path(prompts), as_path(out), taps=taps, max_new_tokens=max_new_tokens, temperature=temperature,
         top_p=top_p, top_k=top_k, raw=raw, concurrency=concurrency, weights=weights, resume=resume, force=force,
-        recording=None if recording is None else as_path(recording),
+        recording=None if recording is None else as_path(recording), server_cache=server_cache,
     )  # fmt: skip
     check_options(options)
     _check_engine(engine)
@@ -85,7 +86,7 @@ class EngineApi(ServerApi):
         if path == "/server_info":
             return {"internal_states": self._wait(path, self.engine.tokenizer_manager.get_internal_state())}
         given = dict(body or {})
-        given["cache_salt"] = given.pop("extra_key")  # a radix tree of its own, by the name that engines give it
+        given["cache_salt"] = given.pop("extra_key")  # whose radix tree it takes, by the name that engines give it
         return self._wait(path, self.engine.async_generate(**given))
 
     def _wait(self, path: str, asked: Coroutine[Any, Any, Any]) -> Any:

@@ -10,13 +10,14 @@ computes that row again, in another batch, without logits.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.spool import FEED, LOGITS, SCALE, TAP, Entry, RowFile, pid_of
 from replay.errors import CaptureError, TraceCorruptError
+from replay.traces.cached import Piece
 from replay.traces.captured import ServerCounters
 from replay.traces.feed import Feed
-from replay.traces.records import Piece
 from replay.traces.taps import FINAL
 from replay.traces.tensors import map_rows
 
@@ -34,6 +35,11 @@ class Recorded:
     @property
     def entry(self) -> Entry:
         return self.file.entries[self.index]
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where it stands among what its process recorded: later recordings have higher places."""
+        return self.file.layout.path.name, self.index
 
     @property
     def first_with_logits(self) -> int:
@@ -65,6 +71,19 @@ Stretch = tuple[Recorded, int, int]  # the positions low..high-1 of a recording
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """First rows of a request that the server took from its cache: taps name -> [C, H], and how many of them each
+    forward made, with the number of its rows."""
+
+    rows: int
+    taps: "Mapping[str, torch.Tensor]"
+    forwards: tuple[Piece, ...]
+
+
+NO_PREFIX = Prefix(0, {}, ())
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What the API returned for one request."""
 
@@ -91,8 +110,9 @@ class ServedRound:
 @dataclass(frozen=True, slots=True)
 class JoinedRequest:
     """Rows of one request from ``first_row`` on: taps name -> [T-1-first_row, H], kept logits of its n output tokens,
-    rounds, the tail, the feed where a draft was fed, the pieces of its prompt where they are known, and the process of
-    the server that ran it. ``scales`` name -> [T-1-first_row] are those of taps that came in fp8."""
+    rounds, the tail, the feed where a draft was fed, the pieces of its prompt where they are known, the process of the
+    server that ran it, and what forwards made the rows that came from the server's cache. ``scales`` name ->
+    [T-1-first_row] are those of taps that came in fp8."""
 
     taps: "dict[str, torch.Tensor]"
     topk_ids: "torch.Tensor"
@@ -103,16 +123,17 @@ class JoinedRequest:
     feed: Feed | None = None
     pieces: tuple[Piece, ...] | None = None
     pid: int = 0
+    cached: tuple[Piece, ...] | None = None
     scales: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
     first_row: int = 0
 
 
-def first_missing(recorded: Sequence[Recorded], rows: int, first_row: int = 0) -> int | None:
-    """The first of the positions 0..rows-1 that no entry holds; None where all are there.
+def first_missing(recorded: Sequence[Recorded], rows: int, first_row: int = 0, cached: int = 0) -> int | None:
+    """The first of the positions cached..rows-1 that no entry holds; None where all are there.
 
     Before ``first_row`` an entry need not have their taps: nobody asked for them.
     """
-    reach = 0
+    reach = cached
     for low, high in sorted(span for one in recorded for span in _spans(one.entry, first_row)):
         if low > reach:
             break
@@ -162,8 +183,8 @@ def rounds_of(entries: Sequence[Entry], tokens: int) -> tuple[ServedRound, ...]:
     )
 
 
-def pieces_of(entries: Sequence[Entry], prompt_tokens: int) -> tuple[Piece, ...] | None:
-    """In what pieces the prompt's rows were prefilled, of ``entries`` in the order they were recorded.
+def pieces_of(entries: Sequence[Entry], prompt_tokens: int, cached: int = 0) -> tuple[Piece, ...] | None:
+    """In what pieces the prompt's rows from ``cached`` on were prefilled, of ``entries`` as they were recorded.
 
     Of a request that was put back, those of its last prefill: they made the rows that are kept. Such a prefill goes on
     over the output so far; a piece ends with the prompt, its forward does not. None where a later prefill computed a
@@ -173,7 +194,7 @@ def pieces_of(entries: Sequence[Entry], prompt_tokens: int) -> tuple[Piece, ...]
     for entry in entries:
         if entry.kind == "prefill" and entry.start < prompt_tokens:
             kept = [*(one for one in kept if one.start + one.rows <= entry.start), entry]
-    end = 0
+    end = cached
     pieces = []
     for one in kept:
         if one.start != end:
@@ -225,15 +246,17 @@ def join(
     recorded: Sequence[Recorded],
     taps: Sequence[str],
     first_row: int = 0,
+    prefix: Prefix = NO_PREFIX,
 ) -> JoinedRequest:
-    """Gather the rows of one request from ``first_row`` on from ``recorded``, in the order they were recorded.
+    """Gather the rows of one request from ``first_row`` on from ``recorded``, in the order they were recorded, behind
+    those of ``prefix``, which takes all rows in the dtype of the target.
 
     Raises CaptureError, naming the request, where a position has no row or lacks a tap, or a row consumed another token
     than the one at its position; TraceCorruptError where a file is not what it was.
     """
     tokens = [*prompt_ids, *output_ids]
     rows, first_output = len(tokens) - 1, len(prompt_ids) - 1
-    missing = first_missing(recorded, rows, first_row)
+    missing = first_missing(recorded, rows, first_row, prefix.rows)
     if missing is not None:
         raise CaptureError(f"{name}: the server recorded no row for position {missing} of {rows}")
     stretches = list(_stretches(recorded, rows))
@@ -242,18 +265,23 @@ def join(
     _check_taps(name, kept, taps)
     with_logits = list(_stretches_with_logits(recorded, first_output, rows))
     consumed_R = _gather("input_ids", stretches, rows)
-    gathered = {tap: _gather_kept(f"{TAP}{tap}", kept, first_row, rows) for tap in taps if tap != FINAL}
+    before = prefix.taps
+    gathered = {
+        tap: _gather_kept(f"{TAP}{tap}", kept, first_row, rows, before.get(tap)) for tap in taps if tap != FINAL
+    }
     scales = {
         tap: _gather_kept(f"{SCALE}{tap}", kept, first_row, rows)
         for tap, values in gathered.items()
         if values.element_size() == 1
     }
     if FINAL in taps:
-        gathered[FINAL] = _gather_kept(f"{TAP}{FINAL}", _stretches_of_final(kept, first_output), first_row, rows)
+        of_final = _stretches_of_final(kept, first_output)
+        gathered[FINAL] = _gather_kept(f"{TAP}{FINAL}", of_final, first_row, rows, before.get(FINAL))
     logits = {key: _gather_logits(key, with_logits, first_output, len(output_ids)) for key in LOGITS}
-    _check_consumed(name, consumed_R.tolist(), tokens)
+    _check_consumed(name, consumed_R.tolist(), tokens, prefix.rows)
     _check_logits(name, with_logits, first_output, len(output_ids))
     entries = [one.entry for one in recorded if one.entry.kind != "feed"]
+    pieces = pieces_of(entries, len(prompt_ids), prefix.rows)
     return JoinedRequest(
         {tap: gathered[tap] for tap in taps},
         logits["topk_ids"],
@@ -262,8 +290,9 @@ def join(
         rounds_of(entries, len(tokens)),
         tail_of(entries, len(tokens)),
         feed_of(recorded, rows),
-        pieces_of(entries, len(prompt_ids)),
+        pieces,
         pid_of(recorded[-1].file.layout.path.name),
+        prefix.forwards if prefix.rows and pieces is not None else None,
         scales,
         first_row,
     )
@@ -299,10 +328,12 @@ def _gather(name: str, stretches: Iterable[Stretch], rows: int) -> "torch.Tensor
     return _assemble(((low, one.read(name, low, high)) for one, low, high in stretches), rows)
 
 
-def _gather_kept(name: str, stretches: Iterable[Stretch], first_row: int, rows: int) -> "torch.Tensor":
-    """As ``_gather``, of the rows with taps from ``first_row`` on: [rows - first_row, ...]."""
+def _gather_kept(
+    name: str, stretches: Iterable[Stretch], first_row: int, rows: int, before: "torch.Tensor | None" = None
+) -> "torch.Tensor":
+    """As ``_gather``, of the rows with taps from ``first_row`` on: [rows - first_row, ...], and the rows ``before``."""
     parts = ((low - first_row, one.read_kept(name, low, high)) for one, low, high in stretches)
-    return _assemble(parts, rows - first_row)
+    return _assemble(parts if before is None else chain([(0, before)], parts), rows - first_row)
 
 
 def _gather_logits(name: str, stretches: Iterable[Stretch], first_output: int, outputs: int) -> "torch.Tensor":
@@ -332,8 +363,8 @@ def _check_taps(name: str, stretches: Iterable[Stretch], taps: Sequence[str]) ->
             )
 
 
-def _check_consumed(name: str, consumed: Sequence[int], tokens: Sequence[int]) -> None:
-    for at, (seen, token) in enumerate(zip(consumed, tokens[:-1], strict=True)):
+def _check_consumed(name: str, consumed: Sequence[int], tokens: Sequence[int], first: int) -> None:
+    for at, (seen, token) in enumerate(zip(consumed[first:], tokens[first:-1], strict=True), first):
         if seen != token:
             raise CaptureError(f"{name}: the row of position {at} consumed token {seen}, the request has {token} there")
 

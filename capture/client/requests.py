@@ -11,6 +11,7 @@ from replay.capture.client.api import ServerApi
 from replay.capture.client.asking import Answered, Asker, Refused
 from replay.capture.client.facts import ServerFacts
 from replay.capture.client.join import (
+    NO_PREFIX,
     JoinedRequest,
     first_missing,
     histogram_of,
@@ -19,13 +20,15 @@ from replay.capture.client.join import (
     same_histogram,
 )
 from replay.capture.client.passes import PassNumbers
+from replay.capture.client.prefixes import CachedPrefixes, UnsureError
 from replay.capture.client.shard import NextShard
 from replay.capture.client.spool_reader import SpoolReader, rid_of
+from replay.capture.client.turns import Turns
 from replay.capture.client.watch import RecordingStoppedError, RecordingWatch
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import CaptureProgress, CaptureResult, Event, Finished, Noted, Planned
 from replay.capture.kept import Kept
-from replay.capture.options import ServerOptions
+from replay.capture.options import SHARED, ServerOptions
 from replay.errors import CaptureError, OutputError, TraceCorruptError
 from replay.printable import counted
 
@@ -55,7 +58,9 @@ class ServerClient:
         on_event: Callable[[Event], None],
     ) -> None:
         self.options, self.api, self.facts, self.spool, self.on_event = options, api, facts, spool, on_event
-        self.asker = Asker(api, options, spool.client, logprobs=False)
+        self.prefixes = CachedPrefixes(spool, facts.drafts) if options.server_cache == SHARED else None
+        self.turns: Turns | None = None
+        self.asker = Asker(api, options, spool.client, logprobs=False, prefixes=self.prefixes)
         self.refused: dict[str, str] = {}
         self.watch = RecordingWatch(api, spool.folder, facts.no_feed)
         self.started = self.told = time.monotonic()
@@ -92,7 +97,7 @@ class ServerClient:
         self.most_left = sum(one.max_new_tokens for one in todo)
         prompt_tokens = sum(len(one.prompt_ids) for one in todo)
         self.on_event(Planned(len(requests), len(done), prompt_tokens, self.most_left))
-        self.asker.start(todo, kept)
+        self._start(todo, kept)
         try:
             self._gather(todo, len(requests), writer, kept)
         except KeyboardInterrupt:
@@ -119,6 +124,24 @@ class ServerClient:
         self.on_event(Finished(result))
         return result
 
+    def _start(self, todo: Sequence[EncodedRequest], kept: Kept) -> None:
+        """Ask for all; where they share a cache, for each in its turn, and for whole rows, which another may need."""
+        if self.prefixes is None:
+            self.asker.start(todo, kept)
+            return
+        self.turns = Turns(todo, self.options.concurrency)
+        self.asker.stand_by(len(todo))
+
+    def _ask_more(self) -> None:
+        """Ask for those whose turn it is, if they have turns."""
+        if self.turns is None or self.prefixes is None:
+            return
+        for request_id in self.turns.prefilling:
+            if self.prefixes.has_prompt(request_id):
+                self.turns.prefilled(request_id)
+        for request in self.turns.take():
+            self.asker.ask(request, 0)
+
     def _gather(self, todo: Sequence[EncodedRequest], requests: int, writer: "TraceWriter", kept: Kept) -> None:
         """Until each of ``todo`` is in the trace or refused; what is whole is kept, whatever ends it."""
         waiting: list[Answered] = []
@@ -127,15 +150,17 @@ class ServerClient:
         left = len(todo)
         try:
             while left:
+                self._ask_more()
                 left -= self._take_answers(waiting)
                 self.spool.poll()
                 for one in list(waiting):
                     if self._is_whole(one, kept):
-                        self._finish(one, shard, kept)
-                        left -= 1
+                        left -= self._finish(one, shard, kept, writer)
                     elif time.monotonic() - one.since > _ROWS_SECONDS:
                         self.watch.check()
-                        self._again(one)
+                        if self.prefixes is not None:
+                            self.prefixes.spoil()
+                        self._again(one, f"the rows of request {one.request.request_id!r} did not come whole")
                     else:
                         continue
                     waiting.remove(one)
@@ -154,6 +179,10 @@ class ServerClient:
         """Put new answers among those whose rows are ``waiting``; how many requests were refused instead."""
         refused = 0
         for one in self.asker.new_answers():
+            if self.turns is not None:
+                self.turns.ended(one.request.request_id)
+            if self.prefixes is not None and isinstance(one, Answered):
+                self.prefixes.answered(one.rid, one.answer.output_ids)
             if isinstance(one, Refused):
                 self._refuse(one)
                 refused += 1
@@ -161,33 +190,49 @@ class ServerClient:
                 waiting.append(one)
         return refused
 
+    def _first_row(self, one: Answered, kept: Kept) -> int:
+        """The first row that the server was asked for."""
+        return 0 if self.prefixes is not None else kept.first_row(len(one.request.prompt_ids))
+
     def _is_whole(self, one: Answered, kept: Kept) -> bool:
         """Whether all its rows are there, and what the draft was fed with it, which is waited for only so long."""
         recorded = self.spool.rows(one.rid)
         tokens = len(one.request.prompt_ids) + len(one.answer.output_ids)
-        if first_missing(recorded, tokens - 1, kept.first_row(len(one.request.prompt_ids))) is not None:
+        if first_missing(recorded, tokens - 1, self._first_row(one, kept), self._cached(one)) is not None:
             return False
         if not self.facts.drafts or self.watch.no_feed or time.monotonic() - one.since > _FEED_SECONDS:
             return True
         return not lacks_feed([it.entry for it in recorded])
 
-    def _finish(self, one: Answered, shard: NextShard, kept: Kept) -> None:
-        request, answer = one.request, one.answer
+    def _cached(self, one: Answered) -> int:
+        """How many rows the server took from its cache, of which an earlier request of this capture has them."""
+        shares = self.prefixes is not None and self.prefixes.shares(one.rid)
+        return one.answer.counters.cached_tokens if shares else 0
+
+    def _finish(self, one: Answered, shard: NextShard, kept: Kept, writer: "TraceWriter") -> bool:
+        """Take in its rows; False where it is asked again instead."""
+        request, answer, cached = one.request, one.answer, self._cached(one)
         name = f"request {request.request_id!r}"
         try:
             taps = kept.taps_of(request.request_id)
-            first_row = kept.first_row(len(request.prompt_ids))
-            joined = join(name, request.prompt_ids, answer.output_ids, self.spool.rows(one.rid), taps, first_row)
+            first_row = self._first_row(one, kept)
+            prefix = NO_PREFIX if self.prefixes is None else self.prefixes.take(one.rid, cached, taps, writer)
+            recorded = self.spool.rows(one.rid)
+            joined = join(name, request.prompt_ids, answer.output_ids, recorded, taps, first_row, prefix)
+        except UnsureError as error:
+            self._again(one, f"which rows the server cached of {name} is not sure ({error})")
+            return False
         except TraceCorruptError:
             self.watch.check()  # rows that vanish while they are read are those of a restarted server
             raise
         if not same_histogram(histogram_of(joined.rounds), answer.counters.histogram):
             self.differing += 1
-        self.cached += answer.counters.cached_tokens > 0
-        self.unfed += self.facts.drafts and joined.feed is None
+        self.cached += answer.counters.cached_tokens > cached
+        self.unfed += self.facts.drafts and joined.feed is None and not cached
         shard.add(one, joined)
         self.output_tokens += len(answer.output_ids)
         self.most_left -= request.max_new_tokens
+        return True
 
     def _refuse(self, one: Refused) -> None:
         """Leave a request out; the others go on."""
@@ -195,21 +240,27 @@ class ServerClient:
         self.most_left -= one.request.max_new_tokens
         self.on_event(Noted(f"{_REFUSED}{one.request.request_id!r} ({one.reason}); the trace goes on without it"))
 
-    def _again(self, one: Answered) -> None:
-        """Ask for a request anew whose rows did not come whole."""
-        self.spool.drop([one.rid])
+    def _again(self, one: Answered, why: str) -> None:
+        """Ask for a request anew."""
+        self._drop([one.rid], stored=False)
         if one.attempt + 1 == _ATTEMPTS:
             raise CaptureError(
                 f"the rows of request {one.request.request_id!r} did not come whole in {_ATTEMPTS} tries: see the "
                 f"server's log{_also(self.spool.problems)}; type the same command with --resume to go on"
             )
-        self.on_event(Noted(f"the rows of request {one.request.request_id!r} did not come whole; asking again"))
+        self.on_event(Noted(f"{why}; asking again"))
         self.asker.ask(one.request, one.attempt + 1)
 
     def _write(self, shard: NextShard, writer: "TraceWriter", requests: int) -> None:
         shard.write(writer)
-        self.spool.drop(shard.rids)
+        self._drop(shard.rids, stored=True)
         self._tell(writer, requests, 0)
+
+    def _drop(self, rids: Sequence[str], *, stored: bool) -> None:
+        if self.prefixes is not None:
+            for rid in rids:
+                self.prefixes.leave(rid, stored)
+        self.spool.drop(rids)
 
     def _tell(self, writer: "TraceWriter", requests: int, under_way: int) -> None:
         """How far it is; ``under_way``: tokens of requests that are not answered yet."""
@@ -234,6 +285,11 @@ class ServerClient:
             )
         if self.cached:
             doubts.append(f"{counted(self.cached, 'request')} of which the server took a prefix from its cache")
+        if self.prefixes is not None and self.prefixes.unlike:
+            doubts.append(
+                f"{counted(self.prefixes.unlike, 'request')} whose cached rows several requests had computed, with the "
+                "same bits, in forwards of other sizes"
+            )
         if self.unfed:
             why = f" ({self.watch.no_feed})" if self.watch.no_feed else ""
             doubts.append(f"{counted(self.unfed, 'request')} of which it was not recorded what the draft was fed{why}")

@@ -96,6 +96,7 @@ def _captured(one: Answered, joined: JoinedRequest, options: ServerOptions) -> C
         server=answer.counters,
         feed=joined.feed,
         pieces=joined.pieces,
+        cached=joined.cached,
         first_row=joined.first_row,
         scales=joined.scales,
     )

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,25 @@ def load_target(files: TargetFiles, *, dtype: str, device: str) -> LocalTarget:
         model, told = loaded
         _check_whole(files.folder, told)
         model.to(torch_device).eval()
+    _use_fast_products(model)
     return _dissect(model, files, torch_device)
+
+
+def _use_fast_products(model: Any) -> None:
+    """Let the model's linear layers take products in fp32 where this CPU has no kernels for their dtype."""
+    from torch import nn
+
+    from replay import narrow_products
+
+    for module in model.modules():
+        if type(module) is nn.Linear and not narrow_products.has_kernels(module.weight.dtype):
+            module.forward = partial(_multiply, module)
+
+
+def _multiply(module: "nn.Linear", x: "Tensor") -> "Tensor":
+    from replay import narrow_products
+
+    return narrow_products.linear(x, module.weight, module.bias)
 
 
 def _check_whole(folder: Path, told: Mapping[str, Any]) -> None:

@@ -4,14 +4,13 @@ Only headers are read of the weights, and the vocabulary map and a few embedding
 numpy is imported, unless the head is a pytorch_model.bin or its weights are asked for.
 """
 
-import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replay.check.embeddings import embeddings_agree
 from replay.check.engine_config import Rope, filled, language_part, rope_of
 from replay.check.override import overridden, override_of
 from replay.check.quantization import Quantisation, quantisation_of
@@ -28,7 +27,6 @@ from replay.engines.wiring import Wiring
 from replay.errors import CheckpointError
 from replay.targets.rules import served_architecture
 from replay.traces.header import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
-from replay.traces.weights import EMBED_NAMES
 
 if TYPE_CHECKING:
     from replay.traces.reader import Trace
@@ -38,7 +36,6 @@ _QUANTISATION = "hf_quant_config.json"
 _MOST_QUANTISATION = 1 << 24  # bytes
 # What no target is larger than; a trace of it could not be recorded (traces/header.py).
 _LARGEST = {"num_hidden_layers": MAX_LAYERS, "hidden_size": MAX_WIDTH, "vocab_size": MAX_VOCAB}
-_EMBED_SAMPLE = 8  # rows of the two embeddings that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +169,7 @@ def read_facts(
         read_target,
         known,
         wiring,
-        _embeddings_agree(read_draft, read_target, target),
+        embeddings_agree(read_draft.weights, read_target.hidden_size, target),
         emitted,
     )
 
@@ -292,27 +289,3 @@ def _architectures(config: Settings) -> list[str]:
     if not isinstance(names, list) or not names or not all(map(is_word, names)):
         raise config.refuse("architectures", "a list of names")
     return names
-
-
-def _embeddings_agree(draft: Draft, target: Target, folder: Path) -> bool | None:
-    """Whether rows spread over the head's embedding equal the target's within a rounding to bf16."""
-    own = draft.tensors.get("embed_tokens.weight")
-    if own is None or own.shape[1:] != (target.hidden_size,):
-        return None
-    where = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not any(os.path.exists(path) for path in where):
-        return None
-    try:
-        theirs = read_weights(folder, whole=False, only=re.compile("|".join(map(re.escape, EMBED_NAMES))))
-    except CheckpointError:
-        return None  # the target's weights are not what is checked here
-    names = [name for name, fact in theirs.tensors.items() if name.endswith("embed_tokens.weight") and fact.shape]
-    rows = min(own.shape[0], *(theirs.tensors[name].shape[0] for name in names)) if names else 0
-    for row in range(0, rows, max(1, rows // _EMBED_SAMPLE)):
-        mine, others = draft.weights.row("embed_tokens.weight", row), theirs.row(names[0], row)
-        if mine is None or others is None or len(mine) != len(others):
-            return None
-        scale = max(map(abs, others), default=0.0)
-        if any(abs(one - other) > 0.01 * scale for one, other in zip(mine, others, strict=True)):
-            return False
-    return True if rows else None

@@ -65,6 +65,12 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     metavar="last:W",
     help="Rows of a prompt to record: the last W, as far as a head with an attention window sees.  [default: all]",
 )
+@click.option(
+    "--server-cache",
+    type=click.Choice(["own", "shared"]),
+    help="Of a server: each request computes its whole prompt, or takes what earlier ones of this capture began alike "
+    "from the server's cache.  [default: own]",
+)
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Most output tokens per request.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from this much probability.")
@@ -93,6 +99,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def capture(
     model: str | None, server: str | None, api_key: str | None, recording: Path | None, prompts: Path, output: Path,
     taps: str | None, taps_for: int | None, then_taps: str | None, rows: str, prompt_rows: str | None,
+    server_cache: str | None,
     max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed: int, dtype: str,
     device: str, concurrency: int | None, raw: bool, no_weights: bool, resume: bool, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
@@ -105,6 +112,8 @@ def capture(
     choices: dict[str, Any] = {
         "taps_for": taps_for, "then_taps": then_taps, "rows": rows, "prompt_rows": _last_rows(prompt_rows),
     }  # fmt: skip
+    if server is None and server_cache is not None:
+        raise UsageError(f"--server-cache {server_cache} is a choice of --server: leave it out, or type --server")
     if model is not None and server is None:
         options = CaptureOptions(
             model=model, prompts=prompts, out=output, taps=taps, **choices, max_new_tokens=max_new_tokens,
@@ -117,7 +126,7 @@ def capture(
             server=server, prompts=prompts, out=output, taps=taps, **choices, max_new_tokens=max_new_tokens,
             temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, raw=raw,
             concurrency=16 if concurrency is None else concurrency, weights=not no_weights, resume=resume,
-            force=force, api_key=api_key, recording=recording,
+            force=force, api_key=api_key, recording=recording, server_cache=server_cache or "own",
         )  # fmt: skip
     else:
         raise click.UsageError("give one of --model and --server")

@@ -55,7 +55,7 @@ def compare(
     from replay.analysis.compare.pairing import pair_rounds
     from replay.analysis.compare.report import render_comparison
     from replay.analysis.view import View
-    from replay.traces.rounds import read_rounds
+    from replay.traces.rounds_file import read_rounds
     from replay.traces.rounds_sets import take_part
 
     refuse_two_forms(table_format, as_json)

@@ -42,7 +42,7 @@ def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
     from replay.engines.wiring import parse_wiring
     from replay.simulator.variant import sweep
     from replay.traces.reader import Trace
-    from replay.traces.rounds import is_rounds_file, write_rounds
+    from replay.traces.rounds_file import is_rounds_file, write_rounds
     from replay.traces.sample_files import sample_head
 
     rounds_file = output / "rounds.parquet"

@@ -76,8 +76,8 @@ def diagnose(
     Replays the head under every known fault and holds each against what the server did: what is --observed, else what
     the trace's own server did, round by round. Exit code 0 whatever the verdict.
     """
+    from replay.analysis.diagnosis.document import to_json
     from replay.analysis.diagnosis.report import render_diagnosis
-    from replay.analysis.diagnosis.verdict import to_json
     from replay.capture.observed import read_observed
     from replay.diagnosis.diagnose import diagnose as run
     from replay.engines.profiles import engine_profile

@@ -13,7 +13,9 @@ from replay.cli.options import (
     open_whole,
     parse_wiring_option,
     read_draft,
+    read_workers,
     target_option,
+    workers_options,
 )
 from replay.cli.progress import show_progress
 from replay.cli.terminal import print_json, print_rich
@@ -72,6 +74,7 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
 @click.option("--variant", metavar="NAME", help="The variant of ROUNDS whose depths are planned.")
 @target_option
 @no_verify_option
+@workers_options
 @page_options
 @json_option
 def plan(
@@ -89,6 +92,8 @@ def plan(
     variant: str | None,
     target: Path | None,
     no_verify: bool,
+    workers: int | None,
+    ray: str | None,
     html: Path | None,
     force: bool,
     as_json: bool,
@@ -100,7 +105,7 @@ def plan(
     """
     from replay.analysis.plan.ask import Question, answer_question, read_costs
     from replay.analysis.plan.report import render_plan
-    from replay.traces.rounds import read_rounds
+    from replay.traces.rounds_file import read_rounds
 
     refuse_page(html, force)
     asked = Question(times, benches, costs, lengths, batch, context, steps, variant, _pages(benches, api_key))
@@ -114,8 +119,14 @@ def plan(
         )
     if is_trace != (draft is not None) or (wiring is not None and not is_trace):
         raise UsageError("--draft and --wiring go with a trace; type a trace's folder and --draft DIR, or neither")
+    if not is_trace and (workers is not None or ray is not None):
+        raise UsageError(
+            "--workers and --ray replay a trace, and none was named; type a trace's folder and --draft DIR"
+        )
     played = (
-        _played(source, draft, wiring, steps, target, no_verify) if source is not None and draft is not None else ()
+        _played(source, draft, wiring, steps, target, not no_verify, (workers, ray))
+        if source is not None and draft is not None
+        else ()
     )
     table = None if source is None or is_trace else read_rounds(source)
     found = answer_question(asked, told, table, "" if source is None else str(source), played)
@@ -156,7 +167,13 @@ def _refuse_draft(draft: Path) -> None:
 
 
 def _played(
-    trace: Path, draft: Path, wiring: str | None, steps: str, target: Path | None, no_verify: bool
+    trace: Path,
+    draft: Path,
+    wiring: str | None,
+    steps: str,
+    target: Path | None,
+    verify: bool,
+    workers: tuple[int | None, str | None],
 ) -> "list[tuple[Played, Length]]":
     """The rounds of every depth that was asked for, and of every threshold, of one replay of the trace."""
     from replay.analysis.plan.ask import listed
@@ -164,7 +181,7 @@ def _played(
     from replay.verify.rules import MAX_STEPS
 
     depths = sorted(listed(steps or _DEEPEST, "--steps", MAX_STEPS))
-    opened = open_whole(trace, target, verify=not no_verify)
+    opened = open_whole(trace, target, verify=verify)
     _refuse_draft(draft)
     fed = parse_wiring_option(wiring, opened.header.target)
 
@@ -172,13 +189,14 @@ def _played(
     from replay.simulator.confidence import draft_anchors, play_depths, play_thresholds
     from replay.simulator.variant import Variant
 
+    hands = read_workers(*workers)
     checkpoint = read_draft(draft)
     variant = Variant(checkpoint.name, wiring=fed, steps=depths[-1])
     with show_progress("replaying") as progress:
 
         def on_event(event: "ReplayProgress") -> None:
-            progress.update(event.stage, event.done, event.total, "requests")
+            progress.update(event.stage, event.done + event.part, event.total, "requests")
 
-        anchors = draft_anchors(opened, checkpoint, variant, on_event=on_event)
+        anchors = draft_anchors(opened, checkpoint, variant, workers=hands, on_event=on_event)
     stopping = [one for depth in depths if depth > 1 for one in play_thresholds(anchors, THRESHOLDS, depth)]
     return with_lengths([*play_depths(anchors, depths), *stopping])

@@ -100,7 +100,7 @@ def check_device(device: str) -> None:
 
 def refuse_output(path: Path, force: bool) -> None:
     """Before the work. Raises UsageError for a name that says another form than parquet, and as ``refuse_existing``."""
-    from replay.traces.rounds import is_rounds_file
+    from replay.traces.rounds_file import is_rounds_file
 
     refuse_existing(path, force, ours=is_rounds_file)
     ending = path.suffix.lower()
@@ -114,7 +114,7 @@ def refuse_output(path: Path, force: bool) -> None:
 
 def write_after(rounds: "Rounds", path: Path, force: bool) -> ReplayError | None:
     """Why the rounds could not be written: said after the report, so that a full disk loses the file only."""
-    from replay.traces.rounds import write_rounds
+    from replay.traces.rounds_file import write_rounds
 
     try:
         write_rounds(rounds, path, force=force)

@@ -36,7 +36,7 @@ def show(
     from replay.analysis.json_document import object_json
     from replay.analysis.tokens.report import render_view
     from replay.simulator.tokens import Sources, show_tokens
-    from replay.traces.rounds import read_rounds
+    from replay.traces.rounds_file import read_rounds
 
     table, part = read_rounds(rounds), read_part(category, request, first_turn, limit)
     if part.whole and len(table.requests) > 1:

@@ -36,7 +36,7 @@ def merge(
 ) -> None:
     """Write the requests of several traces as one.
 
-    The traces have to be of one target and to hold the same taps, recorded alike.
+    The traces have to be of one target, recorded alike. Where taps differ, requests keep theirs.
     """
     from replay.traces.copying import copy_requests
     from replay.traces.reader import Trace

@@ -6,17 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from replay.analysis.diagnosis.breakdown import Profile, profile, separate
-from replay.analysis.diagnosis.evidence import (
-    RoundDraft,
-    RoundKey,
-    accepted_gain,
-    by_anchor,
-    taken_by_any_cause,
-    taken_likelihood,
-)
+from replay.analysis.diagnosis.counted import taken_by_any_cause, taken_likelihood
+from replay.analysis.diagnosis.gain import Gain, RoundDraft, RoundKey, accepted_gain, by_anchor
 from replay.analysis.diagnosis.limits import limits
 from replay.analysis.diagnosis.scored import AS_GOOD, Scored, rank
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, judge, without_name
+from replay.analysis.diagnosis.verdict import Diagnosis, judge, without_name
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
 from replay.diagnosis.elsewhere import (
@@ -25,6 +19,7 @@ from replay.diagnosis.elsewhere import (
     held_doubts,
     judge_elsewhere,
     judge_unseen,
+    judge_walks,
     requests_of_all,
 )
 from replay.diagnosis.hypotheses import Hypothesis, nothing_wrong, rewired, singles
@@ -86,6 +81,7 @@ def conclude(
     elsewhere = None if reference is None else follow_elsewhere(case, reference)
     if reference is not None and elsewhere is not None:
         found = judge_elsewhere(found, reference, elsewhere)
+    found = judge_walks(found, case, rounds, summary)
     if found.verdict == "engine" and reference is not None:
         others, taken_by_any = _unknowable(case, reference, tried, final, tell)
         ranked, unknown = rank([*scores, *others], taken_by_any=taken_by_any)

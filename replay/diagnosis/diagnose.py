@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replay.analysis.diagnosis.evidence import DRAFTED, HISTOGRAM, LENGTH
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain
+from replay.analysis.diagnosis.gain import Gain
+from replay.analysis.diagnosis.verdict import Diagnosis
 from replay.analysis.ladder.ladder import Ladder
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.advice import check_width, conclude

@@ -6,13 +6,17 @@ tried on these. What is then said of the server has to hold of the others as wel
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from replay.analysis.diagnosis.evidence import MEASURED, outliers_allowed
+from replay.analysis.counts import per_request
+from replay.analysis.diagnosis.counted import histogram_evidence, length_evidence
+from replay.analysis.diagnosis.drafted import MEASURED
+from replay.analysis.diagnosis.evidence import HISTOGRAM, LENGTH, outliers_allowed
 from replay.analysis.diagnosis.verdict import Diagnosis, without_name
 from replay.analysis.followed import Followed, agreement, join, judge_rounds
 from replay.diagnosis.case import Case
 from replay.diagnosis.hypotheses import unseen
-from replay.diagnosis.observed import FINAL_ROUNDS, first_rounds
+from replay.diagnosis.observed import FINAL_ROUNDS, count_by_request, first_rounds
 from replay.diagnosis.reference import Reference, follow
 from replay.errors import WiringError
 from replay.printable import counted
@@ -22,6 +26,11 @@ from replay.simulator.variant import ResolvedVariant
 from replay.traces.agreement import Agreement
 from replay.traces.fields import some
 from replay.traces.reader import Trace
+from replay.traces.rounds import HEALTHY_NAME
+
+if TYPE_CHECKING:
+    from replay.analysis.summary import VariantSummary
+    from replay.traces.rounds import Rounds
 
 
 def requests_of_all(case: Case, variants: Sequence[ResolvedVariant]) -> Trace:
@@ -53,10 +62,55 @@ def judge_elsewhere(found: Diagnosis, reference: Reference, elsewhere: Followed)
     unexplained = int(judge_rounds(elsewhere, reference.noise)[1].sum())
     if found.verdict not in ("healthy", "head") or unexplained <= outliers_allowed(elsewhere.rounds):
         return found
+    return _unlike_the_rest(found, unexplained, elsewhere.rounds)
+
+
+def judge_walks(found: Diagnosis, case: Case, rounds: "Rounds", walk: "VariantSummary") -> Diagnosis:
+    """Where no drafts are known: what was observed held against the healthy ``walk`` of all requests, whose ``rounds``
+    these are, and not only against the requests on which faults are tried."""
+    if len(case.trace) == len(case.every) or case.observation.kind not in (LENGTH, HISTOGRAM):
+        return found
+    if case.observation.given is None:
+        return _judge_histograms(found, case, rounds)
+    counts, given = per_request(rounds)[walk.name], case.observation.given
+    fits = length_evidence(counts, given.accept_length, given.rounds, case.served.steps).fits
+    tried = found.healthy.evidence
+    if fits == tried.fits:
+        return found
+    low, high = walk.accept_length_ci95
+    why = (
+        f"the observed accept length ({given.accept_length:.2f}) is {'' if tried.fits else 'not '}what the healthy "
+        f"replay gives on the {counted(len(case.trace), 'request')} with the most taps, on which faults are tried "
+        f"({tried.accept_length:.2f}), and it is {'' if fits else 'not '}what this gives on all "
+        f"{walk.played_requests} ({walk.accept_length:.2f}, {low:.2f} to {high:.2f}); record all taps of requests like "
+        "those that were observed (--taps-for)"
+    )
+    left = without_name(found, why)
+    undecided = tuple(dict.fromkeys((HEALTHY_NAME, *left.undecided))) if fits else left.undecided
+    return replace(left, implausible=None, undecided=undecided)
+
+
+def _judge_histograms(found: Diagnosis, case: Case, rounds: "Rounds") -> Diagnosis:
+    """A server that is as configured has to be so in the other requests too."""
+    tried, steps = {record.request_id for record in case.trace.records}, case.served.steps
+    rest = {
+        record.request_id: record.server_histogram
+        for record in case.every.records
+        if record.server_histogram and record.request_id not in tried
+    }
+    evidence = histogram_evidence(
+        count_by_request(rounds.table, steps), rest, steps, discordant=case.observation.discordant
+    )
+    if found.verdict not in ("healthy", "head") or evidence.fits:
+        return found
+    return replace(_unlike_the_rest(found, evidence.unexplained, evidence.rounds), implausible=None)
+
+
+def _unlike_the_rest(found: Diagnosis, unexplained: int, rounds: int) -> Diagnosis:
     return without_name(
         found,
         "the requests with the most taps show nothing wrong, and in the others rounding does not explain "
-        f"{unexplained} of {counted(elsewhere.rounds, 'round')}; record all taps of these others too (--taps-for)",
+        f"{unexplained} of {counted(rounds, 'round')}; record all taps of these others too (--taps-for)",
     )
 
 
@@ -74,10 +128,15 @@ def judge_unseen(found: Diagnosis, case: Case) -> Diagnosis:
 
 def agreement_of_all(case: Case, reference: Reference | None, elsewhere: Followed | None) -> Agreement | None:
     """The rounds of the healthy replay counted; None where none were told, or where rows are not exact."""
-    if reference is None or case.trace.rounded_taps:
+    if reference is None or _is_rounded(case):
         return None
     every = reference.healthy if elsewhere is None else join([reference.healthy, elsewhere])
     return agreement(every, reference.noise, MEASURED)
+
+
+def _is_rounded(case: Case) -> bool:
+    """Whether the draft was served rows that the trace has in fp8."""
+    return not set(case.trace.rounded_taps).isdisjoint(case.served.wiring.taps)
 
 
 def held_doubts(case: Case, walked: int) -> Iterator[str]:
@@ -85,16 +144,21 @@ def held_doubts(case: Case, walked: int) -> Iterator[str]:
     so many requests as are ``walked``."""
     tried, every = len(case.trace.records), len(case.every.records)
     if tried < every:
+        served = (
+            "and the observed accept length, whatever its prompts were, is held against these"
+            if case.observation.kind == LENGTH
+            else "and the served accept length is theirs"
+        )
         yield (
             f"{tried} of {counted(every, 'request')} have the taps {', '.join(case.trace.taps)}: hypotheses are tried "
-            f"on these, and the served accept length is theirs. Accept lengths on their own walk are of {walked}."
+            f"on these, {served}. Accept lengths on their own walk are of {walked}."
         )
     if left_out := unseen(case):
         yield (
             f"Rows of prompts that the trace lacks keep {counted(len(left_out), 'likely fault')} ({some(left_out)}) "
             "from being tried."
         )
-    if case.trace.rounded_taps:
+    if _is_rounded(case):
         yield (
             "What fp8 moves counts as rounding here: a fault that moves the drafts less than fp8 does is not seen, and "
             "a number format is told from another one only where it moves them more. What the draft was fed is "

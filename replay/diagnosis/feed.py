@@ -160,10 +160,11 @@ class _Tally:
     def _slot(self, slot: int) -> Slot:
         places = [(tap, shift) for shift in SHIFTS for tap in self.trace.taps]
         means = {place: self.cosines[slot, place] / self.compared[place] for place in places if self.compared[place]}
-        nearest = max(means, key=lambda place: means[place])
+        nearest = max(means, key=lambda place: means[place], default=None)
+        cosine = math.nan if nearest is None else means[nearest]
         equal = {place: self.equal[slot, place] for place in places}
         compared = {place: self.compared[place] for place in places}
-        return Slot(slot, self.rows, self.zeros[slot], equal, compared, nearest, means[nearest], self.broken[slot])
+        return Slot(slot, self.rows, self.zeros[slot], equal, compared, nearest, cosine, self.broken[slot])
 
 
 def _bits(tensor: "torch.Tensor") -> Bits:

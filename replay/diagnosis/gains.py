@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from replay.analysis.diagnosis.evidence import accepted_gain, length_gain
-from replay.analysis.diagnosis.verdict import Gain
+from replay.analysis.diagnosis.gain import Gain, accepted_gain, length_gain
 from replay.diagnosis.case import Case
 from replay.diagnosis.hypotheses import WIRED_OTHERWISE, Hypothesis, nearby_wirings, nothing_wrong, singles, wirings
 from replay.diagnosis.observed import first_rounds

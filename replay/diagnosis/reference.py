@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replay.analysis.diagnosis.evidence import noise_scales, outliers_allowed
+from replay.analysis.diagnosis.drafted import noise_scales
+from replay.analysis.diagnosis.evidence import outliers_allowed
 from replay.analysis.followed import BOTH_SIDES, Followed, Noise, judge_rounds
 from replay.diagnosis.case import Case
 from replay.diagnosis.observed import count_by_request

@@ -6,17 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from replay.analysis.counts import Counts, per_request
-from replay.analysis.diagnosis.evidence import (
-    DRAFTED,
-    Evidence,
-    RoundDraft,
-    RoundKey,
-    by_anchor,
-    followed_evidence,
-    histogram_evidence,
-    length_evidence,
-    scale_up,
-)
+from replay.analysis.diagnosis.counted import histogram_evidence, length_evidence
+from replay.analysis.diagnosis.drafted import followed_evidence
+from replay.analysis.diagnosis.evidence import DRAFTED, Evidence, scale_up
+from replay.analysis.diagnosis.gain import RoundDraft, RoundKey, by_anchor
 from replay.analysis.diagnosis.scored import Scored
 from replay.analysis.followed import Followed, Noise
 from replay.analysis.summary import VariantSummary, summarise

@@ -37,7 +37,7 @@ def served_sizes(inputs: Sequence[DraftInput], execution: Execution) -> Tensor |
         return None
     return torch.cat([
         products_of_rows(
-            item.rows, item.prompt_tokens, item.spans, item.pieces,
+            item.rows, item.prompt_tokens, item.spans, item.pieces, item.cached,
             product_rows=execution.product_rows, prefill_rows=execution.prefill_rows,
         )
         for item in inputs
@@ -49,16 +49,19 @@ def products_of_rows(
     prompt_tokens: int,
     spans: Sequence[Span],
     pieces: Sequence[Piece] = (),
+    cached: Sequence[Piece] = (),
     *,
     product_rows: int,
     prefill_rows: int | None,
 ) -> Tensor:
     """The size of each row's product, of a request's first ``rows``; ``product_rows`` stands for all sizes up to it.
 
-    A prompt's rows ran with those of the other requests of their prefill, which ``pieces`` tell.
+    A prompt's rows ran with those of the other requests of their prefill, which ``pieces`` tell. Of rows that
+    the server took from its cache ``cached`` tells how many ran together when an earlier request made them, in a
+    prefill or a verify.
     """
     sizes_R = torch.full((max(rows, prompt_tokens),), product_rows)
-    sizes_R[:prompt_tokens] = prompt_products(prompt_tokens, pieces, prefill_rows)
+    sizes_R[:prompt_tokens] = prompt_products(prompt_tokens, [*cached, *pieces], prefill_rows)
     for first, count, size in spans:
         sizes_R[first : first + count] = size
     return sizes_R[:rows].clamp_min(product_rows)

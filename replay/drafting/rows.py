@@ -28,8 +28,9 @@ class DraftInput:
     ``sampled_T`` is what the target would choose after each of its prompt positions, needed for ``Behaviour.chunk``
     only. ``only`` names the anchors to draft at, rising (None: every one). ``spans``: in products of how many rows a
     server made its rows, where it told (product_sizes.py). ``pieces`` in which it prefilled the prompt, none where it
-    did not tell; prompt rows before the first one came from a cache. ``batch_rows`` in which each anchor's round ran
-    (None: not told), needed for ``Behaviour.crossed`` only.
+    did not tell; prompt rows before the first one came from a cache: ``cached`` says how many of them each forward made
+    and of how many rows it was, where that is known. ``batch_rows`` in which each anchor's round ran (None: not told),
+    needed for ``Behaviour.crossed`` only.
     """
 
     tokens_T: Tensor
@@ -40,6 +41,7 @@ class DraftInput:
     spans: Sequence[Span] = ()
     pieces: Sequence[Piece] = ()
     batch_rows: BatchRows | None = None
+    cached: Sequence[Piece] = ()
 
     @property
     def rows(self) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import isfinite
 
+from replay.engines.layer_names import aliases, is_special
 from replay.engines.profiles import PRECISIONS
 from replay.errors import UsageError
 
@@ -102,11 +103,11 @@ class TensorRule:
     def covers(self, name: str, kept: tuple[str, ...]) -> bool:
         """Whether the rule speaks of the layer ``name`` where an engine leaves ``kept`` unquantised."""
         if not self.pattern:
-            return name not in kept and not _is_special(name)
-        if _is_special(name) and not any(word in self.pattern for word in ("norm", "embed")):
+            return name not in kept and not is_special(name)
+        if is_special(name) and not any(word in self.pattern for word in ("norm", "embed")):
             return False
         return any(
-            fnmatchcase(called, self.pattern) or fnmatchcase(called, f"*.{self.pattern}") for called in _aliases(name)
+            fnmatchcase(called, self.pattern) or fnmatchcase(called, f"*.{self.pattern}") for called in aliases(name)
         )
 
     def __str__(self) -> str:
@@ -145,13 +146,6 @@ class Precision:
 
 
 PLAIN = Precision()
-
-
-def fused_name(name: str) -> str:
-    """The product that servers run the layer in: q, k and v are one ``qkv_proj``, gate and up one ``gate_up_proj``,
-    and what goes down to the ranks of a latent head one ``fused_qkv_a_proj_with_mqa``."""
-    name = re.sub(r"(?<=\.)(q_a_proj|kv_a_proj_with_mqa)$", "fused_qkv_a_proj_with_mqa", name)
-    return re.sub(r"(?<=\.)[qkv]_proj$", "qkv_proj", re.sub(r"(?<=\.)(gate|up)_proj$", "gate_up_proj", name))
 
 
 def parse_precision(text: str) -> Precision:
@@ -276,19 +270,6 @@ def _positive(text: str) -> float | None:
 
 def _nouns(role: str) -> str:
     return {"weight": "weights", "input": "inputs", "kv": "keys and values"}.get(role, role)
-
-
-def _is_special(name: str) -> bool:
-    """Norms and the embedding, which are quantised only where a rule asks for them by name."""
-    return "norm" in name or name == "embed_tokens"
-
-
-def _aliases(name: str) -> list[str]:
-    """The layer's own name and its servers' fused one; checkpoints of one layer call it ``midlayer``."""
-    names = list(dict.fromkeys([name, fused_name(name)]))
-    return names + [
-        f"midlayer.{called.removeprefix('layers.0.')}" for called in names if called.startswith("layers.0.")
-    ]
 
 
 def _spell_scheme(scheme: Scheme) -> str:

@@ -17,7 +17,8 @@ from torch import Tensor
 from replay.checkpoint.config import HeadConfig
 from replay.checkpoint.nextn import ROUTING_BIAS
 from replay.checkpoint.tensor_table import LATENT_KV_B, NOT_LINEAR, linear_names
-from replay.engines.precision import Format, Precision, Scheme, fused_name
+from replay.engines.layer_names import fused_name
+from replay.engines.precision import Format, Precision, Scheme
 from replay.engines.profiles import PRECISIONS, EngineProfile
 from replay.head.products import Execution, ProductSizes, multiply
 from replay.head.quantise import LARGEST, largest_magnitude, quantise, quantise_weight

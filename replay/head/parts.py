@@ -3,7 +3,7 @@
 Suffixes as in model.py.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from replay.engines.behaviour import Behaviour
 from replay.engines.profiles import Numerics
 from replay.head.emulation import RoundedProducts
 from replay.head.products import ProductSizes
+
+_LINE = 64  # bytes that torch aligns to what it joins; kernels may sum in another order where something lies otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,26 @@ class Parts:
 
 
 def stack(weights: Mapping[str, Tensor], prefix: str, parts: str, kind: str = "weight") -> Tensor:
-    """Projections of one block, such as ``q_k_v``, joined as servers run them."""
-    return torch.cat([weights[f"{prefix}{part}_proj.{kind}"] for part in parts.split("_")])
+    """Projections of one block, such as ``q_k_v``, joined as servers run them; no copy where they lie so already."""
+    found = [weights[f"{prefix}{part}_proj.{kind}"] for part in parts.split("_")]
+    joined = _side_by_side(found)
+    return torch.cat(found) if joined is None else joined
+
+
+def _side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The rows of all, where each begins in memory where the one before it ends: as a mapped file may have them
+    (simulator/shared_heads.py)."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    if end % _LINE:
+        return None
+    for one in tensors:
+        alike = one.dtype == first.dtype and one.shape[1:] == first.shape[1:] and one.is_contiguous()
+        same = one.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and not one.requires_grad
+        if not (alike and same and one.data_ptr() == end):
+            return None
+        end += one.numel() * one.element_size()
+    shape = (sum(map(len, tensors)), *first.shape[1:])
+    return first.as_strided(shape, first.stride())
 
 
 def stack_once(weights: MutableMapping[str, Tensor], prefix: str, parts: str) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from replay import narrow_products
+
 CPU = torch.device("cpu")
 # More rows than any prompt has: a server that cuts no prompt.
 WHOLE_PROMPTS = 1 << 62
@@ -69,11 +71,15 @@ def multiply(
     x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, execution: Execution, sizes: ProductSizes | None
 ) -> Tensor:
     """``x`` times the transposed weight [R, O], in products as large as ``sizes`` says or ``execution`` allows."""
+    if sizes is None and execution.product_rows is None and not narrow_products.has_kernels(x_RI.dtype):
+        return narrow_products.linear(x_RI, weight_OI, bias_O)
     return _in_pieces(x_RI, lambda piece_RI: functional.linear(piece_RI, weight_OI, bias_O), execution, sizes)
 
 
 def multiply_heads(x_RNI: Tensor, weight_NIO: Tensor, execution: Execution, sizes: ProductSizes | None) -> Tensor:
     """Each attention head's rows times its own weight [R, N, O], in products as large as those of ``multiply``."""
+    if sizes is None and execution.product_rows is None and not narrow_products.has_kernels(x_RNI.dtype):
+        return narrow_products.multiply_by_head(x_RNI.transpose(0, 1), weight_NIO).transpose(0, 1)
     return _in_pieces(
         x_RNI, lambda piece_RNI: torch.bmm(piece_RNI.transpose(0, 1), weight_NIO).transpose(0, 1), execution, sizes
     )

@@ -37,7 +37,8 @@ from replay.simulator.variant import ResolvedVariant, Variant, name_variants
 from replay.traces import files
 from replay.traces.place import check_writable
 from replay.traces.reader import Trace
-from replay.traces.rounds import Rounds, read_rounds, write_rounds
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import read_rounds, write_rounds
 
 if TYPE_CHECKING:
     import polars as pl

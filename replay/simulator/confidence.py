@@ -4,41 +4,25 @@ A greedy chain of k steps is the beginning of a longer one. So the accepted coun
 gives that of every other depth, and rounds follow by walking.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from replay.analysis.plan.policies import Played
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.drafting.confidence import draft_with_confidence
 from replay.drafting.product_sizes import served_spans
 from replay.errors import UsageError
+from replay.simulator.anchors import AnchorDrafts, draft_pack
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.held import requests_with_taps
-from replay.simulator.inputs import draft_input, read_packs
+from replay.simulator.inputs import read_packs
 from replay.simulator.progress import ReplayProgress
+from replay.simulator.tasks import Result, Task, Workers, plan_tasks, replay_tasks
 from replay.simulator.variant import CHAIN_KV, ResolvedVariant, Variant
-from replay.traces.reader import RequestRows, Trace
-from replay.verify.accept import continuations, count_accepted, served_walk
-
-_Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class AnchorDrafts:
-    """One request: tokens accepted of the full chain at each anchor [A], and the product of chances up to each step.
-
-    ``product_AK`` falls with the step. ``tokens`` counts prompt and output.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    tokens: int
-    accepted_A: _Ints
-    product_AK: NDArray[np.float32]
+from replay.simulator.workers import use_workers
+from replay.traces.reader import Trace
+from replay.verify.accept import served_walk
 
 
 def draft_anchors(
@@ -47,12 +31,13 @@ def draft_anchors(
     variant: Variant | ResolvedVariant,
     *,
     device: str = "cpu",
+    workers: "int | str | Workers | None" = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> list[AnchorDrafts]:
     """The chains of ``variant`` at every anchor of every request; a pack of requests is in memory at a time.
 
-    Raises UsageError for a variant that is no healthy greedy chain and for a head that drafts blocks, WiringError or
-    CheckpointError where head, wiring and trace do not fit.
+    ``workers`` as in ``simulate``. Raises UsageError for a variant that is no healthy greedy chain and for a head that
+    drafts blocks, WiringError or CheckpointError where head, wiring and trace do not fit, and WorkerError.
     """
     resolved = resolve(variant, checkpoint, trace)
     trace = requests_with_taps(trace, [resolved], {resolved.draft: checkpoint})
@@ -66,25 +51,38 @@ def draft_anchors(
         raise UsageError("a plan from a trace plays greedy chains; plan from a rounds file for trees and other rules")
     if resolved.faults or resolved.kv != CHAIN_KV:
         raise UsageError("a plan from a trace plays a healthy head; plan from a rounds file to plan with a fault")
-    head = build_head(checkpoint, resolved, trace, device)
+    heads = {resolved.draft: checkpoint}
+    with use_workers(workers, trace, heads, device) as hands:
+        if hands is None:
+            return _draft_here(trace, checkpoint, resolved, device, on_event)
+        planned = plan_tasks(trace, heads, [resolved], None, hands.count, confidence=True)
+        return _in_order(replay_tasks(hands, planned, on_event))
+
+
+def _draft_here(
+    trace: Trace,
+    checkpoint: Checkpoint,
+    variant: ResolvedVariant,
+    device: str,
+    on_event: Callable[[ReplayProgress], None],
+) -> list[AnchorDrafts]:
+    head = build_head(checkpoint, variant, trace, device)
     spans = served_spans(trace.served_rounds()) if head.execution.product_rows is not None else {}
     found: list[AnchorDrafts] = []
     with torch.inference_mode():
-        for pack in read_packs(trace, resolved.wiring.taps):
-            inputs = [draft_input(rows, resolved.wiring, spans=spans.get(rows.request_id, ())) for rows in pack]
-            for rows, drafts in zip(pack, draft_with_confidence(head, inputs, variant.steps), strict=True):
-                found.append(_counted(rows, drafts.drafted_AK.numpy(), drafts.chance_AK.numpy()))
+        for pack in read_packs(trace, variant.wiring.taps):
+            found += draft_pack(head, variant.wiring, variant.steps, pack, spans)
             on_event(ReplayProgress(len(found), len(trace.requests)))
     return found
 
 
-def _counted(rows: RequestRows, drafted_AK: _Ints, chance_AK: NDArray[np.float32]) -> AnchorDrafts:
-    steps, first = drafted_AK.shape[1], rows.prompt_tokens
-    anchors_A = np.arange(first, first + len(drafted_AK))
-    chosen_AK = continuations(rows.tokens.numpy(), rows.tail_ids.numpy(), anchors_A, steps)
-    return AnchorDrafts(
-        rows.request_id, first, len(rows.tokens), count_accepted(drafted_AK, chosen_AK), np.cumprod(chance_AK, axis=1)
-    )
+def _in_order(results: Iterable[tuple[Task, Result]]) -> list[AnchorDrafts]:
+    """Those of all packs of one variant."""
+    found: list[AnchorDrafts] = []
+    for _, (of_variant,) in results:
+        assert isinstance(of_variant, tuple)
+        found += of_variant
+    return found
 
 
 def play_depths(anchors: Sequence[AnchorDrafts], depths: Sequence[int]) -> list[Played]:

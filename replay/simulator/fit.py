@@ -4,7 +4,8 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import HeadConfig
 from replay.checkpoint.tensor_table import LATENT_KV_B, expected_tensors, linear_names
 from replay.engines.behaviour import Behaviour
-from replay.engines.precision import Format, Precision, fused_name
+from replay.engines.layer_names import fused_name
+from replay.engines.precision import Format, Precision
 from replay.engines.wiring import Wiring, check_wiring
 from replay.errors import CheckpointError, UsageError
 from replay.faults.change import Subject

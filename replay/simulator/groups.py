@@ -66,8 +66,17 @@ class Plan:
         return _weights_key(self.first, self.subject)
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A head, and the subject that it was made of: its tensors are known by where they lie, so they have to stay."""
+
+    subject: Subject
+    head: Head
+
+
 def plan_groups(variants: Sequence[ResolvedVariant], checkpoints: Mapping[str, Checkpoint], trace: Trace) -> list[Plan]:
-    """Resolved variants by what they can share, those of one stem side by side; no head is made.
+    """Resolved variants by what they can share, those of the same weights side by side, and of these those of one stem;
+    no head is made.
 
     Raises UsageError, WiringError or CheckpointError before any tensor of the trace is read.
     """
@@ -80,8 +89,10 @@ def plan_groups(variants: Sequence[ResolvedVariant], checkpoints: Mapping[str, C
         stem = (weights, subject.config, behaviour.of_first_pass(), subject.wiring, behaviour.crosses)
         sizes = tuple(_size(variants[member]) for member in members)
         plans.append(Plan(first, subject, sizes, tuple(members), stem, sampled))
-    stems = list(dict.fromkeys(plan.stem for plan in plans))
-    return sorted(plans, key=lambda plan: stems.index(plan.stem))
+    alike: dict[Hashable, dict[Hashable, list[Plan]]] = {}
+    for plan in plans:
+        alike.setdefault(plan.weights, {}).setdefault(plan.stem, []).append(plan)
+    return [plan for stems in alike.values() for stem in stems.values() for plan in stem]
 
 
 def group_variants(
@@ -91,17 +102,18 @@ def group_variants(
     device: str,
     *,
     served_products: bool = True,
+    made: "dict[Hashable, Made] | None" = None,
 ) -> list[Group]:
-    """What ``plan_groups`` gives, with heads. Raises as it does."""
-    heads: dict[Hashable, Head] = {}
+    """What ``plan_groups`` gives, with heads: those that were ``made`` before, where their weights are the same, and
+    new ones, which are put there. Raises as it does."""
+    heads: dict[Hashable, Made] = {} if made is None else made
     groups: list[Group] = []
     for plan in plan_groups(variants, checkpoints, trace):
-        first, subject, weights = plan.first, plan.subject, plan.weights
+        first, subject, weights = plan.first, plan.subject, (plan.weights, served_products)
         if weights not in heads:
-            heads[weights] = build_head(
-                checkpoints[first.draft], first, trace, device, subject, served_products=served_products
-            )
-        head = heads[weights].variation(subject.behaviour, subject.config)
+            head = build_head(checkpoints[first.draft], first, trace, device, subject, served_products=served_products)
+            heads[weights] = Made(subject, head)
+        head = heads[weights].head.variation(subject.behaviour, subject.config)
         kv = subject.tree_kv or first.kv
         groups.append(
             Group(head, subject.wiring, first.topk, kv, plan.sizes, plan.members, plan.stem, plan.sampled)

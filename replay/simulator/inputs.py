@@ -51,7 +51,9 @@ def draft_input(
 ) -> DraftInput:
     """One request of the trace as a draft takes it; ``spans`` as ``served_spans`` gave them."""
     features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
-    return DraftInput(rows.tokens, features_RKD, rows.prompt_tokens, sampled_T, spans=spans, pieces=rows.pieces)
+    return DraftInput(
+        rows.tokens, features_RKD, rows.prompt_tokens, sampled_T, spans=spans, pieces=rows.pieces, cached=rows.cached
+    )
 
 
 def sampled_after_chunks(rows: RequestRows, trace: Trace, chunk: Chunk) -> torch.Tensor:

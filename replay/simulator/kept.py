@@ -109,7 +109,9 @@ def _say_task(task: Task) -> str:
 
 
 def _find_task(cache: Cache, task: Task) -> Result | None:
-    """Of all variants of the task, or None."""
+    """Of all variants of the task, or None, as always of what says the head's confidence."""
+    if task.confidence:
+        return None
     asked = _say_task(task)
     if task.scales is not None:
         followed = [find_followed(cache, variant, asked) for variant in task.variants]
@@ -122,10 +124,10 @@ def _find_task(cache: Cache, task: Task) -> Result | None:
 
 def _keep_task(cache: Cache, task: Task, result: Result) -> None:
     asked = _say_task(task)
-    for variant, one in zip(task.variants, list[Played | Followed](result), strict=True):
+    for variant, one in zip(task.variants, result, strict=True):
         if isinstance(one, Followed):
             keep_followed(cache, variant, asked, one)
-        else:
+        elif isinstance(one, Played):
             _keep_played(cache, variant, asked, one)
 
 

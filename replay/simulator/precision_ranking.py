@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.tensor_table import linear_names
-from replay.engines.precision import Precision, TensorRule, fused_name, parse_precision, parse_scheme
+from replay.engines.layer_names import fused_name
+from replay.engines.precision import Precision, TensorRule, parse_precision, parse_scheme
 from replay.errors import UsageError
 from replay.simulator.variant import Variant
 

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import load, load_file, save, save_file
@@ -13,9 +14,10 @@ from replay.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from replay.drafting.rows import Span
 from replay.errors import CheckpointError
 from replay.simulator.along import Served, follow_pack
+from replay.simulator.anchors import AnchorDrafts, draft_pack
 from replay.simulator.batches import batches_for
 from replay.simulator.cache_keys import checkpoint_sha256
-from replay.simulator.groups import Group, group_variants, taps_of
+from replay.simulator.groups import Group, Made, group_variants, taps_of
 from replay.simulator.inputs import followed_rounds, read_packs
 from replay.simulator.packs import estimator_of, notes_of, replay_pack, spans_of
 from replay.simulator.results import Played, RoundsTable, Tally
@@ -79,12 +81,20 @@ def _own_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return {name: one.contiguous() for name, one in alone.items()}
 
 
+class AnyHead(Protocol):
+    """Where a worker finds a head."""
+
+    def read(self, name: str) -> Checkpoint:
+        """The head that is called so. Raises CheckpointError."""
+        ...
+
+
 @dataclass(frozen=True)
 class Job:
     """What all tasks have in common: a trace, its heads and where they run, in how many threads."""
 
     trace: Trace
-    heads: Mapping[str, HeadSource | StoredHead]
+    heads: Mapping[str, AnyHead]
     device: str
     threads: int
 
@@ -97,13 +107,21 @@ class Replayer:
         self._job = job
         self._heads: dict[str, Checkpoint] = {}
         self._groups: OrderedDict[tuple[tuple[ResolvedVariant, ...], bool], list[Group]] = OrderedDict()
+        self._made: dict[Hashable, Made] = {}
         self._spans: dict[Hashable, Mapping[str, Sequence[Span]]] = {}
 
     def replay(self, task: Task) -> Result:
         """Of each variant of the task what it did. Raises as ``simulate``."""
         with torch.inference_mode():
             groups = self._group(task)
+            if task.confidence:
+                return [self._draft(task, group) for group in groups]
             return self._simulate(task, groups) if task.scales is None else self._follow(task, groups, task.scales)
+
+    def _draft(self, task: Task, group: Group) -> tuple[AnchorDrafts, ...]:
+        steps, spans = max(size.steps for size in group.sizes), self._spans_of([group])
+        packs = read_packs(self._job.trace, group.wiring.taps, task.requests)
+        return tuple(one for pack in packs for one in draft_pack(group.head, group.wiring, steps, pack, spans))
 
     def _simulate(self, task: Task, groups: Sequence[Group]) -> list[Played]:
         trace = self._job.trace
@@ -156,15 +174,19 @@ class Replayer:
             self._forget_heads([*task.variants, *(variant for variants, _ in self._groups for variant in variants)])
             heads = {variant.draft: self._head(variant.draft) for variant in task.variants}
             self._groups[key] = group_variants(
-                task.variants, heads, self._job.trace, self._job.device, served_products=task.served_products
-            )
+                task.variants, heads, self._job.trace, self._job.device,
+                served_products=task.served_products, made=self._made,
+            )  # fmt: skip
         self._groups.move_to_end(key)
         return self._groups[key]
 
     def _forget_heads(self, variants: Sequence[ResolvedVariant]) -> None:
-        """All but those of ``variants``."""
+        """All but those of ``variants``, and what was made for no group that is left: a head shares its emulation with
+        its variations."""
         used = {variant.draft for variant in variants}
         self._heads = {name: head for name, head in self._heads.items() if name in used}
+        running = {id(group.head.emulation) for groups in self._groups.values() for group in groups}
+        self._made = {key: one for key, one in self._made.items() if id(one.head.emulation) in running}
 
     def _head(self, name: str) -> Checkpoint:
         if name not in self._heads:

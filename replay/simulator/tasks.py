@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from replay.analysis.followed import Followed
 from replay.checkpoint.checkpoint import Checkpoint
+from replay.simulator.anchors import AnchorDrafts
 from replay.simulator.groups import Plan, plan_groups
 from replay.simulator.inputs import plan_packs
 from replay.simulator.progress import ReplayProgress
@@ -23,7 +24,8 @@ from replay.traces.reader import Trace
 if TYPE_CHECKING:
     import polars as pl
 
-Result: TypeAlias = list[Played] | list[Followed]  # of each variant of a task
+# Of each variant of a task.
+Result: TypeAlias = list[Played] | list[Followed] | list[tuple[AnchorDrafts, ...]]
 
 # Tasks for each worker, so that none waits long for the last of another.
 _EACH = 4
@@ -35,6 +37,7 @@ class Task:
     those of the requests in the trace that is replayed, which may be a part of what a worker has open.
 
     ``rounds`` are followed, as in ``simulate``; with ``scales`` along the server's drafts, as in ``follow_server``.
+    With ``confidence`` there is a draft at every anchor, as in ``draft_anchors``.
     """
 
     variants: tuple[ResolvedVariant, ...]
@@ -44,11 +47,12 @@ class Task:
     rounds: "pl.DataFrame | None"
     scales: tuple[float, ...] | None
     served_products: bool
+    confidence: bool = False
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The tasks of a sweep, pack by pack; ``total`` requests; ``leading`` is the first variant of each group in order,
+    """The tasks of a sweep; ``total`` requests; ``leading`` is the first variant of each group in order,
     and ``sampled`` says which groups sample their drafts."""
 
     tasks: list[Task]
@@ -67,18 +71,31 @@ def plan_tasks(
     rounds: "pl.DataFrame | None" = None,
     scales: tuple[float, ...] | None = None,
     served_products: bool = True,
+    confidence: bool = False,
 ) -> Planned:
     """The tasks of some ``asked`` requests (None: all). Raises as ``plan_groups``."""
     plans = plan_groups(variants, checkpoints, trace)
     places = [tuple(pack) for pack in plan_packs(trace, asked)]
     packs = [tuple(trace.records[place].request_id for place in pack) for pack in places]
+    followed = [_of(rounds, pack) for pack in packs]
     lots = list(_lots(plans, _EACH * workers / max(1, len(packs))))
+    asked_of = [tuple(variants[member] for member in lot) for lot in lots]
     tasks = [
-        Task(tuple(variants[member] for member in lot), lot, pack, where, _of(rounds, pack), scales, served_products)
-        for pack, where in zip(packs, places, strict=True)
-        for lot in lots
+        Task(asked_of[lot], lots[lot], packs[pack], places[pack], followed[pack], scales, served_products, confidence)
+        for pack, lot in _turns(len(packs), len(lots), _EACH * workers)
     ]
     return Planned(tasks, sum(map(len, packs)), [plan.members[0] for plan in plans], [plan.sampled for plan in plans])
+
+
+def _turns(packs: int, lots: int, at_once: int) -> Iterator[tuple[int, int]]:
+    """Packs with lots in the order of their tasks: some packs under one lot after the other, then the next packs.
+
+    A worker has the heads of its last lots at hand, and the rows of a few packs stay in the system's memory.
+    """
+    for start in range(0, packs, at_once):
+        for lot in range(lots):
+            for pack in range(start, min(packs, start + at_once)):
+                yield pack, lot
 
 
 def _lots(plans: Sequence[Plan], least: float) -> Iterator[tuple[int, ...]]:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.errors import UsageError, WorkerError
 from replay.simulator.cache_keys import kernels_of
 from replay.simulator.cluster import open_cluster
-from replay.simulator.replayer import HeadSource, Job, Replayer
+from replay.simulator.replayer import AnyHead, HeadSource, Job, Replayer
+from replay.simulator.shared_heads import LEAST_BYTES, SharedHead, bytes_of
 from replay.simulator.tasks import Result, Task, Workers
 from replay.traces.fields import show
 from replay.traces.reader import Trace
@@ -87,14 +89,21 @@ def open_workers(
     """
     trace.check_sums()
     with tempfile.TemporaryDirectory(prefix="replay-heads-") as folder:
-        heads = {
-            name: HeadSource.of(one, Path(folder) / f"{place}") for place, (name, one) in enumerate(checkpoints.items())
-        }
+        every = enumerate(checkpoints.items())
+        heads = {name: _found_by_workers(one, Path(folder), place) for place, (name, one) in every}
         workers = LocalWorkers(count, Job(trace, heads, device, threads_of_each(count)))
         try:
             yield workers
         finally:
             workers.close()
+
+
+def _found_by_workers(checkpoint: Checkpoint, folder: Path, place: int) -> AnyHead:
+    """Where workers of this machine find a head; of a large one they share the bytes."""
+    source = HeadSource.of(checkpoint, folder / f"{place}.safetensors")
+    if isinstance(source, HeadSource) and bytes_of(checkpoint) >= LEAST_BYTES:
+        return SharedHead(source, replace(checkpoint, tensors={}), folder, place)
+    return source
 
 
 class LocalWorkers:

@@ -15,15 +15,17 @@ from rich.console import Console
 from support.rounds_maker import make_rounds, make_variant
 
 from replay.analysis.compare.compare import Comparison, Pair, compare_variants
+from replay.analysis.compare.doubts import doubts
 from replay.analysis.compare.pairing import PairedRounds, pair_rounds
-from replay.analysis.compare.report import answer, doubts, render_comparison
+from replay.analysis.compare.report import answer, render_comparison
 from replay.analysis.json_document import document
 from replay.analysis.p_values import holm, two_sided
 from replay.analysis.page.compared import write_comparison
 from replay.analysis.view import View
 from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
-from replay.traces.rounds import Rounds, table_schema, write_rounds
+from replay.traces.rounds import Rounds, table_schema
+from replay.traces.rounds_file import write_rounds
 
 TRACE = {"path": "traces/story", "target": "tiny", "model_type": "llama", "layers": 4, "engine": "sglang"}
 

@@ -7,26 +7,19 @@ import numpy as np
 import pytest
 from support.followed_maker import make_followed
 
+from replay.analysis.diagnosis.counted import histogram_evidence, length_evidence, taken_by_any_cause, taken_likelihood
+from replay.analysis.diagnosis.drafted import MEASURED, followed_evidence, noise_scales
 from replay.analysis.diagnosis.evidence import (
-    MEASURED,
     OUTLIER_ROUNDS,
     OUTLIER_TOKENS,
     Disturbance,
     Evidence,
-    RoundDraft,
-    accepted_gain,
     design_effect,
-    followed_evidence,
-    histogram_evidence,
     lead,
-    length_evidence,
-    length_gain,
-    noise_scales,
     outliers_allowed,
     scale_up,
-    taken_by_any_cause,
-    taken_likelihood,
 )
+from replay.analysis.diagnosis.gain import RoundDraft, accepted_gain, length_gain
 from replay.analysis.followed import Followed, Noise
 
 INF = math.inf

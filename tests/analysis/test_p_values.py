@@ -10,8 +10,9 @@ from scipy import stats
 from support.rounds_maker import make_rounds, make_variant
 
 from replay.analysis.compare.compare import compare_variants
+from replay.analysis.compare.doubts import doubts
 from replay.analysis.compare.pairing import pair_rounds
-from replay.analysis.compare.report import answer, doubts
+from replay.analysis.compare.report import answer
 from replay.analysis.counts import ACCEPTED, ROUNDS, WIDTH, Counts
 from replay.analysis.p_values import LEVEL, holm, least_p_value, paired_p_value, two_sided
 

@@ -34,7 +34,8 @@ from replay.analysis.report.report import assess
 from replay.analysis.summary import summarise
 from replay.analysis.tokens.view import Known, Ranking, View, view_requests
 from replay.cli.app import cli
-from replay.traces.rounds import Rounds, write_rounds
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import write_rounds
 
 CASES = {"single": single, "sweep": sweep, "served": served, "rewired": rewired, "many": many}
 # What makes a browser fetch something: attributes and functions with an address, rules and calls that load.

@@ -26,7 +26,8 @@ from replay.analysis.plan.settings import PLAIN, Load, Setting, make_setting
 from replay.analysis.plan.timings import Timing, join_timings, typed_timing
 from replay.cli.app import cli
 from replay.errors import UsageError
-from replay.traces.rounds import Rounds, write_rounds
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import write_rounds
 
 # A machine that is known: milliseconds by term, no context.
 TRUTH = {"pass": 20.0, "row": 0.3, "rest": 4.0, "draft": 1.5, "draft-row": 0.05}

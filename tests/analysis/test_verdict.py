@@ -9,18 +9,14 @@ import pytest
 from rich.console import Console
 from support.followed_maker import make_followed
 
-from replay.analysis.diagnosis.evidence import (
-    Disturbance,
-    Evidence,
-    followed_evidence,
-    length_evidence,
-    noise_scales,
-    taken_by_any_cause,
-    taken_likelihood,
-)
+from replay.analysis.diagnosis.counted import length_evidence, taken_by_any_cause, taken_likelihood
+from replay.analysis.diagnosis.document import to_json
+from replay.analysis.diagnosis.drafted import followed_evidence, noise_scales
+from replay.analysis.diagnosis.evidence import Disturbance, Evidence
+from replay.analysis.diagnosis.gain import Gain
 from replay.analysis.diagnosis.report import render_diagnosis
 from replay.analysis.diagnosis.scored import Scored, alike, explained, rank, undecided
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, certainty, judge, to_json
+from replay.analysis.diagnosis.verdict import Diagnosis, certainty, judge
 from replay.analysis.followed import Noise
 
 LOG_9 = math.log(9)  # a name needs 0.9

@@ -1,11 +1,11 @@
 """What a server may answer: JSON that is none, and more than anybody asked for, end in a sentence."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
+from support.serving import serving
 
 from replay.capture.client import api
 from replay.errors import CaptureError
@@ -26,14 +26,8 @@ def _answering(body: bytes, *, chunked: bool = False) -> Iterator[api.ServerApi]
         def log_message(self, *arguments: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield api.open_api(f"127.0.0.1:{server.server_port}", timeout=10.0, retries=0)
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as url:
+        yield api.open_api(url.removeprefix("http://"), timeout=10.0, retries=0)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -3,10 +3,9 @@
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from support.check_cases import (
     write,
     write_case,
 )
+from support.serving import serving
 
 from replay.check.run import RULES
 from replay.cli.app import cli
@@ -115,14 +115,8 @@ def _serving(info: dict[str, Any]) -> Iterator[str]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as url:
+        yield url
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from replay.errors import OutputError
 from replay.traces.captured import CapturedRequest
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
-from replay.traces.rounds import read_rounds
+from replay.traces.rounds_file import read_rounds
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_rounds_are_written_before_the_report_is_read(
     def full(*_: object, **__: object) -> None:
         raise OutputError("no room")
 
-    monkeypatch.setattr("replay.traces.rounds.write_rounds", full)
+    monkeypatch.setattr("replay.traces.rounds_file.write_rounds", full)
     done = run(*typed, tmp_path / "s.parquet", exit_code=1)
     assert done.stdout.startswith("Accept length") and "replay: no room" in done.stderr
 

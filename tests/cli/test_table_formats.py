@@ -14,7 +14,7 @@ from support.rounds_maker import make_rounds, make_variant
 
 from replay.cli.app import cli
 from replay.faults.table import FAULTS
-from replay.traces.rounds import write_rounds
+from replay.traces.rounds_file import write_rounds
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from support.rounds_maker import make_rounds, make_variant
 
 from replay.cli.app import cli
 from replay.cli.plain import ascii_only, plain
-from replay.traces.rounds import write_rounds
+from replay.traces.rounds_file import write_rounds
 
 # ---- an option that is typed twice ----
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from support.heads import DEEPSEEK_YARN, LATENT
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 
+from replay.analysis.diagnosis.document import to_json
 from replay.analysis.diagnosis.report import render_diagnosis
-from replay.analysis.diagnosis.verdict import to_json
 from replay.capture.observed import Observed
 from replay.diagnosis.diagnose import diagnose_server, served_variant
 from replay.engines.wiring import Wiring

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.less_maker import make_less
 from support.trace_maker import H, changed, make_header, make_request, make_weights, write_trace
 
 from replay.analysis.diagnosis.feed import Fed, Feeding, Slot, borne_out, contradiction, feeding_json, lines
@@ -160,6 +161,25 @@ def test_single_rows_that_stand_elsewhere_decide_nothing() -> None:
     stands = {(row, row if row > 1 else row + 7): 1 for row in range(8)}
     found = Feeding(1, 8, (slot,), 8, 0, 0, 6, stands)
     assert borne_out(found, Fed(("2",))) and contradiction(found, Fed(("2",), offset=7))
+
+
+def test_rows_of_prompts_that_the_trace_lacks_are_not_compared(tmp_path: Path) -> None:
+    """Only the first rows were seen to be fed, and the trace has the last one of each prompt."""
+    whole = make_trace(tmp_path, [fed(request(f"r{seed}", seed), [("2", 0), ("zeros", 0)], [0, 3]) for seed in (0, 1)])
+    found = read_feeding(make_less(tmp_path / "less", whole, prompt_rows=1))
+    assert found is not None and found.wiring is None and not any(found.slots[0].compared.values())
+    assert list(lines(found))[:3] == [
+        "slot 0: not compared, the trace lacks the 4 rows that were seen; to name it, record more rows of prompts "
+        "(--prompt-rows)",
+        "slot 1: zeros in 4 of 4 rows",
+        "token: row i embeds x[i+1] in 4 of 4 rows",
+    ]
+    other = Fed(("3", "2"), zeros=(1,))
+    assert contradiction(found, other) == "" and not borne_out(found, other)
+    assert contradiction(found, dataclasses.replace(other, own_token=True)).startswith("token: row i embeds")
+    assert [slot["nearest"] for slot in feeding_json(found)["slots"]] == [None, None]  # type: ignore[union-attr]
+    more = read_feeding(make_less(tmp_path / "more", whole, prompt_rows=4))
+    assert more is not None and more.slots[0].compared["2", 0] == more.slots[0].equal["2", 0] == 2
 
 
 def test_a_tap_that_was_not_recorded_is_not_identified(tmp_path: Path) -> None:

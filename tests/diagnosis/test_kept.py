@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 
-from replay.analysis.diagnosis.verdict import to_json
+from replay.analysis.diagnosis.document import to_json
 from replay.capture.observed import Observed
 from replay.diagnosis import diagnose, reference
 from replay.diagnosis.diagnose import diagnose_server

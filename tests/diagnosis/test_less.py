@@ -8,19 +8,29 @@ import polars as pl
 import pytest
 from rich.console import Console
 from support.less_maker import make_less
-from support.served_maker import WIRING, make_checkpoint, make_served
+from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 
+from replay.analysis.diagnosis.evidence import HISTOGRAM
 from replay.analysis.diagnosis.report import render_diagnosis
 from replay.analysis.diagnosis.verdict import Diagnosis
+from replay.analysis.summary import summarise
 from replay.capture.observed_number import Observed
 from replay.checkpoint.checkpoint import Checkpoint
-from replay.diagnosis.diagnose import diagnose_server, served_variant
+from replay.diagnosis.diagnose import diagnose_server, open_case, served_variant
+from replay.diagnosis.elsewhere import agreement_of_all, held_doubts
+from replay.diagnosis.observed import count_by_request
+from replay.diagnosis.reference import measure
+from replay.engines.wiring import Wiring
 from replay.errors import TraceError
 from replay.faults.table import FAULTS
+from replay.simulator.simulation import simulate
+from replay.simulator.variant import Variant
+from replay.traces.captured import ServerCounters
 from replay.traces.copying import captured_request, copy_requests
 from replay.traces.header import VERSION
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
+from replay.traces.rounds import HEALTHY_NAME
 from replay.traces.writer import TraceWriter
 
 REQUESTS, FIRST = 8, 4
@@ -91,6 +101,51 @@ def test_an_observed_accept_length_is_held_against_as_much_as_was_tried(tmp_path
         diagnose_server(tiered, head, served_variant(tiered, "h"), observed=seen, without=frozenset(FAULTS))
 
 
+@pytest.mark.parametrize(("observed", "undecided"), [("all", True), ("first", False)])
+def test_an_observed_accept_length_is_held_against_all_requests_too(
+    tmp_path: Path, head: Checkpoint, observed: str, undecided: bool
+) -> None:
+    """The requests with the most taps have outputs that the head drafts well, the others any tokens. Whoever observed
+    one of the two lengths asked other prompts than the other half: neither a fault nor health follows."""
+    whole = make_served(tmp_path, head, requests=REQUESTS, output=24)
+    with TraceWriter.create(tmp_path / "mixed", replace(whole.header, weights=None)) as writer:
+        writer.write_target_weights(whole.embed_weight(), None)
+        for index in range(REQUESTS):
+            one = captured_request(whole, index)
+            other = [(7 * place + index) % 64 for place in range(24)]
+            writer.add([one if index < FIRST else replace(one, output_ids=other)])
+        writer.finish()
+    tiered = make_less(tmp_path / "tiered", Trace.open(tmp_path / "mixed"), taps_for=FIRST, then=WIRING.taps)
+    lengths = {
+        name: summarise(simulate(part, {"h": head}, [Variant("h", WIRING, STEPS)]))[0].accept_length
+        for name, part in (("first", tiered.take(Part(limit=FIRST))), ("all", tiered))
+    }
+    assert lengths["first"] > 1.3 * lengths["all"]
+    without, seen = frozenset(FAULTS) - {"attn.scale"}, Observed(round(lengths[observed], 2), "typed")
+    found = diagnose_server(tiered, head, served_variant(tiered, "h"), observed=seen, without=without, ladder=False)
+    assert (found.verdict, found.named) == ("undetermined", None) and (HEALTHY_NAME in found.undecided)
+    assert f"({lengths['first']:.2f}), and it is {'' if undecided else 'not '}what this gives on all 8" in found.why
+    assert any("whatever its prompts were, is held against these" in doubt for doubt in found.doubts)
+
+
+def test_histograms_of_the_other_requests_leave_no_healthy_verdict(tmp_path: Path, head: Checkpoint) -> None:
+    good = make_served(tmp_path / "good", head, requests=REQUESTS)
+    bad = make_served(tmp_path / "bad", head, "kv.rollback=stale", requests=REQUESTS)
+    for name, others, verdicts in (("alike", good, ("healthy", "head")), ("mixed", bad, ("undetermined",))):
+        counted = [count_by_request((good if index < FIRST else others).served_rounds(), STEPS) for index in range(8)]
+        with TraceWriter.create(tmp_path / name, replace(good.header, weights=None)) as writer:
+            writer.write_target_weights(good.embed_weight(), None)
+            for index, told in enumerate(counted):
+                one = captured_request(good, index)
+                histogram = told[one.request_id]
+                writer.add([replace(one, server=ServerCounters(16, sum(histogram), histogram, 0))])
+            writer.finish()
+        tiered = make_less(tmp_path / f"{name}-tiered", Trace.open(tmp_path / name), taps_for=FIRST, then=WIRING.taps)
+        found = run(tiered, head, "attn.scale")
+        assert found.healthy.evidence.kind == HISTOGRAM and found.verdict in verdicts
+        assert ("in the others rounding does not explain" in found.why) == (name == "mixed")
+
+
 def test_a_fault_that_shows_in_whole_prompts_alone_is_named_from_these(tmp_path: Path, head: Checkpoint) -> None:
     """Of three requests two have all rows and taps; the third has no row that the fault moves into the window."""
     narrow = replace(head, config=replace(head.config, window=4))
@@ -144,6 +199,16 @@ def test_rows_in_fp8_accuse_nobody_and_name_what_is_large(tmp_path: Path, head: 
     assert found.verdict in verdicts and found.named == (None if fault == "none" else fault)
     # What the draft was fed is told in fp8 as well, slot by slot.
     assert found.feeding is not None and found.feeding.wiring == WIRING.taps
+
+
+def test_a_draft_that_is_fed_exact_rows_is_none_of_fp8(tmp_path: Path, head: Checkpoint) -> None:
+    less = make_less(tmp_path / "fp8", make_served(tmp_path, head, requests=2), rows="fp8")
+    case = open_case(less, head, served_variant(less, "h"), None, None)
+    exact = replace(case, served=replace(case.served, wiring=Wiring(("embed", "final", "final"))))
+    reference = measure(case)
+    for one, rounded in ((case, True), (exact, False)):
+        assert any("What fp8 moves" in doubt for doubt in held_doubts(one, 2)) == rounded
+        assert (agreement_of_all(one, reference, None) is None) == rounded
 
 
 def test_states_that_cross_to_a_request_with_fewer_taps_are_named(tmp_path: Path, head: Checkpoint) -> None:

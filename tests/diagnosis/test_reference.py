@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.served_maker import make_checkpoint, make_served
 
-from replay.analysis.diagnosis.evidence import noise_scales
+from replay.analysis.diagnosis.drafted import noise_scales
 from replay.analysis.followed import judge_rounds
 from replay.diagnosis.case import Case
 from replay.diagnosis.diagnose import open_case, served_variant

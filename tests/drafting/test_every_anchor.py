@@ -80,6 +80,9 @@ def test_products_are_as_large_as_the_servers() -> None:
     # the first 7 rows came from a cache
     cached = products_of_rows(47, 47, (), [(12, 30), (28, 28)], product_rows=1, prefill_rows=5)
     assert cached.tolist() == [5] * 5 + [2] * 2 + [30] * 12 + [28] * 28
+    # and it is told what made them: 4 of them a prefill of 60 rows, then 3 a verify of 24 nodes
+    told = products_of_rows(47, 47, (), [(12, 30), (28, 28)], [(4, 60), (3, 24)], product_rows=1, prefill_rows=5)
+    assert told.tolist() == [60] * 4 + [24] * 3 + [30] * 12 + [28] * 28
 
 
 @pytest.mark.parametrize(("prefill_rows", "prefill"), [(None, [9]), (4, [1, 4, 4]), (3, [3, 3, 3]), (9, [9])])

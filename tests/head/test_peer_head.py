@@ -15,10 +15,10 @@ import pytest
 import torch
 from support.heads import target_tables, tiny_checkpoint
 from support.peer_heads import SpecForge, Speculators, teacher_forced
+from support.replayed import replayed_logits
 from torch import Tensor
 
 from replay.checkpoint.checkpoint import Checkpoint, load_head
-from replay.drafting import next_tokens
 from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.rows import DraftInput
 from replay.engines.profiles import ENGINES, NUMERICS
@@ -104,24 +104,6 @@ def random_request(head: Head) -> DraftInput:
     return DraftInput(tokens_T, torch.randn(LENGTH - 1, head.config.fc_inputs, generator=generator), 1)
 
 
-def replayed_logits(
-    monkeypatch: pytest.MonkeyPatch, head: Head, item: DraftInput, forced: list[Tensor] | None = None
-) -> list[Tensor]:
-    """Our logits [R, W] of each step; ``forced`` replaces the tokens that we would have drafted."""
-    seen: list[Tensor] = []
-    choose = next_tokens.choose
-
-    def tap(head: Head, logits_AW: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(logits_AW)
-        ids_A, tied_A = choose(head, logits_AW)
-        return (ids_A if forced is None else forced[len(seen) - 1]), tied_A
-
-    with monkeypatch.context() as patch:
-        patch.setattr(next_tokens, "choose", tap)
-        draft_every_anchor(head, [item], STEPS)
-    return seen
-
-
 def assert_equal_logits(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert len(ours) == len(theirs) == STEPS
     for mine, peer in zip(ours, theirs, strict=True):
@@ -139,7 +121,7 @@ def test_own_drafts_equal_those_of_specforge(name: str, numerics: str, monkeypat
     checkpoint, head, embed_VE, lm_head_WE = build(options, "sglang", numerics)
     peer = SpecForge(checkpoint, embed_VE, lm_head_WE, options.get("rope_parameters", PLAIN_ROPE))
     item = random_request(head)
-    ours = replayed_logits(monkeypatch, head, item)
+    ours = replayed_logits(monkeypatch, head, item, STEPS)
     d2t_W = checkpoint.tensors.get("d2t", torch.zeros(checkpoint.config.draft_vocab_size, dtype=torch.long))
 
     def own_draft(_step: int, logits_RW: Tensor) -> Tensor:
@@ -164,7 +146,7 @@ def test_teacher_forced_logits_equal_those_of_speculators(
     peer = Speculators(checkpoint, embed_VE, lm_head_WE, options.get("rope_parameters", PLAIN_ROPE))
     item = random_request(head)
     ids_R, features_RKD = item.tokens_T[1 : item.rows + 1], item.features_RKD[: item.rows]
-    ours = replayed_logits(monkeypatch, head, item, list(teacher_forced(ids_R, STEPS)))
+    ours = replayed_logits(monkeypatch, head, item, STEPS, list(teacher_forced(ids_R, STEPS)))
     assert_equal_logits(ours, peer.logits(ids_R, features_RKD, STEPS))
 
 
@@ -174,7 +156,7 @@ def test_a_peer_that_norms_before_the_residual_is_told_apart(monkeypatch: pytest
     peer = Speculators(checkpoint, embed_VE, lm_head_WE, PLAIN_ROPE, norm_before_residual=True)
     item = random_request(head)
     ids_R, features_RKD = item.tokens_T[1 : item.rows + 1], item.features_RKD[: item.rows]
-    ours = replayed_logits(monkeypatch, head, item, list(teacher_forced(ids_R, STEPS)))
+    ours = replayed_logits(monkeypatch, head, item, STEPS, list(teacher_forced(ids_R, STEPS)))
     for mine, theirs in zip(ours, peer.logits(ids_R, features_RKD, STEPS), strict=True):
         assert (mine - theirs).abs().max() > 0.1
 
@@ -186,7 +168,7 @@ def test_a_peer_with_another_rope_is_told_apart(name: str, monkeypatch: pytest.M
     peer = Speculators(checkpoint, embed_VE, lm_head_WE, PLAIN_ROPE)
     item = random_request(head)
     ids_R, features_RKD = item.tokens_T[1 : item.rows + 1], item.features_RKD[: item.rows]
-    ours = replayed_logits(monkeypatch, head, item, list(teacher_forced(ids_R, STEPS)))
+    ours = replayed_logits(monkeypatch, head, item, STEPS, list(teacher_forced(ids_R, STEPS)))
     for mine, theirs in zip(ours, peer.logits(ids_R, features_RKD, STEPS), strict=True):
         assert (mine - theirs).abs().max() > 0.02
 
@@ -242,7 +224,7 @@ def test_on_the_features_of_a_real_target(
     item = DraftInput(tokens_T, features_RKD, 1)
     ids_R, rows_RKD = tokens_T[1 : item.rows + 1], features_RKD[: item.rows]
     forced = list(teacher_forced(ids_R, STEPS))
-    ours = replayed_logits(monkeypatch, head, item, forced)
+    ours = replayed_logits(monkeypatch, head, item, STEPS, forced)
     lm_head_WE = checkpoint.tensors["lm_head.weight"].float()
     specforge = SpecForge(checkpoint, embed_VE, lm_head_WE, rope)
     speculators = Speculators(checkpoint, embed_VE, lm_head_WE, rope)

@@ -26,7 +26,8 @@ from replay.drafting.rows import DraftInput
 from replay.drafting.tree_shape import TreeSize
 from replay.drafting.trees import draft_every_tree
 from replay.engines.behaviour import HEALTHY, Behaviour
-from replay.engines.precision import Format, fused_name, parse_format, parse_precision, with_kv
+from replay.engines.layer_names import fused_name
+from replay.engines.precision import Format, parse_format, parse_precision, with_kv
 from replay.engines.profiles import ENGINES
 from replay.errors import UsageError
 from replay.head.model import Head, TargetTables

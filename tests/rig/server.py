@@ -101,21 +101,23 @@ def start_server(
     threads: int | None = None,
     cwd: Path | None = None,
     ready_timeout: float = 300,
+    radix_cache: bool = False,
 ) -> Iterator[Server]:
     """Runs ``sglang.launch_server`` on the CPU while the context lasts, and ends its whole process group after it.
 
     With ``draft_dir`` it drafts by EAGLE-3: ``steps`` steps, ``topk`` branches, ``num_draft_tokens`` verified rows
-    (steps + 1 when None). ``launcher`` is what takes SGLang's arguments. ``threads`` sets OMP_NUM_THREADS, otherwise
-    the environment does. ``env`` is added to this process's environment; a PYTHONPATH in it goes before this folder.
-    The server runs in ``cwd`` (the log's folder when None). Raises ServerError when it is not ready after
-    ``ready_timeout`` seconds.
+    (steps + 1 when None). With ``radix_cache`` it keeps prefixes. ``launcher`` is what takes SGLang's arguments.
+    ``threads`` sets OMP_NUM_THREADS, otherwise the environment does. ``env`` is added to this process's environment; a
+    PYTHONPATH in it goes before this folder. The server runs in ``cwd`` (the log's folder when None). Raises
+    ServerError when it is not ready after ``ready_timeout`` seconds.
     """
     port = free_port()
     command = [
         *(*launcher, "--model-path", str(target_dir)),
         *("--device", "cpu", "--attention-backend", "intel_amx", "--host", "127.0.0.1", "--port", str(port)),
         *("--mem-fraction-static", "0.2", "--max-total-tokens", "16384", "--max-running-requests", "8"),
-        *("--disable-radix-cache", "--skip-server-warmup"),
+        *([] if radix_cache else ["--disable-radix-cache"]),
+        "--skip-server-warmup",
         "--sleep-on-idle",  # a scheduler that waits would take a whole core from the one that works
     ]
     if draft_dir is not None:

@@ -26,7 +26,8 @@ from replay.simulator.agreement import with_agreement
 from replay.simulator.cluster import ClusterWorkers, Needed, Node, _header_sha256, check_alike, lacking, open_cluster
 from replay.simulator.connection import AUTO, LOCAL, check_connected
 from replay.traces.reader import Trace
-from replay.traces.rounds import Rounds, write_rounds
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import write_rounds
 
 VARIANTS = [
     *replay.sweep(draft=["h"], wiring=[WIRING, replay.Wiring(("3", "5", "6"))], steps=[1, STEPS]),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.heads import write_head
+from support.here import Here
 from support.served_maker import HEAD, WIRING, make_checkpoint, make_served
 
 from replay.analysis.counts import ACCEPTED, ROUNDS, per_request
@@ -24,6 +25,7 @@ from replay.errors import UsageError
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.confidence import AnchorDrafts, draft_anchors, play_depths, play_thresholds
 from replay.simulator.inputs import draft_input
+from replay.simulator.progress import ReplayProgress
 from replay.simulator.simulation import simulate
 from replay.simulator.variant import Variant
 from replay.traces.reader import Trace
@@ -47,6 +49,20 @@ def test_drafts_are_those_of_every_anchor_and_chances_the_softmax_of_their_logit
         for one, plain in zip(draft_with_confidence(head, inputs, 3), draft_every_anchor(head, inputs, 3), strict=True):
             assert torch.equal(one.drafted_AK, plain.drafted_AK)
             assert ((one.chance_AK > 1 / head.config.draft_vocab_size) & (one.chance_AK <= 1)).all()
+
+
+def test_workers_draft_the_same(trace: Trace, anchors: list[AnchorDrafts], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.simulator.inputs.PACK_ROWS", 40)
+    hands = Here(trace, {"head": make_checkpoint()})
+    events = list[ReplayProgress]()
+    found = draft_anchors(
+        trace, make_checkpoint(), Variant("head", wiring=WIRING, steps=4), workers=hands, on_event=events.append
+    )
+    assert len(hands.asked) > 1 and events[-1].done == len(trace)
+    assert [one.request_id for one in found] == [one.request_id for one in anchors]
+    for ours, one in zip(found, anchors, strict=True):
+        assert (ours.prompt_tokens, ours.tokens) == (one.prompt_tokens, one.tokens)
+        assert np.array_equal(ours.accepted_A, one.accepted_A) and np.array_equal(ours.product_AK, one.product_AK)
 
 
 def test_depths_are_what_simulate_plays(trace: Trace, anchors: list[AnchorDrafts]) -> None:
@@ -204,6 +220,10 @@ def test_the_command_plans_from_a_trace(trace: Trace, tmp_path: Path) -> None:
     for wrong in (typed[:2] + typed[6:], [typed[0], *typed[2:]]):
         done = CliRunner().invoke(cli, wrong)
         assert done.exit_code == 1 and "--draft" in done.stderr
+    for wrong in (["--workers", "2"], ["--ray", "auto"]):
+        done = CliRunner().invoke(cli, ["plan", "--cost", "pass=20,draft=1", "--length", "steps=3,accept=2", *wrong])
+        assert done.exit_code == 1 and "--workers and --ray replay a trace" in done.stderr
+    assert "workers were asked for" in CliRunner().invoke(cli, [*typed, "--workers", "0"]).stderr
 
 
 @pytest.mark.parametrize(

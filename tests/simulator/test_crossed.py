@@ -1,12 +1,13 @@
 """States that cross between requests, from a trace: in the batches of its server, whatever shares a pass with what."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 from support.documents import sampled_trace
+from support.followed_maker import assert_same_followed
 from support.heads import invented_checkpoint
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 
@@ -51,15 +52,6 @@ def along(trace: Trace, fault: str, rounds: pl.DataFrame | None = None, **change
     return found
 
 
-def assert_same(one: Followed, other: Followed) -> None:
-    for field in fields(Followed):
-        mine, theirs = getattr(one, field.name), getattr(other, field.name)
-        if field.name in ("margin_N", "log_prob_N", "spread_NZ"):  # products over other numbers of rows
-            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
-        else:
-            assert np.array_equal(mine, theirs), field.name
-
-
 def with_rounds(trace: Trace, rounds: pl.DataFrame, monkeypatch: pytest.MonkeyPatch) -> Trace:
     """The trace as if its server had told other rounds."""
     monkeypatch.setattr(trace, "served_rounds", lambda: rounds)
@@ -94,11 +86,11 @@ def test_packs_and_what_else_is_followed_change_nothing(
     whole = along(trace, fault)
     several = [variant(one) for one in ("none", fault, "kv.rollback=stale", "position.offset=1", FAULTS[0])]
     found = follow_server(trace, {"h": HEAD}, several, trace.served_rounds(), scales=(0.2, 1.0))
-    assert_same(found[1], whole)
-    assert_same(found[0], along(trace, "none"))
+    assert_same_followed(found[1], whole)
+    assert_same_followed(found[0], along(trace, "none"))
     for rows in (50, 1):
         monkeypatch.setattr("replay.simulator.inputs.PACK_ROWS", rows)
-        assert_same(along(trace, fault), whole)
+        assert_same_followed(along(trace, fault), whole)
 
 
 @every_fault

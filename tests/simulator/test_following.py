@@ -1,13 +1,14 @@
 """Variants along a server's own drafts, from a trace: what agrees has margin 0, and how it is read changes nothing."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 from support.documents import sampled_trace
+from support.followed_maker import assert_same_followed
 from support.heads import invented_checkpoint
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 from support.trace_maker import make_four, make_header, make_requests, write_trace
@@ -44,15 +45,6 @@ def along(trace: Trace, fault: str = "none", rounds: pl.DataFrame | None = None,
     rounds = trace.served_rounds() if rounds is None else rounds
     (found,) = follow_server(trace, {"h": head}, [variant(fault)], rounds, scales=SCALES)
     return found
-
-
-def assert_same(one: Followed, other: Followed) -> None:
-    for field in fields(Followed):
-        mine, theirs = getattr(one, field.name), getattr(other, field.name)
-        if field.name in ("margin_N", "log_prob_N", "spread_NZ"):  # products over other numbers of rows
-            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
-        else:
-            assert np.array_equal(mine, theirs), field.name
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -98,9 +90,9 @@ def test_packs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     trace = make_served(tmp_path, HEAD, "wiring.recycle-norm=other")
     whole = along(trace, fault)
     monkeypatch.setattr("replay.simulator.inputs.PACK_ROWS", 50)  # two requests of 22 to 25 tokens
-    assert_same(along(trace, fault), whole)
+    assert_same_followed(along(trace, fault), whole)
     monkeypatch.setattr("replay.simulator.inputs.PACK_ROWS", 1)
-    assert_same(along(trace, fault), whole)
+    assert_same_followed(along(trace, fault), whole)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

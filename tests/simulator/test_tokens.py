@@ -23,7 +23,8 @@ from replay.simulator.tokens import Sources, show_tokens
 from replay.simulator.variant import Variant
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
-from replay.traces.rounds import Rounds, write_rounds
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import write_rounds
 from replay.traces.rounds_sets import pool_rounds
 
 ONE = Part(requests=("r1",))

@@ -26,7 +26,8 @@ from replay.simulator.simulation import simulate
 from replay.simulator.variant import Variant, sweep
 from replay.traces.captured import CapturedRequest
 from replay.traces.reader import Trace
-from replay.traces.rounds import METADATA_KEY, Rounds, VariantInfo, read_rounds, write_rounds
+from replay.traces.rounds import Rounds, VariantInfo
+from replay.traces.rounds_file import METADATA_KEY, read_rounds, write_rounds
 from replay.traces.taps import FINAL
 
 HEAT = 2.5  # logits of the invented target are large

@@ -41,7 +41,8 @@ from replay.simulator.replayer import HeadSource, Job, Replayer
 from replay.simulator.tasks import Result, Task, plan_tasks
 from replay.simulator.workers import LocalWorkers, check_workers, open_workers, threads_of_each, use_workers
 from replay.traces.reader import Trace
-from replay.traces.rounds import Rounds, write_rounds
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import write_rounds
 
 WRONG = replay.Wiring(("3", "5", "6"))
 VARIANTS = [

@@ -11,7 +11,7 @@ from support.calibration_cases import HEALTHY, SAME_IN_EFFECT, TABLE, Case
 from support.calibration_record import Tell
 
 import replay
-from replay.analysis.diagnosis.verdict import to_json
+from replay.analysis.diagnosis.document import to_json
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.diagnose import diagnose_server, served_variant
 from replay.errors import ReplayError

@@ -22,16 +22,19 @@ from support.timed_server import TimedServer, timed_server
 from support.trace_maker import V, changed, make_four, make_header, make_request, make_weights, write_trace
 
 from replay.analysis.diagnosis.breakdown import Depth, Profile, Stratum
+from replay.analysis.diagnosis.document import to_json
 from replay.analysis.diagnosis.evidence import Disturbance, Evidence
 from replay.analysis.diagnosis.feed import Feeding, Slot
+from replay.analysis.diagnosis.gain import Gain
 from replay.analysis.diagnosis.scored import Scored, Unknown
-from replay.analysis.diagnosis.verdict import Diagnosis, Gain, to_json
+from replay.analysis.diagnosis.verdict import Diagnosis
 from replay.analysis.followed import Agreement
 from replay.analysis.json_document import document
 from replay.capture.plugin.server import Ready
 from replay.cli.app import cli
 from replay.traces.captured import CapturedRequest, ServerCounters
-from replay.traces.rounds import Rounds, write_rounds
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import write_rounds
 
 Document = Mapping[str, Any]
 HEAT = 2.5  # the invented target's logits are large

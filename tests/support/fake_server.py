@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from support.serving import serving
 
 from replay.capture.asked import Asked, asked_of
 from replay.capture.manifest import Manifest, write_manifest
@@ -59,6 +60,10 @@ class FakeServer:
     router: bool = False  # it is none, but sends what it is asked to others
     redirect: str = ""  # a server that every page is moved to
     rowless: int = 0  # the next so many leave no rows
+    caches: bool = False  # it keeps prefixes: rows by their token and the next one, under the extra_key
+    evicts: tuple[int, ...] = ()  # generations (by number) before which it forgets all,
+    drift: float = 0.0  # and whose own rows of R[2] it computes so much otherwise
+    cache: dict[str, list[list[int]]] = field(default_factory=dict)
     choosing: bool = False  # it writes what the requests ask for, as a server of an older replay does not
     left_out_too: int = 0  # so many rows of prompts that were asked for it then leaves out
     tap_bytes: int = 0  # that it has written
@@ -111,6 +116,10 @@ class FakeServer:
                 return 400, {"error": {"message": "The input is longer than what the server takes."}}
             aborted = self.aborted > 0
             self.aborted -= aborted
+            evicted = len(self.asked) in self.evicts
+            if evicted:
+                self.cache.clear()
+            cached = self._cached(body) if self.caches else 0
             rows = not self.rowless
             self.rowless = max(0, self.rowless - 1)
         length = body["sampling_params"]["max_new_tokens"]
@@ -125,11 +134,13 @@ class FakeServer:
             anchor += accepted + 1
         if aborted:  # the forwards up to its second round were recorded
             rounds, length = rounds[:2], 3
+        self._cache(body, tokens[:prompt])  # when it is computed, the answer when it has ended
         if self.folder is not None and rows:
-            self._record(body["rid"], tokens, prompt, rounds)
+            self._record(body["rid"], tokens, prompt, rounds, cached, self.drift if evicted else 0.0)
         if aborted:
             reason = {"type": "abort", "message": "Abort in decode"}
             return 200, {"output_ids": tokens[prompt : prompt + 3], "text": "", "meta_info": {"finish_reason": reason}}
+        self._cache(body, tokens[: prompt + length])
         return 200, {
             "output_ids": tokens[prompt : prompt + length],
             "text": "",
@@ -137,17 +148,33 @@ class FakeServer:
                 "id": body["rid"],
                 "finish_reason": {"type": "length", "length": length},
                 "completion_tokens": length,
-                "cached_tokens": 0,
+                "cached_tokens": cached,
                 "spec_verify_ct": len(rounds),
                 "spec_correct_drafts_histogram": histogram,
                 "output_token_logprobs": [[-0.5, token, None] for token in tokens[prompt : prompt + length]],
             },
         }
 
-    def _record(self, rid: str, tokens: list[int], prompt: int, rounds: list[tuple[int, int]]) -> None:
+    def _cache(self, body: dict[str, Any], tokens: list[int]) -> None:
+        if self.caches:
+            with self.lock:
+                self.cache.setdefault(body["extra_key"], []).append(tokens)
+
+    def _cached(self, body: dict[str, Any]) -> int:
+        """How many rows of a prompt it has: as far as the token and the next one were there; the last is computed."""
+        prompt = body["input_ids"]
+        found = 0
+        for tokens in self.cache.get(body["extra_key"], ()):
+            equal = [one == other for one, other in zip(tokens, prompt, strict=False)]
+            found = max(found, (equal.index(False) if False in equal else len(equal)) - 1)
+        return found
+
+    def _record(
+        self, rid: str, tokens: list[int], prompt: int, rounds: list[tuple[int, int]], cached: int, drift: float
+    ) -> None:
         """The prompt in two chunks, then every round, each forward a file; a foreign request's rows between them."""
-        half = prompt // 2
-        chunks = [(0, half), (half, prompt)] if half else [(0, prompt)]
+        half = cached + (prompt - cached) // 2
+        chunks = [(cached, half), (half, prompt)] if half > cached else [(cached, prompt)]
         sizes = [(start, stop - start) for start, stop in chunks]
         entries = [Entry(rid, "prefill", start, rows, 1, forward_rows=rows + 3) for start, rows in sizes]
         for anchor, accepted in rounds:
@@ -168,10 +195,11 @@ class FakeServer:
                     verify_pass=self._next_pass(),
                 )
             )
-        self._write(entries[0], tokens)
-        self._write_feed(rid, entries[0].rows, tokens)
+        self._write(entries[0], tokens, drift)
+        if not cached:
+            self._write_feed(rid, entries[0].rows, tokens)
         for entry in entries[1:]:
-            self._write(entry, tokens)
+            self._write(entry, tokens, drift)
 
     def _next_pass(self) -> int:
         """Its verifies, counted; each time a foreign request stands in row 0 and ours in row 1."""
@@ -179,7 +207,7 @@ class FakeServer:
             self.passes += 1
             return self.passes - 1
 
-    def _write(self, entry: Entry, tokens: list[int]) -> None:
+    def _write(self, entry: Entry, tokens: list[int], drift: float) -> None:
         ids = tokens[entry.start : entry.start + entry.rows]
         before = torch.tensor(tokens).cumsum(0)[entry.start : entry.start + entry.rows]
         final = (10 + before[:, None] / 64) * torch.eye(VOCABULARY)[[next_token(token) for token in ids]]
@@ -187,7 +215,7 @@ class FakeServer:
             "input_ids": torch.tensor(ids, dtype=torch.int32),
             **summarise_rows(final[entry.rows - entry.logits :], TOPK),
             "tap.embed": torch.eye(VOCABULARY)[ids],
-            "tap.2": two(ids, entry.start),
+            "tap.2": two(ids, entry.start) + drift,
             "tap.final": final,
         }
         self._keep(entry, tensors)
@@ -293,13 +321,5 @@ def fake_server(server: FakeServer) -> Iterator[FakeServer]:
 
     if server.folder is not None:
         server.manifest()
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_address[1]}"
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(Handler) as server.url:
         yield server
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()

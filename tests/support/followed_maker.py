@@ -1,6 +1,7 @@
 """Replays along a server's drafts, invented token by token."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -40,3 +41,13 @@ def make_followed(
         choices=choices,
         by_depth=by_depth,
     )
+
+
+def assert_same_followed(one: Followed, other: Followed) -> None:
+    """Both say the same of the same rounds; sums may be of other orders."""
+    for field in fields(Followed):
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        if field.name in ("margin_N", "log_prob_N", "spread_NZ"):  # products over other numbers of rows
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+        else:
+            assert np.array_equal(mine, theirs), field.name

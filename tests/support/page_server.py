@@ -1,10 +1,11 @@
 """A server that gives one text after another at /metrics, and the last of them from then on."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from support.serving import serving
 
 
 @contextmanager
@@ -23,12 +24,5 @@ def page_server(texts: Sequence[str]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_address[1]}"
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
+    with serving(Handler) as url:
+        yield url

@@ -1,12 +1,13 @@
 """A web server of one folder that gives ranges of files and no lists; or whole files only."""
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+
+from support.serving import serving
 
 
 @contextmanager
@@ -40,12 +41,5 @@ def range_server(folder: Path, *, ranges: bool = True) -> Iterator[str]:
             if send:
                 self.wfile.write(data)
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_address[1]}"
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
+    with serving(Handler) as url:
+        yield url

@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from support.serving import serving
 
 PASS, ROW, CONTEXT, REST, DRAFT = 20.0, 0.5, 0.002, 3.0, 2.0  # milliseconds
 PREFILL = 70.0
@@ -154,13 +156,5 @@ def timed_server(server: TimedServer) -> Iterator[TimedServer]:
                     assert server.paced or server.seen.acquire(timeout=_WAIT), "nobody read the clock"
             self.wfile.write(b"data: [DONE]\n\n")
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_address[1]}"
-    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with serving(Handler) as server.url:
         yield server
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()

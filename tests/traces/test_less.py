@@ -18,7 +18,7 @@ from replay.traces.fp8 import dequantise, quantise
 from replay.traces.header import FP8, OLDEST, VERSION, TapInfo, TraceHeader
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
-from replay.traces.records import check_prefixes
+from replay.traces.shards import check_prefixes
 from replay.traces.tensors import map_rows, parse_layout
 from replay.traces.writer import TraceWriter
 
@@ -156,7 +156,10 @@ def test_fp8_is_the_nearest_number_of_the_format() -> None:
 def test_rows_in_fp8(tmp_path: Path, whole: Trace) -> None:
     less = make_less(tmp_path / "less", whole, rows="fp8")
     assert less.header.taps["2"] == TapInfo(FP8, H) and less.header.taps["final"].dtype == "bfloat16"
-    assert less.rounded_taps == ("2",) and "stored in fp8, a byte a value" in less.doubts[0]
+    assert less.rounded_taps == ("2",)
+    assert less.doubts[0].startswith(
+        "The rows of 2 are stored in fp8, a byte a value, those of embed and final exactly:"
+    )
     for index in range(4):
         rows, exact = less.read(index, ["2", "final"]).taps, whole.read(index, ["2", "final"]).taps
         assert torch.equal(rows["2"], dequantise(*quantise(exact["2"]), torch.bfloat16))
@@ -278,6 +281,59 @@ def test_traces_of_other_choices_are_merged_where_their_rows_are_alike(tmp_path:
     rounded = make_less(tmp_path / "fp8", whole, rows="fp8")
     with pytest.raises(TraceError, match=r"the traces differ in rows, exact in .*plain and fp8 in .*fp8; give"):
         copy_requests([plain, rounded], tmp_path / "none")
+
+
+def test_parts_of_a_trace_become_one_again(tmp_path: Path, whole: Trace) -> None:
+    """The part with fewer taps is a trace of these alone, and still goes with the richer part of the same recording."""
+    for rows in ("exact", "fp8"):
+        less = make_less(tmp_path / rows, whole, taps_for=2, rows=rows)
+        for name, part in (("first", Part(limit=2)), ("rest", Part(requests=("r2", "r3")))):
+            copy_requests([less.take(part)], tmp_path / f"{rows}-{name}")
+        first, rest = (Trace.open(tmp_path / f"{rows}-{name}") for name in ("first", "rest"))
+        assert (list(rest.header.taps), rest.header.version, rest.header.capture.choices) == (["final"], OLDEST, {})
+        assert first.header.version == (OLDEST if rows == "exact" else VERSION)
+        for order in ((first, rest), (rest, first)):
+            copy_requests(order, tmp_path / "again", force=True)
+            again = Trace.open(tmp_path / "again")
+            assert wrong(again) == [] and again.header.taps == less.header.taps and again.header.version == VERSION
+            assert again.header.capture.rows == rows
+            assert "the taps 2 of 2 of 4 requests: not all have all of these" in again.header.missing
+            for index, record in enumerate(again.records):
+                mine = captured_request(again, index)
+                theirs = captured_request(less, int(record.request_id[1:]))
+                assert mine.taps.keys() == theirs.taps.keys() and mine.scales.keys() == theirs.scales.keys()
+                assert all(bits(mine.taps[tap]).equal(bits(theirs.taps[tap])) for tap in mine.taps)
+
+
+def bits(rows: torch.Tensor) -> torch.Tensor:
+    return rows.contiguous().view(torch.uint8)
+
+
+def test_taps_that_are_stored_otherwise_are_not_merged(tmp_path: Path, whole: Trace) -> None:
+    """The third trace has no tap beside ``final``: the first two differ, in whatever place it stands."""
+    less = make_less(tmp_path / "less", whole, rows="fp8")
+    copy_requests([make_less(tmp_path / "t", whole, taps_for=1).take(Part(requests=("r1",)))], tmp_path / "bare")
+    bare, out = Trace.open(tmp_path / "bare"), tmp_path / "out"
+    wide = replace(make_header(), taps={"2": TapInfo("float32", H), "final": TapInfo("bfloat16", H)})
+    one = make_request("x", 9)
+    other = Trace.open(
+        write_trace(tmp_path / "f32", [[replace(one, taps={**one.taps, "2": one.taps["2"].float()})]], header=wide)
+    )
+    for order in ((bare, whole, less), (whole, bare, less), (whole, less, bare)):
+        with pytest.raises(TraceError, match=r"the traces differ in rows, exact in .*whole and fp8 in .*less; give"):
+            copy_requests(order, out, named_by_trace=True)
+    with pytest.raises(TraceError, match=r"differ in tap 2, bfloat16 x 16 in .*whole and float32 x 16 in .*f32; give"):
+        copy_requests([bare, whole, other], out, named_by_trace=True)
+
+
+def test_a_part_whose_prompts_are_whole_is_of_version_1(tmp_path: Path, whole: Trace) -> None:
+    less = make_less(tmp_path / "less", whole, prompt_rows=3)
+    assert [record.first_row for record in less.records] == [None, None, 1, 2]
+    for name, limit, version, rows in (("short", 2, OLDEST, None), ("both", 3, VERSION, 3)):
+        copy_requests([less.take(Part(limit=limit))], tmp_path / name)
+        header = Trace.open(tmp_path / name).header
+        assert (header.version, header.capture.prompt_rows) == (version, rows)
+        assert any(what.startswith("the rows of longer prompts") for what in header.missing) == (name == "both")
 
 
 # ---- beside shared rows ----

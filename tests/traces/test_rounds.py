@@ -13,7 +13,8 @@ from support.rounds_maker import make_rounds, make_variant
 
 from replay.errors import OutputError, ReplayError, TraceCorruptError, TraceError, TraceVersionError
 from replay.traces.agreement import Agreement
-from replay.traces.rounds import METADATA_KEY, Rounds, read_rounds, table_schema, write_rounds
+from replay.traces.rounds import Rounds, table_schema
+from replay.traces.rounds_file import METADATA_KEY, read_rounds, write_rounds
 
 
 @pytest.fixture

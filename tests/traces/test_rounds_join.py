@@ -21,7 +21,8 @@ from replay.analysis.report.report import assess, lay_out
 from replay.analysis.summary import summarise
 from replay.cli.app import cli
 from replay.errors import ReplayError, TraceError, UsageError
-from replay.traces.rounds import Rounds, tokens_sha256, write_rounds
+from replay.traces.rounds import Rounds, tokens_sha256
+from replay.traces.rounds_file import write_rounds
 from replay.traces.rounds_join import FILES, join_rounds, read_joined, short_names
 from replay.traces.rounds_sets import keep_requests
 

@@ -21,7 +21,8 @@ from replay.traces.check import check_trace
 from replay.traces.copying import copy_requests
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
-from replay.traces.records import RequestRecord, check_prefixes
+from replay.traces.records import RequestRecord
+from replay.traces.shards import check_prefixes
 from replay.traces.stretches import prefix_of, stretches
 from replay.traces.tensors import pack_header, parse_layout
 from replay.traces.writer import TraceWriter

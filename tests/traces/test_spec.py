@@ -7,7 +7,7 @@ from importlib.resources import files as resources
 import pytest
 from support.trace_maker import make_header
 
-from replay.traces import feed, files, header, records, server_rounds
+from replay.traces import feed, files, header, records, request_table, server_rounds, shards
 from replay.traces.captured import CapturedRequest
 
 SPEC = resources("replay.traces").joinpath("SPEC.md").read_text()
@@ -37,7 +37,9 @@ def test_header_fields() -> None:
         assert f"`{name}`" in root or f'"{name}"' in root
 
 
-@pytest.mark.parametrize(("number", "expected"), [(4, records.table_schema()), (6, server_rounds.served_schema())])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(4, request_table.table_schema()), (6, server_rounds.served_schema())]
+)
 def test_columns_and_their_types(number: int, expected: dict[str, object]) -> None:
     told = {}
     for cell, kind in re.findall(r"(?m)^\| (`[^|]*) \| ([^|]*) \|", section(number)):
@@ -48,10 +50,10 @@ def test_columns_and_their_types(number: int, expected: dict[str, object]) -> No
 
 def test_tensors_and_metadata() -> None:
     tensors, metadata = section(5).split("`__metadata__` of a shard:")
-    expected = records.expected_tensors(make_header(), 1, 1, 1)
+    expected = shards.expected_tensors(make_header(), 1, 1, 1)
     told = [name for name in first_column(tensors) if name not in ("tap.NAME", "scale.NAME")]
     assert set(told) == {name for name in expected if not name.startswith("tap.")} | {*feed.NUMBERS, feed.FEATURES}
-    assert set(first_column(metadata)) == set(records.shard_metadata([], "0" * 64))
+    assert set(first_column(metadata)) == set(shards.shard_metadata([], "0" * 64))
     left_out = re.findall(r"`([a-z0-9_]+)`", metadata.split("without")[1].split("|")[0])
     assert tuple(left_out) == records.PLACE
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"replay": "replay", "traces": "replay.traces", "capture": "replay.capture", "analysis": "replay.analysis"}
 # A module imports from its own room and from the floors before its own, function-level imports included.
 FLOORS = (
-    {"replay.printable"},
+    {"replay.printable", "replay.narrow_products"},
     {"replay.errors"},
     {"replay.traces", "replay.targets"},
     {"replay.checkpoint", "replay.engines", "replay.verify", "replay.capture", "replay.analysis"},
@@ -127,6 +127,6 @@ def test_analysis_needs_no_torch() -> None:
         tree = ast.parse(_modules()[module].read_text(encoding="utf-8"))
         named = [one for one in _walk(tree) if isinstance(one, ast.Import)]
         assert not {alias.name.split(".")[0] for one in named for alias in one.names} & {"torch", "safetensors"}
-    modules += ["replay.traces.rounds"]
+    modules += ["replay.traces.rounds_file"]
     code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {module}" for module in modules)
     subprocess.run([sys.executable, "-I", "-c", code], check=True)

@@ -28,7 +28,8 @@ from replay.traces.parts import Part
 from replay.traces.ranges import sha256_of
 from replay.traces.reader import Trace
 from replay.traces.remote import RemotePath, as_source
-from replay.traces.rounds import METADATA_KEY, Rounds, read_rounds, write_rounds
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import METADATA_KEY, read_rounds, write_rounds
 
 KEYS = {"AWS_ACCESS_KEY_ID": "an-id", "AWS_SECRET_ACCESS_KEY": "a-very-secret-key", "AWS_DEFAULT_REGION": "us-east-1"}
 SHARD = "shard-00000.safetensors"

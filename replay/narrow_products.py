@@ -1,0 +1,51 @@
+"""Products of 16-bit tensors on a CPU that has no instructions for them: taken in fp32 and rounded once.
+
+torch 2.13 then falls back to loops, four to six times as slow as its fp32 products (measured on an AVX2 CPU, from 32
+rows on). A native kernel sums in fp32 as well and rounds once, so only the order of the sums differs. Where bits have
+to be those of another program on the same CPU, take torch's own product instead.
+
+Suffixes: R rows, I inputs, O outputs, N attention heads.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# Up to so many rows torch's own loops are as fast: they read each weight once, as it is.
+_FEW_ROWS = 3
+# A weight is in fp32 by so many elements at a time, but no fewer outputs: they stay in the caches.
+_BLOCK, _LEAST = 1 << 18, 256
+
+
+@cache
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has kernels for products of this dtype on this CPU (``ONEDNN_MAX_CPU_ISA`` counts)."""
+    mkldnn = torch.ops.mkldnn
+    asked = {torch.bfloat16: mkldnn._is_mkldnn_bf16_supported, torch.float16: mkldnn._is_mkldnn_fp16_supported}
+    return dtype not in asked or bool(torch.backends.mkldnn.is_available() and asked[dtype]())
+
+
+def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """``x`` times the transposed weight [..., O]."""
+    if not _is_slow(x_RI, x_RI.numel() // max(1, x_RI.shape[-1])):
+        return functional.linear(x_RI, weight_OI, bias_O)
+    x, step = x_RI.float(), max(_LEAST, _BLOCK // weight_OI.shape[-1])
+    biases = [None] * -(-len(weight_OI) // step) if bias_O is None else [one.float() for one in bias_O.split(step)]
+    parts = [
+        functional.linear(x, weight.float(), bias).to(x_RI.dtype)
+        for weight, bias in zip(weight_OI.split(step), biases, strict=True)
+    ]
+    return torch.cat(parts, dim=-1)
+
+
+def multiply_by_head(x_NRI: Tensor, weight_NIO: Tensor) -> Tensor:
+    """Each attention head's rows times its own weight [N, R, O]."""
+    if not _is_slow(x_NRI, x_NRI.shape[1]):
+        return torch.bmm(x_NRI, weight_NIO)
+    return torch.bmm(x_NRI.float(), weight_NIO.float()).to(x_NRI.dtype)
+
+
+def _is_slow(x: Tensor, rows: int) -> bool:
+    return rows > _FEW_ROWS and x.device.type == "cpu" and not has_kernels(x.dtype)

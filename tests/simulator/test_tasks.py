@@ -1,0 +1,83 @@
+"""How a sweep is cut into tasks: each pack under each variant once, and in an order in which heads are made seldom."""
+
+from itertools import groupby
+from typing import Any
+
+import pytest
+from support.here import Here
+from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
+
+import replay
+from replay.simulator import groups
+from replay.simulator.binding import resolve
+from replay.simulator.inputs import plan_packs
+from replay.simulator.tasks import plan_tasks
+from replay.traces.reader import Trace
+
+HEAD = make_checkpoint()
+WRONG = replay.Wiring(("3", "5", "6"))
+PRECISIONS = ("bf16", "bf16+w8a8")
+VARIANTS = replay.sweep(draft=["h"], wiring=[WIRING, WRONG], steps=[1, STEPS], precision=list(PRECISIONS))
+
+
+@pytest.fixture(autouse=True)
+def packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.simulator.inputs.PACK_ROWS", 40)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return make_served(tmp_path_factory.mktemp("tasks"), HEAD)
+
+
+def planned(trace: Trace, workers: int) -> list[Any]:
+    resolved = [resolve(one, HEAD, trace) for one in VARIANTS]
+    return plan_tasks(trace, {"h": HEAD}, resolved, None, workers).tasks
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_each_request_is_replayed_once_under_each_variant(trace: Trace, workers: int) -> None:
+    pairs = [
+        (request, member) for task in planned(trace, workers) for request in task.requests for member in task.members
+    ]
+    assert sorted(pairs) == sorted((one.request_id, member) for one in trace.records for member in range(len(VARIANTS)))
+
+
+def test_packs_follow_each_other_under_the_same_variants(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for all packs at once each lot comes once; one pack at a time each pack has every lot."""
+    many, lots = len(list(plan_packs(trace))), len({task.members for task in planned(trace, 1)})
+    assert many > 2 and lots == 4
+    whole = [members for members, _ in groupby(planned(trace, many), key=lambda task: task.members)]
+    assert len(whole) == len(set(whole))
+    monkeypatch.setattr("replay.simulator.tasks._EACH", 1)
+    narrow = [members for members, _ in groupby(planned(trace, 1), key=lambda task: task.members)]
+    assert len(narrow) == many * lots
+
+
+def test_a_head_is_made_once_for_variants_that_share_its_weights(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two wirings in two precisions are four lots of tasks; the wirings share a head."""
+    made, build = list[str](), groups.build_head
+
+    def count(*given: Any, **named: Any) -> Any:
+        made.append(str(given[1].precision))
+        return build(*given, **named)
+
+    monkeypatch.setattr(groups, "build_head", count)
+    hands = Here(trace, {"h": HEAD}, count=len(list(plan_packs(trace))))
+    found = replay.simulate(trace, {"h": HEAD}, VARIANTS, workers=hands)
+    assert len({task.members for task in hands.asked}) == 4 and sorted(made) == sorted(PRECISIONS)
+    assert found.table.equals(replay.simulate(trace, {"h": HEAD}, VARIANTS).table)
+
+
+def test_a_worker_lets_go_of_heads_that_no_task_of_late_had(trace: Trace) -> None:
+    precisions = ["bf16", "bf16+w8a8", "bf16+int8", "bf16+fp8"]
+    hands = Here(trace, {"h": HEAD})
+    replay.simulate(trace, {"h": HEAD}, replay.sweep(draft=["h"], wiring=[WIRING], precision=precisions), workers=hands)
+    assert 1 <= len(hands.replayer._made) <= 2
+
+
+def test_tasks_make_the_same_rounds_in_whatever_order_they_end(trace: Trace) -> None:
+    hands = Here(trace, {"h": HEAD}, count=3)
+    one, other = (replay.simulate(trace, {"h": HEAD}, VARIANTS[:3], workers=by) for by in (None, hands))
+    assert one.table.equals(other.table)
+    assert [info.by_request for info in one.variants] == [info.by_request for info in other.variants]
