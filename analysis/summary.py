@@ -26,9 +26,11 @@ from replay.analysis.counts import (
 from replay.analysis.expected_length import ExpectedSummary, summarise_expected
 from replay.analysis.json_document import JsonObject, object_json
 from replay.analysis.positions import Interval, position_intervals, position_requests, reached_by_request
+from replay.errors import UsageError
 from replay.printable import html_table
 from replay.traces.agreement import Agreement
-from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings
+from replay.traces.fields import show
+from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, VariantSettings, check_are_rounds
 
 if TYPE_CHECKING:
     import polars as pl
@@ -164,8 +166,10 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
     """One summary for each variant, in the order of ``rounds.variants``.
 
     The interval is a percentile bootstrap over the requests that have a round, the same draws for all variants;
-    (nan, nan) when fewer than two requests have one.
+    (nan, nan) when fewer than two requests have one. Raises UsageError for what is no Rounds.
     """
+    check_are_rounds("rounds", rounds)
+    _check_draws(seed, resamples)
     counts = per_request(rounds)
     intervals = _intervals(counts, seed=seed, resamples=resamples)
     reached = reached_by_request(rounds)
@@ -182,6 +186,12 @@ def summarise(rounds: Rounds, *, seed: int = 0, resamples: int = DEFAULT_RESAMPL
         )
         for variant in rounds.variants
     )
+
+
+def _check_draws(seed: object, resamples: object) -> None:
+    for name, value, least in (("seed", seed, 0), ("resamples", resamples, 1)):
+        if type(value) is not int or value < least:
+            raise UsageError(f"{name} is {show(value)}; pass a whole number of {least} or more")
 
 
 def _expected(variant: VariantInfo, *, seed: int, resamples: int) -> ExpectedSummary | None:

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from replay.capture.prompts import PromptFile
 from replay.errors import UsageError
 from replay.traces.files import HEADER, as_path
+from replay.traces.given import check_given
 from replay.traces.header import MAX_COUNT, ROWS, CaptureSettings, TraceHeader, read_header
 from replay.traces.place import FORCE, NEW, RESUME, check_equal, check_place, check_settings
 from replay.traces.taps import EMBED, FINAL, parse_taps, sort_taps
@@ -80,6 +81,7 @@ def check_options(options: CaptureOptions | ServerOptions, *more: Check) -> None
 
     Nothing is opened or asked for it. Raises UsageError.
     """
+    _check_kinds(options)
     for path in (options.prompts, options.out):
         as_path(path)
     checks: tuple[Check, ...] = (
@@ -106,6 +108,24 @@ def check_options(options: CaptureOptions | ServerOptions, *more: Check) -> None
     _check_tiers(options)
     if isinstance(options, ServerOptions):
         _check_cache(options)
+
+
+# What a field holds where it is not one of a few texts, for Python callers whom no type checker has told.
+_NUMBERS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "concurrency")
+_FLAGS = ("raw", "weights", "resume", "force")
+
+
+def _check_kinds(options: CaptureOptions | ServerOptions) -> None:
+    for name in _NUMBERS:
+        kinds = (int, float) if name in ("temperature", "top_p") else int
+        check_given(name, getattr(options, name), kinds, "a number was expected")
+    for name in _FLAGS:
+        check_given(name, getattr(options, name), bool, "True or False was expected")
+    if isinstance(options, CaptureOptions):
+        for name in ("dtype", "device"):
+            check_given(name, getattr(options, name), str, "a text was expected; pass auto")
+        check_given("topk", options.topk, int, "a number was expected")
+        check_given("model", options.model, (str, PurePath), "a target's folder or hub id was expected")
 
 
 def _is_count(number: int | None) -> bool:

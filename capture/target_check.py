@@ -12,7 +12,7 @@ from types import TracebackType
 from replay.errors import CaptureError, ReplayError, TraceCorruptError
 from replay.printable import one_line
 from replay.traces.fields import read_json, show, show_name
-from replay.traces.files import PLAIN, describe_path
+from replay.traces.files import HEADER, PLAIN, describe_path
 from replay.traces.header import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from replay.traces.tensors import parse_layout
 
@@ -23,6 +23,7 @@ _MOST_TEXT = 1 << 28  # bytes of a tokenizer or a template
 _MOST_REASON = 300  # characters
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES = {"hidden_size": MAX_WIDTH, "intermediate_size": MAX_WIDTH, "vocab_size": MAX_VOCAB, "head_dim": MAX_WIDTH}
+_OF_HEADS = {"draft_vocab_size", "eagle_config", "dflash_config", "speculators_model_type"}  # fields
 _MOST_PARTS = 1 << 20  # of anything else that a config counts, as attention heads and experts
 
 
@@ -43,6 +44,24 @@ class TransformersCalls:
             raise CaptureError(
                 f"Transformers cannot load the target in {self._folder} ({reason}): give --model another checkpoint"
             ) from error
+
+
+def refuse_other(folder: Path) -> None:
+    """Raises CaptureError for a draft head or a trace in the place of a target; nothing is loaded."""
+    if os.path.lexists(folder / HEADER):
+        raise CaptureError(f"{folder} is a trace: give --model the folder of the target, or its hub id")
+    if not os.path.isfile(folder / CONFIG):
+        return
+    document = read_json(folder / CONFIG, _MOST_CONFIG, _mend, follow=True, constants=True)
+    named = document.get("architectures") if isinstance(document, dict) else None
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    drafts = any(mark in name.lower() for name in names for mark in ("eagle", "dflash"))
+    if drafts or (isinstance(document, dict) and document.keys() & _OF_HEADS):
+        kind = f" ({show_name(names[0])})" if names else ""
+        raise CaptureError(
+            f"{folder} is a draft head{kind}, and --model records the target that it drafts for: give that one's "
+            "folder or hub id, and the head to replay simulate --draft"
+        )
 
 
 def check_folder(folder: Path) -> None:

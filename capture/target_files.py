@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.capture.encode import TargetLimits
-from replay.capture.target_check import CONFIG, TransformersCalls, check_folder
+from replay.capture.target_check import CONFIG, TransformersCalls, check_folder, refuse_other
 from replay.errors import CaptureError, TraceCorruptError
 from replay.traces.fields import Fields, is_integer, read_json, show
 from replay.traces.files import as_path, read_small
@@ -128,7 +128,11 @@ class TargetFiles:
 
 
 def open_target(model: str) -> TargetFiles:
-    """Config, tokenizer and end-of-sequence ids of a target. Raises CaptureError when Transformers cannot read them."""
+    """Config, tokenizer and end-of-sequence ids of a target.
+
+    Raises CaptureError for a head or a trace, and when Transformers cannot read them.
+    """
+    refuse_other(as_path(model).expanduser())
     try:
         from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
     except ImportError as error:

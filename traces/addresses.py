@@ -33,8 +33,13 @@ def is_address(value: object) -> bool:
     return _text_of(value) is not None
 
 
-def parse_address(value: object) -> str:
-    """The address in its one spelling, without a slash at its end.
+def is_pattern(address: object) -> bool:
+    """Whether an address stands for all that are called like it."""
+    return "*" in str(address) or "[" in str(address)
+
+
+def parse_address(value: object, *, pattern: bool = False) -> str:
+    """The address in its one spelling, without a slash at its end; ``pattern``: or what stands for several.
 
     Raises UsageError for another scheme than ``SCHEMES``, for keys in it, and for parts that no file could have.
     """
@@ -51,8 +56,10 @@ def parse_address(value: object) -> str:
         )
     if any(part in ("", ".", "..") or len(os.fsencode(part)) > _MOST_PART for part in parts):
         raise UsageError(f"{shown} names no place; type it as {scheme}://{_FIRST[scheme]}/FOLDER")
-    if "*" in rest or "[" in rest:
-        raise UsageError(f"{shown} is a pattern, which only folders of this machine can have; type each address")
+    if is_pattern(rest) and not pattern:
+        raise UsageError(f"{shown} is a pattern, which --draft of replay simulate alone takes; type one address")
+    if is_pattern(parts[0]):
+        raise UsageError(f"{shown} is a pattern of {_FIRST[scheme].lower()}s, which are not listed; type one of them")
     return f"{scheme}://{rest}"
 
 

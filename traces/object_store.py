@@ -4,6 +4,8 @@ fsspec's file systems find keys, endpoints and proxies where their own libraries
 and try again what may succeed. No key is read or said here.
 """
 
+import logging
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,7 @@ _CHECKPOINT = (
     "mask_embedding.pt",
 )  # fmt: skip
 _AT_ONCE = 16  # questions
+_SILENCE = 30.0  # seconds between two signs of life of a storage
 # The roots of errors that are no OSError, where the library that raises them is loaded.
 _ROOTS = {
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
@@ -66,6 +69,17 @@ def list_folder(address: str) -> dict[str, Entry]:
     if not found:
         raise StorageError(f"nothing lies at {address}; mend the address")
     return found
+
+
+def find_folders(pattern: str) -> list[str]:
+    """The addresses of folders that are called as ``pattern`` says, in no order. Raises StorageError."""
+    scheme = pattern.partition("://")[0]
+    if scheme.startswith("http"):
+        raise StorageError(f"{pattern} is a pattern, and a web server lists no folders; type each address")
+    with _spoken(pattern):
+        system, path = _system(pattern)
+        told = system.glob(path, detail=True)
+    return [f"{scheme}://{name.strip('/')}" for name, one in told.items() if one.get("type") == "directory"]
 
 
 def look(address: str) -> Entry:
@@ -164,8 +178,21 @@ def _open_system(scheme: str) -> Any:
         raise StorageError(
             f"{scheme}:// takes the package {package}; type pip install 'eagle-replay[{extra}]'"
         ) from error
-    settings = {"client_kwargs": {"trust_env": True}} if extra == "https" else {}  # proxies
-    return kind(use_listings_cache=False, skip_instance_cache=True, **settings)
+    logging.getLogger(package).addHandler(logging.NullHandler())  # else what it logs and raises goes to the terminal
+    return kind(use_listings_cache=False, skip_instance_cache=True, **_settings(extra))
+
+
+def _settings(extra: str) -> dict[str, Any]:
+    """So that a storage which accepts a question and says nothing ends the command within some minutes."""
+    if extra == "s3":  # which waits for 15 seconds, five times as often
+        told = "AWS_MAX_ATTEMPTS" in os.environ
+        return {} if told else {"config_kwargs": {"retries": {"total_max_attempts": 2}}}
+    from aiohttp import ClientTimeout
+
+    patience = ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
+    if extra == "gs":
+        return {"requests_timeout": patience}
+    return {"client_kwargs": {"trust_env": True, "timeout": patience}}  # proxies
 
 
 def forget_systems() -> None:

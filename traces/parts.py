@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from replay.errors import UsageError
 from replay.traces.fields import show, some
+from replay.traces.given import check_given, check_list
 
 NO_CATEGORY = "none"  # how requests without a category are asked for
 # What `replay import` calls the answers of one text: NAME#1, NAME#2 and on (capture/dumps/border.py)
@@ -38,6 +39,14 @@ class Part:
     first_turn: bool = False
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises UsageError for a value that cannot be; a bare text would be read letter by letter."""
+        check_list("categories", self.categories, str, 'names of categories were expected; pass ("math",)')
+        check_list("requests", self.requests, str, 'ids of requests were expected; pass ("request-1",)')
+        check_given("first_turn", self.first_turn, bool, "True or False was expected")
+        if self.limit is not None and (type(self.limit) is not int or self.limit < 1):
+            raise UsageError(f"a limit of {show(self.limit)} requests was asked for; type 1 or more")
+
     @property
     def whole(self) -> bool:
         """Whether nothing is left out."""
@@ -48,6 +57,11 @@ class Part:
         said += [f"requests {some(list(self.requests))}"] * bool(self.requests)
         said += ["first turns"] * self.first_turn + ([] if self.limit is None else [f"the first {self.limit}"])
         return "; ".join(said)
+
+
+def check_part(value: object) -> None:
+    """Raises UsageError for what is no Part."""
+    check_given("part", value, Part, "a part was expected; make one by replay.Part(limit=20)")
 
 
 def say_part(part: Part, kept: int, total: int, before: str = "") -> str:
@@ -115,8 +129,6 @@ def _kept(part: Part, requests: Sequence[Named]) -> list[str]:
 
 
 def _check_known(part: Part, requests: Sequence[Named]) -> None:
-    if part.limit is not None and (type(part.limit) is not int or part.limit < 1):
-        raise UsageError(f"a limit of {show(part.limit)} requests was asked for; type 1 or more")
     counts = Counter(map(_category, requests))
     for category in part.categories:
         if category not in counts:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from replay.printable import counted, html_table
 from replay.traces.agreement import Agreement
 from replay.traces.fields import some
+from replay.traces.given import check_given, check_list
 
 if TYPE_CHECKING:
     import polars as pl
@@ -118,6 +119,15 @@ class Rounds:
     trace: JsonObject
     drafts: JsonObject
 
+    def __post_init__(self) -> None:
+        """Raises UsageError for what is no table, or no variants and requests of rounds."""
+        import polars as pl
+
+        wanted = "rounds are made by replay.simulate or replay.read_rounds"
+        check_given("table", self.table, pl.DataFrame, wanted)
+        check_list("variants", self.variants, VariantInfo, wanted)
+        check_list("requests", self.requests, RequestInfo, wanted)
+
     def __repr__(self) -> str:
         names = some([variant.name for variant in self.variants])
         held = f"{counted(len(self.table), 'round')} of {counted(len(self.requests), 'request')}"
@@ -154,6 +164,11 @@ class Rounds:
         }  # fmt: skip
         facts = pl.DataFrame([[getattr(one, name) for name in kinds] for one in self.requests], kinds, orient="row")
         return self.table.join(facts, on="request_id", how="left", maintain_order="left")
+
+
+def check_are_rounds(name: str, value: object) -> None:
+    """Raises UsageError for what is no Rounds."""
+    check_given(name, value, Rounds, "rounds were expected: what replay.simulate or replay.read_rounds returns")
 
 
 def tokens_sha256(tokens: Sequence[int]) -> str:

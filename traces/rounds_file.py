@@ -15,7 +15,7 @@ from replay.traces.fields import Fields, parse_json, show
 from replay.traces.files import PLAIN, as_path, describe_path
 from replay.traces.parquet import check_parquet, first_line
 from replay.traces.remote import as_source
-from replay.traces.rounds import JsonObject, Rounds
+from replay.traces.rounds import JsonObject, Rounds, check_are_rounds
 from replay.traces.rounds_check import check_rounds, corrupt_rounds
 from replay.traces.rounds_metadata import request_info, variant_info
 
@@ -30,6 +30,7 @@ def write_rounds(rounds: Rounds, path: Path, *, force: bool = False) -> None:
     Raises OutputError when the file exists (without ``force``) or cannot be written, TraceCorruptError when the
     table is not one that ``read_rounds`` would read back.
     """
+    check_are_rounds("rounds", rounds)
     path = as_path(path)
     check_rounds(rounds, path)
     if os.path.exists(path) and not os.path.isfile(path):

@@ -5,10 +5,20 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from replay.errors import TraceError, UsageError
+from replay.printable import counted
 from replay.traces.agreement import Agreement
+from replay.traces.given import check_named
 from replay.traces.header import ONE_TARGET
-from replay.traces.parts import Part, choose, say_part
-from replay.traces.rounds import Expected, JsonObject, RequestInfo, Rounds, VariantInfo, VariantSettings
+from replay.traces.parts import Part, check_part, choose, say_part
+from replay.traces.rounds import (
+    Expected,
+    JsonObject,
+    RequestInfo,
+    Rounds,
+    VariantInfo,
+    VariantSettings,
+    check_are_rounds,
+)
 
 _NOT_SHARED = ("path", "requests", "missing", "doubts", "taps", "wirings", "engine", "engine_version", "part")
 
@@ -19,6 +29,8 @@ def take_part(rounds: Rounds, part: Part) -> Rounds:
     What was counted over the whole trace and cannot be told apart, how the trace's own server agrees, is left out.
     Raises UsageError as ``choose``, TraceError for rounds from before variants had their sums by request.
     """
+    check_are_rounds("rounds", rounds)
+    check_part(part)
     if part.whole:
         return rounds
     kept = keep_requests(rounds, choose(part, rounds.requests))
@@ -70,6 +82,7 @@ def pool_rounds(apart: Mapping[str, Rounds]) -> Rounds:
     """
     import polars as pl
 
+    check_named("apart", apart, Rounds, 'rounds by the name of their trace were expected; pass {"monday": rounds, ...}')
     first_name, first = next(iter(apart.items()))
     for name, rounds in apart.items():
         _check_alike(first_name, first, name, rounds)
@@ -102,6 +115,11 @@ def _check_alike(first_name: str, first: Rounds, name: str, rounds: Rounds) -> N
                 f"the traces are of two targets: {fact.replace('_', ' ')} is {one!r} in {first_name} and {other!r} in "
                 f"{name}; replay each by itself"
             )
+    if len(first.variants) != len(rounds.variants):
+        raise UsageError(
+            f"{first_name} has {counted(len(first.variants), 'variant')} and {name} has {len(rounds.variants)}; replay "
+            "each by itself, or both with the same variants"
+        )
     for one, other in zip(first.variants, rounds.variants, strict=True):
         for key in VariantSettings.__dataclass_fields__:
             if getattr(one, key) != getattr(other, key):

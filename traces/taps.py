@@ -45,6 +45,8 @@ def parse_taps(text: str, *, layers: int | None = None) -> tuple[str, ...]:
     """Canonical names of a comma-separated list of taps, in its order, repetitions kept. Raises UsageError."""
     if not isinstance(text, str):
         raise UsageError(f"taps are text such as embed,3,31, {shorten(repr(text), 60)} was given")
+    if layers is not None and type(layers) is not int:
+        raise UsageError(f"layers is {shorten(repr(layers), 60)}, the target's number of layers was expected")
     return tuple(parse_tap(part, layers=layers) for part in text.split(","))
 
 

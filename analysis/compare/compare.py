@@ -22,7 +22,7 @@ from replay.analysis.json_document import JsonObject, object_json
 from replay.analysis.p_values import holm
 from replay.printable import html_table
 from replay.traces.parts import parts_told
-from replay.traces.rounds import RequestInfo, Rounds, VariantInfo
+from replay.traces.rounds import RequestInfo, Rounds, VariantInfo, check_are_rounds
 
 # Near enough for a reader who asks whether a change costs anything that matters.
 WITHIN = 0.01
@@ -144,6 +144,9 @@ def compare(
     >>> comparison.pairs[0].verdict
     'equal'
     """
+    check_are_rounds("first", first)
+    if second is not None:
+        check_are_rounds("second", second)
     return compare_variants(pair_rounds(first, second, variant_a=variant_a, variant_b=variant_b))
 
 

@@ -20,6 +20,7 @@ from replay.analysis.summary import summarise
 from replay.errors import UsageError
 from replay.printable import html_table, one_line
 from replay.traces.fields import show
+from replay.traces.given import check_given
 from replay.traces.rounds import Rounds
 
 VEGA_LITE = "application/vnd.vegalite.v5+json"
@@ -57,11 +58,15 @@ class Charts(list[NotebookChart]):
     @overload
     def __getitem__(self, key: slice) -> "Charts": ...
     def __getitem__(self, key: SupportsIndex | str | slice) -> "NotebookChart | Charts":
-        """Raises UsageError where no heading holds the words."""
+        """Raises UsageError where no heading holds the words, and for a number beyond the last."""
         if isinstance(key, slice):
             return Charts(super().__getitem__(key))
-        if not isinstance(key, str):
+        check_given("the key", key, (str, int), "a number or words of a heading were expected")
+        if isinstance(key, int) and -len(self) <= key < len(self):
             return super().__getitem__(key)
+        if isinstance(key, int):
+            raise UsageError(f"chart {key} was asked for; there are {len(self)}, from 0 on")
+        assert isinstance(key, str)
         for chart in self:
             if key.lower() in chart.heading.lower():
                 return chart

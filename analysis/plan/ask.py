@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
 from replay.analysis import wording
 from replay.analysis.json_document import JsonObject, object_json
@@ -12,11 +13,18 @@ from replay.analysis.plan.plan import Plan, make_plan
 from replay.analysis.plan.policies import Played, Rule, depth_lengths
 from replay.analysis.plan.report import answer, doubts
 from replay.analysis.plan.schedules import sglang_schedule, steps_by_batch, vllm_schedule
-from replay.analysis.plan.settings import MOST_BATCH, MOST_STEPS, Load, Setting, make_setting
-from replay.analysis.plan.timings import Timing, join_timings, refuse_two_models, typed_length, typed_timing
+from replay.analysis.plan.settings import MOST_BATCH, MOST_CONTEXT, MOST_STEPS, Load, Setting, make_setting
+from replay.analysis.plan.timings import (
+    Timing,
+    join_timings,
+    refuse_two_models,
+    typed_length,
+    typed_timing,
+)
 from replay.errors import UsageError
 from replay.printable import html_table, one_line, shorten
-from replay.traces.rounds import Rounds
+from replay.traces.given import check_given, check_list
+from replay.traces.rounds import Rounds, check_are_rounds
 
 _RANGES = ("tokens_per_second", "gain")  # of a rule
 _MOST_LISTED = 256  # batches or depths of one plan
@@ -115,7 +123,16 @@ def plan(
     >>> [choice.advice for choice in planned.plan.choices]
     ['speculate']
     """
-    asked = Question(times, benches, costs, lengths, batch, context, steps, variant)
+    if rounds is not None:
+        check_are_rounds("rounds", rounds)
+    for name, given in (("times", times), ("benches", benches), ("costs", costs), ("lengths", lengths)):
+        kinds = (str, PurePath) if name == "benches" else str
+        check_list(name, given, kinds, f'a list of texts was expected; pass {name}=["..."]')
+    for name, typed in (("batch", batch), ("steps", steps)):
+        check_given(name, typed, str, f'a text was expected; pass {name}="1,32"')
+    check_given("variant", variant, (str, type(None)), "the name of a variant was expected")
+    check_given("context", context, (int, type(None)), "a number of tokens was expected")
+    asked = Question(times, [str(one) for one in benches], costs, lengths, batch, context, steps, variant)
     return answer_question(asked, read_costs(asked), rounds, "" if rounds is None else "rounds")
 
 
@@ -137,6 +154,8 @@ def read_costs(asked: Question) -> Costs:
         raise UsageError(NO_TIMING)
     if typed.get("kv") and asked.context is None and not any(timing.load.context for timing in timings):
         raise UsageError("--cost kv counts tokens of context, and none are told; type --context N")
+    if asked.context is not None and not 1 <= asked.context <= MOST_CONTEXT:
+        raise UsageError(f"--context {asked.context} cannot be; type 1 to {MOST_CONTEXT} tokens")
     if asked.context is not None:
         timings = [_at(timing, asked.context) for timing in timings]
     listed(asked.steps, "--steps", MOST_STEPS)

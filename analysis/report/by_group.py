@@ -12,8 +12,9 @@ from replay.analysis.summary import VariantSummary, summarise
 from replay.analysis.tables import Fitted, column
 from replay.errors import UsageError
 from replay.printable import one_line
+from replay.traces.fields import show
 from replay.traces.parts import NO_CATEGORY
-from replay.traces.rounds import RequestInfo, Rounds
+from replay.traces.rounds import RequestInfo, Rounds, check_are_rounds
 from replay.traces.rounds_sets import keep_requests
 
 if TYPE_CHECKING:
@@ -38,8 +39,11 @@ def summarise_by(rounds: Rounds, what: str) -> tuple[Group, ...]:
 
     Raises UsageError for another word than these, TraceError for rounds from before sums by request.
     """
+    check_are_rounds("rounds", rounds)
     if what not in (CATEGORY, TRACE):
-        raise UsageError(f"{what!r} was asked for, requests are told apart by {CATEGORY} or {TRACE}; type one of them")
+        raise UsageError(
+            f"{show(what)} was asked for, requests are told apart by {CATEGORY} or {TRACE}; type one of them"
+        )
     members: dict[str, set[str]] = {}
     for request in rounds.requests:
         members.setdefault(_group(rounds, request, what), set()).add(request.request_id)

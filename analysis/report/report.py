@@ -24,7 +24,9 @@ from replay.analysis.report.variant_table import position_table, positions_beyon
 from replay.analysis.summary import VariantSummary
 from replay.analysis.tables import bullet, heading, pairs
 from replay.analysis.view import LONG, WHOLE, View
-from replay.traces.rounds import Rounds
+from replay.errors import UsageError
+from replay.traces.given import check_given, check_list
+from replay.traces.rounds import Rounds, check_are_rounds
 from replay.traces.rounds_join import FILES
 
 _LOST = (
@@ -34,7 +36,15 @@ _LOST = (
 
 
 def render(rounds: Rounds, summaries: Sequence[VariantSummary], view: View = WHOLE) -> RenderableType:
-    """The report of ``summarise(rounds)`` as a rich renderable that adapts to the console's width."""
+    """The report of ``summarise(rounds)`` as a rich renderable that adapts to the console's width.
+
+    Raises UsageError for what is neither, and for summaries of other rounds.
+    """
+    check_are_rounds("rounds", rounds)
+    check_list("summaries", summaries, VariantSummary, "summaries were expected: what replay.summarise(rounds) returns")
+    if {one.name for one in summaries} != {one.name for one in rounds.variants}:
+        raise UsageError("the summaries are not of these rounds; pass what replay.summarise(rounds) returns")
+    check_given("view", view, View, "a view was expected; leave it out")
     return lay_out(assess(rounds, summaries), view)
 
 

@@ -22,6 +22,7 @@ from replay.errors import CaptureError, UsageError
 from replay.printable import one_line
 from replay.traces.fields import show
 from replay.traces.files import as_path
+from replay.traces.given import check_callable
 
 _NAME = "sgl.Engine"  # in place of an address, in messages
 _SHOWN = 300  # characters of a reason
@@ -62,6 +63,7 @@ def capture_engine(
         recording=None if recording is None else as_path(recording), server_cache=server_cache,
     )  # fmt: skip
     check_options(options)
+    check_callable("on_event", on_event, "a function that takes an event was expected; leave it out")
     _check_engine(engine)
     with _running(engine):
         api = EngineApi(_NAME, engine=engine)

@@ -255,8 +255,9 @@ def candidates_of(
 
 def _read(it: Held, tap: str, low: int, high: int, writer: "TraceWriter") -> "torch.Tensor":
     """Rows low..high-1 of a tap. Raises UnsureError where nobody has them any more."""
-    if it.run.recorded is not None:
-        return it.run.recorded.read(f"tap.{tap}", low, high)
+    name = f"tap.{tap}"
+    if it.run.recorded is not None and name in it.run.recorded.file.layout.tensors:
+        return it.run.recorded.read(name, low, high)
     rows = writer.stored_rows(it.owner, tap, low, high) if it.run.stored else None
     if rows is None:
         raise UnsureError(f"request {it.owner!r} computed its rows from {low} on, and they are not in the trace")

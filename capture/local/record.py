@@ -26,6 +26,7 @@ from replay.capture.size import ITEM_BYTES, Room, RowSize, expect
 from replay.capture.target_files import fingerprint_target, stated_layers
 from replay.errors import CaptureError
 from replay.printable import counted
+from replay.traces.given import check_callable, check_given
 from replay.traces.header import EngineInfo, TargetInfo, TraceHeader
 from replay.traces.place import check_equal
 from replay.traces.taps import default_taps, parse_taps
@@ -46,7 +47,9 @@ def capture_local(options: CaptureOptions, on_event: Callable[[Event], None]) ->
     Each finished batch is safe on disk; after an interruption the same call with ``resume`` does only what is missing.
     Raises UsageError, PromptError, CaptureError, OutputError and TraceError, the first two before weights are read.
     """
-    check_options(options, ("--topk", options.topk, options.topk >= 1, "1 or more"))
+    check_given("options", options, CaptureOptions, "options were expected; make them by replay.CaptureOptions(...)")
+    check_callable("on_event", on_event, "a function that takes an event was expected; pass lambda event: None")
+    check_options(options, ("--topk", options.topk, type(options.topk) is int and options.topk >= 1, "1 or more"))
     prompts = read_prompts(options.prompts)
     check_output_folder(options)
     begun = check_resumed(options, prompts, "transformers")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from replay.check.mistaken import refuse_no_head
 from replay.checkpoint.config import ARCHITECTURES, FAMILY_NAMES, HeadConfig
 from replay.checkpoint.config_file import CONFIG, is_word, read_config
 from replay.checkpoint.files import BINARY
@@ -114,10 +115,11 @@ def kind_of(path: Path) -> str:
 
 
 def refuse_target(path: Path) -> None:
-    """Raises UsageError where the folder that was typed as a draft head is a target's.
+    """Raises UsageError where the folder that was typed as a draft head is a target's, a trace, or a run with heads.
 
     What only a pytorch_model.bin could tell is left to whoever reads it: heads look like targets from outside.
     """
+    refuse_no_head(path)
     if os.path.isfile(path / BINARY):
         return
     if (architecture := target_architecture(path)) is not None:

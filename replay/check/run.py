@@ -3,6 +3,7 @@
 To add a rule, write a function from Facts to findings beside its kind (rules_*.py) and put it into RULES.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from replay.engines.wiring import Wiring
 from replay.printable import html_table
 from replay.targets.rules import NEWEST
 from replay.traces.fields import some
+from replay.traces.given import check_given
 from replay.traces.remote import as_source
 
 if TYPE_CHECKING:
@@ -214,12 +216,24 @@ def check_head(
     >>> replay.check_head(DRAFT, TARGET).errors > 0
     True
     """
+    check_given("server_args", server_args, (str, type(None)), "a launch line was expected, in one text")
+    check_given("engine", engine, (str, type(None)), "the name of an engine was expected")
+    check_given("wiring", wiring, (Wiring, type(None)), "a wiring was expected; make one by replay.parse_wiring")
+    check_given("weights", weights, bool, "True or False was expected")
     check_engine(engine)
     folder = head_folder(as_source(draft))
     refuse_target(folder)
     server = None if server_args is None else parse_server_arguments(server_args, engine)
-    emitted = None if trace is None else count_emitted(trace)
+    emitted = None if trace is None else _emitted(trace)
     facts = read_facts(
         folder, as_source(target), server, engine=engine, wiring=wiring, emitted=emitted, weights=weights
     )
     return check(facts)
+
+
+def _emitted(trace: object) -> Counter[int]:
+    from replay.traces.reader import Trace
+
+    check_given("trace", trace, Trace, "a trace was expected; open one by replay.Trace.open")
+    assert isinstance(trace, Trace)
+    return count_emitted(trace)

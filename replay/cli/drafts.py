@@ -15,23 +15,35 @@ _MOST_HEADS = 1000
 _SAID = 5  # broken heads that are named with their reasons; of the others the number
 
 
-def expand_drafts(typed: Sequence[Path]) -> tuple[Path, ...]:
+def expand_drafts(typed: Sequence[Path | str]) -> tuple[Path, ...]:
     """What was typed after --draft, patterns replaced by their folders: numbers in names count as numbers.
 
-    Raises UsageError for a pattern that no folder has, or too many have.
+    A text is the pattern of addresses. Raises UsageError for a pattern that no folder has, or too many have, and
+    StorageError.
     """
     found: list[Path] = []
     for path in typed:
-        if path.exists() or not has_magic(str(path)):
+        if isinstance(path, Path) and (path.exists() or not has_magic(str(path))):
             found.append(path)
             continue
-        folders = sorted((one for one in map(Path, glob(str(path))) if one.is_dir()), key=_natural)
+        folders = sorted(_in_storage(path) if isinstance(path, str) else _here(path), key=_natural)
         if not folders:
             raise UsageError(f"--draft {path} matches no folder; type the pattern of checkpoints' folders")
         found += folders
     if len(found) > _MOST_HEADS:
         raise UsageError(f"{len(found)} heads were asked for, {_MOST_HEADS} are possible; type a narrower pattern")
     return tuple(dict.fromkeys(found))
+
+
+def _here(pattern: Path) -> list[Path]:
+    return [one for one in map(Path, glob(str(pattern))) if one.is_dir()]
+
+
+def _in_storage(pattern: str) -> list[Path]:
+    from replay.traces.object_store import find_folders
+    from replay.traces.remote import as_source
+
+    return [as_source(one) for one in find_folders(pattern)]
 
 
 def _natural(path: Path) -> list[tuple[int, str | int]]:

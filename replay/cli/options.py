@@ -8,7 +8,7 @@ import click
 
 from replay.cli.terminal import say
 from replay.errors import UsageError
-from replay.traces.addresses import is_address, refuse_address
+from replay.traces.addresses import is_address, is_pattern, parse_address, refuse_address
 from replay.traces.remote import as_source
 
 if TYPE_CHECKING:
@@ -29,6 +29,14 @@ class _Source(click.Path):
         return as_source(value) if is_address(value) else super().convert(value, param, ctx)
 
 
+class _Heads(_Source):
+    """A source; of several heads in storage their pattern, as text (drafts.py)."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        several = is_address(value) and is_pattern(value)
+        return parse_address(value, pattern=True) if several else super().convert(value, param, ctx)
+
+
 class _Place(click.Path):
     """A path of this machine."""
 
@@ -38,6 +46,7 @@ class _Place(click.Path):
 
 
 SOURCE = _Source(path_type=Path)
+HEADS = _Heads(path_type=Path)
 PATH = _Place(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, nothing else.")
@@ -170,8 +179,10 @@ def open_whole(
 
     Raises UsageError for the checkpoint of another target, and as ``Trace.open``.
     """
+    from replay.check.mistaken import refuse_no_trace
     from replay.traces.reader import Trace
 
+    refuse_no_trace(path)
     opened = Trace.open(path, allow_incomplete=allow_incomplete, target=target, verify=verify)
     if target is not None:
         _check_target(target, opened)

@@ -47,7 +47,9 @@ def run_simulation(
             kernels = None if hands is None else hands.kernels
             kept = None
             if cache is not None:
-                kept = open_cache(cache, trace, checkpoints, device, agreement=agreement, kernels=kernels)
+                kept = open_cache(
+                    cache, trace, checkpoints, device, agreement=agreement, kernels=kernels, on_note=progress.note
+                )
             if cache is not None and kept is None:
                 progress.note(f"note: the recording of {trace.path} has not ended, so --cache keeps nothing of it")
             notes = FoundNotes(progress.note, cache, len(variants), hands is not None)

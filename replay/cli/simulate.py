@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from replay.cli.options import (
+    HEADS,
     PATH,
     SOURCE,
     cache_option,
@@ -25,7 +26,7 @@ from replay.cli.options import (
     workers_options,
 )
 from replay.cli.replaying import check_device, refuse_output, run_simulation, write_after
-from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds
+from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds, write_html
 from replay.cli.sweeping import (
     check_every_trace,
     check_reach,
@@ -35,6 +36,7 @@ from replay.cli.sweeping import (
     note_chains,
 )
 from replay.cli.table_formats import refuse_beside, refuse_two_forms
+from replay.cli.web_page import refuse_page
 from replay.errors import UsageError
 
 _repeated = partial(click.option, multiple=True)  # repeated options make a sweep
@@ -45,7 +47,7 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @_repeated(
     "--draft",
     "drafts",
-    type=SOURCE,
+    type=HEADS,
     metavar="DIR|ID",
     help="Draft head's folder or hub id, or a quoted pattern, e.g. 'runs/*/checkpoint-*'; repeat for several.",
 )
@@ -132,21 +134,22 @@ _repeated = partial(click.option, multiple=True)  # repeated options make a swee
 @cache_option
 @workers_options
 @click.option("-o", "--output", type=PATH, metavar="ROUNDS.parquet", help="Write every round.")
-@click.option("--force", is_flag=True, help="Replace an existing rounds file.")
+@click.option("--html", type=PATH, metavar="FILE", help="Write the report as a web page in one file too.")
+@click.option("--force", is_flag=True, help="Replace an existing rounds file or web page.")
 @sort_option
 @top_option
 @format_option
 @json_option
 def simulate(
-    traces: tuple[Path, ...], drafts: tuple[Path, ...], wirings: tuple[str, ...], steps: tuple[int, ...],
+    traces: tuple[Path, ...], drafts: tuple[Path | str, ...], wirings: tuple[str, ...], steps: tuple[int, ...],
     topk: tuple[int, ...],
     num_draft_tokens: tuple[int, ...], precisions: tuple[str, ...], kv_dtypes: tuple[str, ...],
     rank_precision: str | None, numerics: tuple[str, ...], kvs: tuple[str, ...], faults: tuple[str, ...],
     rules: tuple[str, ...], temperature: float | None, engine: str, device: str, no_agreement: bool,
     category: tuple[str, ...], request: tuple[str, ...], first_turn: bool, limit: int | None, by: tuple[str, ...],
     observed: str | None, target: Path | None, no_verify: bool, cache: Path | None, workers: int | None,
-    ray: str | None, output: Path | None, force: bool, sort: str | None, top: int | None, table_format: str | None,
-    as_json: bool,
+    ray: str | None, output: Path | None, html: Path | None, force: bool, sort: str | None, top: int | None,
+    table_format: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Run draft heads on a trace and predict the accept length a server would show.
 
@@ -163,8 +166,8 @@ def simulate(
     from replay.simulator.variant import sweep
     from replay.traces.rounds_sets import pool_rounds
 
-    drafts = expand_drafts(drafts)
-    if not drafts:
+    heads = expand_drafts(drafts)
+    if not heads:
         raise UsageError("no draft head was given; add --draft DIR, the folder of an EAGLE-3 or DFlash head")
     refuse_two_forms(table_format, as_json)
     if rank_precision is not None and (sort or top or table_format):
@@ -172,8 +175,13 @@ def simulate(
     for form, wanted in (("--rank-precision", rank_precision), ("--format", table_format)):
         if wanted is not None:
             refuse_beside(form, by=by, observed=observed)
+    if rank_precision is not None:
+        refuse_beside("--rank-precision", html=html)
     if output is not None:
         refuse_output(output, force)
+    if html is not None and html == output:
+        raise UsageError(f"-o and --html both name {html}; type two files")
+    refuse_page(html, force)
     if cache is not None:
         check_cache_folder(cache, verify=not no_verify)
     hands = read_workers(workers, ray)
@@ -194,8 +202,8 @@ def simulate(
         engine=[engine],
         faults=[parse_faults(text) for text in faults] or [()],
     )
-    sweep(draft=[str(drafts[0])], **choices)  # refuses what cannot be before a head is fetched from a hub
-    checkpoints = read_drafts(name_heads([head_folder(path) for path in drafts]))
+    sweep(draft=[str(heads[0])], **choices)  # refuses what cannot be before a head is fetched from a hub
+    checkpoints = read_drafts(name_heads([head_folder(path) for path in heads]))
     variants = every_variant(checkpoints, steps, topk, num_draft_tokens, choices)
     check_reach(seen, variants)
     if len(wirings) > 1:
@@ -215,9 +223,14 @@ def simulate(
     }
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
     unwritten = None if output is None else write_after(rounds, output, force)  # first: a reader of stdout may go away
+    wanted = Wanted(by=by, observed=seen, sort=sort, top=top, table_format=table_format)
     if ranked is None:
-        show_rounds(rounds, as_json, Wanted(by=by, observed=seen, sort=sort, top=top, table_format=table_format))
+        show_rounds(rounds, as_json, wanted)
     else:
         show_ranking(rounds, ranked, as_json)
+    if html is not None:
+        from replay.simulator.tokens import Sources
+
+        write_html(rounds, html, wanted, Sources(None, None, target, not no_verify))
     if unwritten is not None:
         raise unwritten

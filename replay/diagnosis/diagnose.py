@@ -31,6 +31,8 @@ from replay.simulator.progress import ReplayProgress
 from replay.simulator.variant import ResolvedVariant, Variant, default_steps
 from replay.simulator.workers import use_workers
 from replay.traces.fields import count_of
+from replay.traces.files import as_path
+from replay.traces.given import check_callable, check_given
 from replay.traces.reader import Trace
 
 if TYPE_CHECKING:
@@ -212,10 +214,15 @@ def diagnose(
     from replay.capture.observed import read_observed
     from replay.capture.observed_number import Observed
 
+    check_given("trace", trace, Trace, "a trace was expected; open one by replay.Trace.open")
+    check_given("head", head, Checkpoint, "a head was expected; read one by replay.load_head")
+    check_given("trained", trained, (Wiring, type(None)), "a wiring was expected; make one by replay.parse_wiring")
+    check_callable("on_event", on_event, "a function that takes an event was expected; leave it out")
     served = served_variant(
         trace, head.name, head, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens, precision=precision,
         engine=engine, wiring=wiring,
     )  # fmt: skip
+    kept = None if cache is None else as_path(cache)
     seen = observed if observed is None or isinstance(observed, Observed) else read_observed(str(observed))
     return diagnose_server(
         trace,
@@ -224,7 +231,7 @@ def diagnose(
         trained=trained,
         observed=seen,
         ladder=ladder,
-        cache=cache,
+        cache=kept,
         workers=workers,
         on_event=on_event,
     )

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from replay.drafting.first_pass import CommittedKV, FirstPass
+from replay.drafting.first_pass import FirstPass
+from replay.drafting.packed_attention import CommittedKV
 from replay.drafting.rows import drafted_positions
 from replay.engines.behaviour import Behaviour
 from replay.head.attention import KeyValues

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from replay.drafting.blocks import block_states
 from replay.drafting.crossed import handover
-from replay.drafting.first_pass import FirstPass, PackedAttention
+from replay.drafting.first_pass import FirstPass, join_outputs
+from replay.drafting.packed_attention import PackedAttention
+from replay.drafting.row_blocks import row_blocks
 from replay.drafting.rows import drafted_positions
 from replay.engines.behaviour import Behaviour
 from replay.head.attention import KeyValues
@@ -48,19 +50,31 @@ def chain_steps(head: Head, first: FirstPass, steps: int, feed: Callable[[int], 
         return
     handed = handover(head.behaviour, first.batch_rows, head.device)
     yield ChainStep(first.output.normed_RE, first.logit_sizes)
-    attention, state_AE = ChainAttention(head, first.attention), first.output.feedback_RE
+    state_AE = first.output.feedback_RE
+    attentions = [ChainAttention(head, first.attention, block) for block in _anchor_blocks(head, first)]
     for step in range(1, steps):
         positions_A = drafted_positions(first.anchor_rows_A, step, head.behaviour)
         fed = head.masks(len(positions_A)) or (head.embed(feed(step)), handed(state_AE, step))
-        output = head.forward(*fed, positions_A, attention)
+        output = join_outputs([
+            head.forward(*(rows[attend.block.start : attend.block.stop] for rows in (*fed, positions_A)), attend)
+            for attend in attentions
+        ])  # fmt: skip
         state_AE = output.feedback_RE
         yield ChainStep(output.normed_RE, None)
 
 
-class ChainAttention:
-    """Attention of drafted rows: the committed rows that ``base`` holds, and the anchor's own drafted rows before."""
+def _anchor_blocks(head: Head, first: FirstPass) -> list[range]:
+    """Anchors whose drafted rows run at once; all where products are as large as a server's, for the sake of bits."""
+    anchors = len(first.anchor_rows_A)
+    return row_blocks(anchors) if head.execution.product_rows is None else [range(anchors)]
 
-    def __init__(self, head: Head, base: PackedAttention) -> None:
+
+class ChainAttention:
+    """Attention of the drafted rows of a block of anchors: the committed rows that ``base`` holds, and the anchor's own
+    drafted rows before."""
+
+    def __init__(self, head: Head, base: PackedAttention, block: range) -> None:
+        self.block = block
         self._base, self._behaviour = base, head.behaviour
         self._chain: list[list[KeyValues]] = [[] for _ in range(head.config.num_layers)]
 
@@ -73,7 +87,7 @@ class ChainAttention:
             k_JAMH, v_JAMH = (torch.stack(part) for part in zip(*seen, strict=True))
         else:
             k_JAMH, v_JAMH = (part.new_empty((0, *part.shape)) for part in (k_AMH, v_AMH))
-        return self._base.answer(layer, q, KeyValues(k_JAMH, v_JAMH), len(chain))
+        return self._base.answer(layer, q, KeyValues(k_JAMH, v_JAMH), len(chain), self.block)
 
 
 def seen_from(behaviour: Behaviour, step: int) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 from replay.head.model import Head
 from replay.head.products import ProductSizes
 
-# Logits in memory at a time, in elements: those of all anchors over a large vocabulary are many.
-_BLOCK_LOGITS = 1 << 26
+# Logits in memory at a time, in elements (32 MiB in bf16), but of no fewer rows than fill a product.
+_BLOCK_LOGITS, _ROWS_AT_LEAST = 1 << 24, 256
 
 
 def read_logits(
@@ -26,10 +26,11 @@ def read_logits(
 ) -> tuple[Tensor, ...]:
     """What ``read`` makes of the draft logits [B, W] of a block of rows and the slice that names these, all joined.
 
-    Nobody holds logits of all rows. ``sizes`` of the products in which each row's logits are computed, where these
-    matter. ``widening`` is how many times the memory of the logits ``read`` takes. There must be a row.
+    Nobody holds logits of all rows, but of 512 over a draft vocabulary of 32,000, and of 256 over one of 163,840.
+    ``sizes`` of the products in which each row's logits are computed, where these matter: a block then has rows for the
+    largest. ``widening`` is how many times the memory of the logits ``read`` takes. There must be a row.
     """
-    rows = _rows_of_block(head, widening)
+    rows = _rows_of_block(head, widening, sizes)
     blocks = [slice(start, start + rows) for start in range(0, len(normed_RE), rows)]
     parts = [
         read(head.logits(normed_RE[block], None if sizes is None else sizes.keep(block)), block) for block in blocks
@@ -37,10 +38,11 @@ def read_logits(
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def _rows_of_block(head: Head, widening: int) -> int:
+def _rows_of_block(head: Head, widening: int, sizes: ProductSizes | None) -> int:
     """A power of two: matrix units then round as they do for the few rows of a server."""
-    fitting = max(1, _BLOCK_LOGITS // widening // head.config.draft_vocab_size)
-    return 1 << (fitting.bit_length() - 1)
+    fitting = max(_ROWS_AT_LEAST, _BLOCK_LOGITS // head.config.draft_vocab_size) // widening
+    largest = 1 if sizes is None else max((size for size, _ in sizes.groups), default=1)
+    return 1 << (max(1, fitting, 4 * largest - 1).bit_length() - 1)
 
 
 def next_tokens(head: Head, normed_AE: Tensor, sizes: ProductSizes | None = None) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,14 @@ speculative/eagle_worker_v2.py ``_draft_extend_for_prefill``, ``_draft_extend_fo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from replay.drafting.crossed import BatchRows
+from replay.drafting.features import JoinedTaps, fed_features
 from replay.engines.behaviour import RECORDED, Behaviour, Chunk
 
 # First row, rows, and rows of the product that made them.
@@ -23,7 +24,8 @@ Piece = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """One request: its tokens [T] and the features [>= T-2, K*D] of its rows, taps joined in wiring order.
+    """One request: its tokens [T] and the features [>= T-2, K*D] of its rows, taps joined in wiring order, at once or
+    row by row when they are asked for.
 
     ``sampled_T`` is what the target would choose after each of its prompt positions, needed for ``Behaviour.chunk``
     only. ``only`` names the anchors to draft at, rising (None: every one). ``spans``: in products of how many rows a
@@ -34,7 +36,7 @@ class DraftInput:
     """
 
     tokens_T: Tensor
-    features_RKD: Tensor
+    features_RKD: Tensor | JoinedTaps
     prompt_tokens: int
     sampled_T: Tensor | None = None
     only: Tensor | None = None
@@ -72,15 +74,32 @@ class DraftInput:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Committed rows [R]: token ids, features [R, K*D], positions, and which leave no KV behind (None: all do)."""
+    """Committed rows [R] of a request, as ``behaviour`` makes them: token ids, positions, features of taps of
+    ``tap_width``, and which leave no KV behind (None: all do)."""
 
     ids_R: Tensor
-    features_RKD: Tensor
     positions_R: Tensor
     blank_R: Tensor | None
+    item: DraftInput
+    behaviour: Behaviour
+    tap_width: int
 
+    def first(self, rows: int) -> "Rows":
+        """The first of them."""
+        blank_R = None if self.blank_R is None else self.blank_R[:rows]
+        return replace(self, ids_R=self.ids_R[:rows], positions_R=self.positions_R[:rows], blank_R=blank_R)
 
-_NOISE_STRIDE = 1 << 32  # more than any vocabulary has tokens
+    @property
+    def features_RKD(self) -> Tensor:
+        """Those of all rows."""
+        return self.features(range(len(self.ids_R)))
+
+    def features(self, rows: range) -> Tensor:
+        """Those of some rows [R, K*D]."""
+        item = self.item
+        return fed_features(
+            item.features_RKD, item.tokens_T, item.prompt_tokens, self.behaviour, self.tap_width, rows
+        )  # fmt: skip
 
 
 def committed_rows(item: DraftInput, behaviour: Behaviour, tap_width: int) -> Rows:
@@ -88,9 +107,11 @@ def committed_rows(item: DraftInput, behaviour: Behaviour, tap_width: int) -> Ro
     index_R = torch.arange(item.rows)
     return Rows(
         _ids(item, behaviour, index_R),
-        _features(item, behaviour, item.features_RKD.shape[-1] // tap_width),
         shift_positions(index_R, behaviour),
         _blanks(item, behaviour, index_R),
+        item,
+        behaviour,
+        tap_width,
     )
 
 
@@ -129,42 +150,6 @@ def _ids(item: DraftInput, behaviour: Behaviour, index_R: Tensor) -> Tensor:
         ends_E = torch.tensor(ends, dtype=torch.long)
         ids_R = ids_R.index_copy(0, ends_E, item.sampled_T[ends_E])
     return ids_R
-
-
-def _features(item: DraftInput, behaviour: Behaviour, taps: int) -> Tensor:
-    features_RKD = item.features_RKD[: item.rows]
-    if behaviour.pairing == "earlier-features":
-        features_RKD = torch.cat([torch.zeros_like(features_RKD[:1]), features_RKD[:-1]])
-    if behaviour.unit_taps:
-        tap_RKD = features_RKD.unflatten(-1, (taps, -1)).float()
-        size = tap_RKD.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-6)
-        features_RKD = (tap_RKD / size).flatten(1).to(features_RKD.dtype)
-    if behaviour.noise:
-        features_RKD = _with_noise(features_RKD, item.tokens_T[1 : item.rows + 1], behaviour.noise, taps)
-    last = item.prompt_tokens - 1
-    if behaviour.zero_slots or (behaviour.handoff and last < item.rows):
-        features_RKD = features_RKD.clone()
-        for slot in behaviour.zero_slots:
-            features_RKD.unflatten(-1, (taps, -1))[:, slot] = 0
-        if behaviour.handoff:
-            features_RKD[last : last + 1] = 0
-    return features_RKD
-
-
-def _with_noise(features_RKD: Tensor, next_R: Tensor, size: float, taps: int) -> Tensor:
-    """Each tap of each row with noise of ``size`` times its root mean square.
-
-    It is a function of the row's index and the token after it alone, whatever else is drawn and in which order.
-    """
-    noise_RKD = torch.empty(features_RKD.shape)
-    generator = torch.Generator()
-    for row, token in enumerate(next_R.tolist()):
-        generator.manual_seed(row * _NOISE_STRIDE + token)
-        noise_RKD[row] = torch.randn(features_RKD.shape[1], generator=generator)
-    tap_RKD = features_RKD.unflatten(-1, (taps, -1)).float()
-    rms_RKD = tap_RKD.pow(2).mean(-1, keepdim=True).sqrt()
-    noisy_RKD: Tensor = tap_RKD + size * rms_RKD * noise_RKD.unflatten(-1, (taps, -1))
-    return noisy_RKD.flatten(1).to(features_RKD.dtype)
 
 
 def _blanks(item: DraftInput, behaviour: Behaviour, index_R: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ from replay.engines.conventions import CONVENTIONS, SPECFORGE, VLLM, Convention,
 from replay.errors import UsageError, WiringError
 from replay.printable import shorten
 from replay.targets.rules import NEWEST, CaptureRule, NoRule, capture_rule
+from replay.traces.given import check_given, check_list
 from replay.traces.taps import FINAL, parse_taps, tap_index, tap_name
 
 # Targets that vLLM 0.32 runs by model_executor/models/deepseek_v2.py, which adds the residual of layer 0 before there
@@ -26,6 +27,12 @@ class Wiring:
     """Ordered canonical tap names, e.g. ``("embed", "3", "16")``."""
 
     taps: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what is no tuple of texts: a bare text would be read letter by letter."""
+        wanted = 'a tuple of taps was expected; pass ("embed", "3") or type replay.parse_wiring("embed,3")'
+        check_given("taps", self.taps, tuple, wanted)
+        check_list("taps", self.taps, str, wanted)
 
     def __str__(self) -> str:
         return ",".join(self.taps)

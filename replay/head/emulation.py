@@ -8,7 +8,7 @@ Suffixes as in model.py.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from replay.checkpoint.tensor_table import LATENT_KV_B, NOT_LINEAR, linear_names
 from replay.engines.layer_names import fused_name
 from replay.engines.precision import Format, Precision, Scheme
 from replay.engines.profiles import PRECISIONS, EngineProfile
+from replay.head.held import Held
 from replay.head.products import Execution, ProductSizes, multiply
 from replay.head.quantise import LARGEST, largest_magnitude, quantise, quantise_weight
 
@@ -75,7 +76,7 @@ class Emulation:
 
     # ---- once ----
 
-    def weights(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    def weights(self, tensors: Mapping[str, Tensor], device: torch.device, held: Held) -> dict[str, Tensor]:
         """The checkpoint's tensors but vocabulary maps and embedding, ready to run on ``device``."""
         names = [name for name in tensors if name.removesuffix(".weight") not in NOT_LINEAR]
         together: dict[tuple[str, Format], list[str]] = {}
@@ -83,17 +84,14 @@ class Emulation:
             form = self._form(name)
             if form is not None and form.scaling == "tensor":
                 together.setdefault((fused_name(name.removesuffix(".weight")), form), []).append(name)
-        largest = {
-            name: torch.stack([largest_magnitude(tensors[part]) for part in group]).max().to(device)
-            for group in together.values()
-            for name in group
-        }
-        return {name: self.weight(name, tensors[name], device, largest.get(name)) for name in names}
+        groups = {name: [tensors[part] for part in group] for group in together.values() for name in group}
+        return {name: self.weight(name, tensors[name], device, held, groups.get(name, ())) for name in names}
 
-    def weight(self, name: str, weight: Tensor, device: torch.device, largest: Tensor | None = None) -> Tensor:
-        """One tensor ready to run: the one copy that is made of it, none where it is as the head runs already.
-
-        ``largest`` is the largest magnitude under a scale per tensor, where it spans more than this one.
+    def weight(
+        self, name: str, weight: Tensor, device: torch.device, held: Held, together: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """One tensor ready to run: the one copy that is made of it, none where it is as the head runs already or
+        ``held`` has it. A scale per tensor spans all that are ``together`` (none: this one alone).
         """
         if name.endswith(ROUTING_BIAS):
             return weight.to(device)
@@ -103,11 +101,14 @@ class Emulation:
         if form is not None:
             self._note_short_group(name, weight.shape[-1], form)
             self._count_beyond(name, weight, form)
-            return quantise_weight(weight.to(device), form, dtype, largest)
-        cast = weight.to(device=device, dtype=self._dtype)
+            how = (form, dtype, device, *map(id, together))
+            return held.ready(weight, how, lambda: _quantised(weight.to(device), form, dtype, together))
+        cast = weight.to(device=device, dtype=self._dtype) if self._dtype == torch.float16 else weight
         if self._dtype == torch.float16:
             _count(self._beyond, f"values of {name} became infinite in fp16", cast.isinf() & ~weight.to(device).isinf())
-        return cast.to(dtype)
+        return held.ready(
+            weight, (self._dtype, dtype, device), lambda: cast.to(device=device, dtype=self._dtype).to(dtype)
+        )
 
     def _note_short_group(self, name: str, inputs: int, form: Format) -> None:
         if form.scaling.startswith("g") and inputs % int(form.scaling[1:]):
@@ -219,6 +220,11 @@ class RoundedProducts:
         bias_O = None if bias_O is None else bias_O.to(entering_RI.dtype)
         out_RO = multiply(entering_RI, weight_OI, bias_O, self.execution, sizes)
         return self.emulation.leaving(name, x_RI, out_RO)
+
+
+def _quantised(weight: Tensor, form: Format, dtype: torch.dtype, together: Sequence[Tensor]) -> Tensor:
+    largest = torch.stack([largest_magnitude(one) for one in together]).max() if together else None
+    return quantise_weight(weight, form, dtype, None if largest is None else largest.to(weight.device))
 
 
 def _count(counts: dict[str, Tensor], what: str, found: Tensor) -> None:

@@ -20,6 +20,8 @@ from replay.checkpoint.config import HeadConfig
 from replay.checkpoint.latent import Latent
 from replay.head.emulation import RoundedProducts
 from replay.head.grouped import CachedWidths, Norm, Projected, Rotation
+from replay.head.held import Held
+from replay.head.parts import join_rows
 from replay.head.products import Execution, ProductSizes, multiply_heads
 from replay.head.rope import rotate, rotate_interleaved
 
@@ -35,13 +37,11 @@ class LatentWeights:
     kv_b_OL: Tensor
 
     @classmethod
-    def of(cls, tensors: MutableMapping[str, Tensor]) -> "LatentWeights":
+    def of(cls, tensors: MutableMapping[str, Tensor], held: Held) -> "LatentWeights":
         """Those among the weights of a head; the two that are stacked are rows of the stack from now on."""
-        names = [f"{PREFIX}{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")]
-        q_a, kv_a, q_b, kv_b = (tensors[name] for name in names)
-        down_OI = torch.cat([q_a, kv_a])
-        tensors[names[0]], tensors[names[1]] = down_OI.split([len(q_a), len(kv_a)])
-        return cls(down_OI, q_b, kv_b)
+        down, q_b, kv_b = ("q_a_proj", "kv_a_proj_with_mqa"), "q_b_proj", "kv_b_proj"
+        down_OI = join_rows(tensors, [f"{PREFIX}{part}.weight" for part in down], held)
+        return cls(down_OI, *(tensors[f"{PREFIX}{part}.weight"] for part in (q_b, kv_b)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from replay.head.departures import departures, reads_qkv_bias
 from replay.head.emulation import Emulation, RoundedProducts
 from replay.head.families import FAMILIES
 from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
+from replay.head.held import Held
 from replay.head.latent import LatentAttention, LatentWeights
 from replay.head.parts import Parts, stack, stack_gate_up, stack_once
 from replay.head.products import FP32_ON_CPU, Execution, ProductSizes, to_device
@@ -78,12 +79,14 @@ class Head:
         execution: Execution = FP32_ON_CPU,
         behaviour: Behaviour = HEALTHY,
         precision: Precision = PLAIN,
+        held: Held | None = None,
     ) -> None:
         """Bind a checkpoint to its target.
 
         ``profile`` says which of its tensors an engine reads and in which order it rounds; ``behaviour`` how it runs
         the head where that differs from a healthy server. ``precision`` says which tensors are rounded further than to
-        the dtype of ``execution`` (emulation.py); what it says of the dtype itself has no effect here.
+        the dtype of ``execution`` (emulation.py); what it says of the dtype itself has no effect here. ``held`` has
+        the weights of other heads of a sweep: those that run alike here are shared.
         Raises CheckpointError where head and target do not fit.
         """
         self.name = checkpoint.name
@@ -94,10 +97,12 @@ class Head:
         self.notes = list(checkpoint.notes)
         self.emulation = Emulation(precision, self.config, profile, self.dtype)
         self._product = RoundedProducts(self.emulation, execution)
-        self._weights = self.emulation.weights(checkpoint.tensors, self.device)
-        self._embed_VE = self._choose_embedding(checkpoint, target.embed_VE, profile)
+        held = held or Held()
+        self._weights = self.emulation.weights(checkpoint.tensors, self.device, held)
+        embed_VE = self._choose_embedding(checkpoint, target.embed_VE, profile)
+        self._embed_VE = held.ready(embed_VE, self.device, lambda: embed_VE.to(self.device))
         self.target_ids_W = self._target_ids(checkpoint)
-        self._lm_head_WE = self._choose_lm_head(target.embed_VE if target.lm_head_VE is None else target.lm_head_VE)
+        self._lm_head_WE = self._choose_lm_head(target, held)
         self._biased = reads_qkv_bias(self.config, profile)
         self.notes += departures(self.config, profile)
         self._family = FAMILIES[self.config.family]
@@ -108,9 +113,9 @@ class Head:
             self.dtype,
             self._weights,
             self._product,
-            stack_gate_up(self._weights),
+            stack_gate_up(self._weights, held),
         )
-        self._attention: GroupedAttention | LatentAttention | BlockAttention = self._build_attention()
+        self._attention: GroupedAttention | LatentAttention | BlockAttention = self._build_attention(held)
         self._set_run()
 
     @property
@@ -165,7 +170,7 @@ class Head:
         own_VE = checkpoint.tensors.get("embed_tokens.weight")
         same_width = self.config.hidden_size == self.config.target_hidden_size
         if own_VE is not None and (profile.own_embedding or self.config.vllms or not same_width):
-            return own_VE.to(self.device)
+            return own_VE
         if own_VE is not None:
             self.notes.append(f"{profile.name} replaces the head's own embed_tokens by the target's")
         if target_VE is None:
@@ -175,13 +180,14 @@ class Head:
                 f"draft head {self.name} is {self.config.hidden_size} wide, the target's embedding "
                 f"{target_VE.shape[1]}; this head was not made for this target"
             )
-        return target_VE.to(self.device)
+        return target_VE
 
-    def _choose_lm_head(self, target_lm_head_VE: Tensor | None) -> Tensor:
+    def _choose_lm_head(self, target: TargetTables, held: Held) -> Tensor:
         own = self.config.lm_head == "own"
         if own and not self.behaviour.target_lm_head:
             return self._weights["lm_head.weight"]
-        table_VE = self._embed_VE if self.config.lm_head == "embed" else target_lm_head_VE
+        target_VE = target.embed_VE if target.lm_head_VE is None else target.lm_head_VE
+        table_VE = self._embed_VE if self.config.lm_head == "embed" else target_VE
         if table_VE is None:
             raise CheckpointError(f"draft head {self.name} uses the target's lm_head, and none was given")
         if table_VE.shape != (self.config.vocab_size, self.config.hidden_size):
@@ -189,8 +195,10 @@ class Head:
                 f"draft head {self.name} borrows an lm_head of {self.config.vocab_size} x {self.config.hidden_size}, "
                 f"the target's is {table_VE.shape[0]} x {table_VE.shape[1]}; this head was not made for this target"
             )
-        rows_WE = table_VE.to(self.device)[self.target_ids_W] if own else table_VE
-        return self.emulation.weight("lm_head.weight", rows_WE, self.device)
+        if not own:
+            return self.emulation.weight("lm_head.weight", table_VE, self.device, held)
+        rows_WE = table_VE.to(self.device)[self.target_ids_W]
+        return self.emulation.weight("lm_head.weight", rows_WE, self.device, Held())  # rows of this head alone
 
     def _target_ids(self, checkpoint: Checkpoint) -> Tensor:
         ids_W = torch.arange(self.config.draft_vocab_size)
@@ -204,16 +212,16 @@ class Head:
             )
         return ids_W.to(self.device)
 
-    def _build_attention(self) -> GroupedAttention | LatentAttention | BlockAttention:
+    def _build_attention(self, held: Held) -> GroupedAttention | LatentAttention | BlockAttention:
         emulation, config = self.emulation, self.config
         if config.latent is not None:
-            weights, absorbed = LatentWeights.of(self._weights), self.numerics.latent_absorbed
+            weights, absorbed = LatentWeights.of(self._weights, held), self.numerics.latent_absorbed
             return LatentAttention(
                 config, config.latent, False, absorbed, weights, self.execution, self._product, emulation.stored
             )
         prefixes = [f"layers.{layer}.self_attn." for layer in range(config.num_layers)]
         biases = [stack(self._weights, prefix, "q_k_v", "bias") if self._biased else None for prefix in prefixes]
-        stacked = [stack_once(self._weights, prefix, "q_k_v") for prefix in prefixes]
+        stacked = [stack_once(self._weights, prefix, "q_k_v", held) for prefix in prefixes]
         kind = GroupedAttention if config.block is None else BlockAttention
         return kind(config, False, tuple(stacked), tuple(biases), self._product, emulation.stored)
 
@@ -274,7 +282,10 @@ class Head:
             if keep_Q is not None and layer == self.config.num_layers - 1:
                 q_RNH, residual = q_RNH[keep_Q], residual[keep_Q]
                 sizes = None if sizes is None else sizes.keep(keep_Q)
-            mixed = self._attention.leave(attend(layer, q_RNH, k_RMH, v_RMH), sizes)
+            mixed = attend(layer, q_RNH, k_RMH, v_RMH)
+            if not len(mixed):  # rows of a long prompt that nobody drafts from: they leave keys and values alone
+                return HeadOutput(residual, residual)
+            mixed = self._attention.leave(mixed, sizes)
             mixed = self._parts.linear(mixed, f"layers.{layer}.self_attn.o_proj", sizes)
             mixed = self._kept(mixed, "attention", layer)
             hidden, residual = self._parts.add_norm(mixed, residual, f"layers.{layer}.post_attention_layernorm")

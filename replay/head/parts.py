@@ -14,6 +14,7 @@ from replay.checkpoint.config import HeadConfig
 from replay.engines.behaviour import Behaviour
 from replay.engines.profiles import Numerics
 from replay.head.emulation import RoundedProducts
+from replay.head.held import Held, stacked_already
 from replay.head.products import ProductSizes
 
 _LINE = 64  # bytes that torch aligns to what it joins; kernels may sum in another order where something lies otherwise
@@ -110,16 +111,29 @@ def _side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided(shape, first.stride())
 
 
-def stack_once(weights: MutableMapping[str, Tensor], prefix: str, parts: str) -> Tensor:
-    """``stack`` of weights, whose parts are from now on rows of it: what they were before can leave memory."""
-    joined = stack(weights, prefix, parts)
-    names = [f"{prefix}{part}_proj.weight" for part in parts.split("_")]
-    weights.update(zip(names, joined.split([len(weights[name]) for name in names]), strict=True))
+def stack_once(weights: MutableMapping[str, Tensor], prefix: str, parts: str, held: Held) -> Tensor:
+    """``stack`` of weights, whose parts are from now on rows of it: what they were before can leave memory.
+
+    Where they are rows of the same stack already, which another head of ``held`` has made, it is that one.
+    """
+    return join_rows(weights, [f"{prefix}{part}_proj.weight" for part in parts.split("_")], held)
+
+
+def join_rows(weights: MutableMapping[str, Tensor], names: Sequence[str], held: Held) -> Tensor:
+    """``stack_once`` of weights by their names."""
+    own = [weights[name] for name in names]
+    joined = stacked_already(own)
+    if joined is not None:
+        return joined
+    joined = torch.cat(own)
+    for name, part in zip(names, joined.split([len(part) for part in own]), strict=True):
+        held.replace(weights[name], part)
+        weights[name] = part
     return joined
 
 
-def stack_gate_up(weights: MutableMapping[str, Tensor]) -> dict[str, Tensor]:
+def stack_gate_up(weights: MutableMapping[str, Tensor], held: Held) -> dict[str, Tensor]:
     """gate and up of every MLP among the weights, joined once, by the MLP's prefix."""
     tail = "gate_proj.weight"
     prefixes = [name.removesuffix(tail) for name in weights if name.endswith(tail)]
-    return {prefix: stack_once(weights, prefix, "gate_up") for prefix in prefixes}
+    return {prefix: stack_once(weights, prefix, "gate_up", held) for prefix in prefixes}

@@ -13,6 +13,7 @@ from replay.engines.wiring import Wiring, default_wiring, dflash_wiring, indices
 from replay.errors import TraceError, UsageError
 from replay.faults.change import Subject
 from replay.faults.table import TREE_FAULT, apply_faults
+from replay.head.held import Held
 from replay.head.model import Head, TargetTables
 from replay.head.products import WHOLE_PROMPTS, Execution
 from replay.simulator.blocks import check_blocks
@@ -182,10 +183,12 @@ def build_head(
     subject: Subject | None = None,
     *,
     served_products: bool = True,
+    held: Held | None = None,
 ) -> Head:
     """The head of a resolved variant, bound to the trace's target tables; ``subject`` as ``bind`` gave it.
 
-    ``served_products`` false gives up the last bits of a CPU server's products for speed.
+    ``served_products`` false gives up the last bits of a CPU server's products for speed. ``held`` has the weights of
+    heads made before, which this one shares where it runs them alike.
     """
     subject = subject or bind(variant, checkpoint, trace)
     engine = trace.header.engine
@@ -207,6 +210,7 @@ def build_head(
         ),
         behaviour=subject.behaviour,
         precision=subject.precision,
+        held=held,
     )
 
 

@@ -1,8 +1,8 @@
 """Variants that were replayed before, kept in a folder: a sweep that was stopped goes on, and none is replayed twice.
 
 An entry is named after all that it was made of: the trace, the head, the variant, what else was asked, and the program
-with its kernels. So it never has to be thrown away, and may be at any time. Its bytes are held against a checksum; one
-that differs is replayed again.
+with its kernels. So it never grows stale, and may be thrown away at any time, as the folder's bound does
+(cache_files.py). Its bytes are held against a checksum; one that differs is replayed again.
 """
 
 import json
@@ -19,6 +19,7 @@ from replay.checkpoint.hub import step_of
 from replay.errors import OutputError, TraceError, UsageError
 from replay.simulator.agreement import with_agreement
 from replay.simulator.binding import resolve
+from replay.simulator.cache_files import Entries
 from replay.simulator.cache_keys import (
     checkpoint_sha256,
     kernels_of,
@@ -39,6 +40,7 @@ from replay.traces.place import check_writable
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
 from replay.traces.rounds_file import read_rounds, write_rounds
+from replay.traces.sectors import bound
 
 if TYPE_CHECKING:
     import polars as pl
@@ -49,10 +51,10 @@ class Cache:
     """Entries in ``folder`` for one trace, its heads and one way to replay them.
 
     ``agreement``: whether the variants are held against the trace's own server as well. ``kernels`` of whoever
-    replays; None of this process.
+    replays; None of this process. ``entries`` are the files in it, in which those used least lately make room.
     """
 
-    folder: Path
+    entries: Entries
     trace: Trace
     checkpoints: Mapping[str, Checkpoint]
     device: str
@@ -63,7 +65,7 @@ class Cache:
         """The rounds of ``variant`` alone, ``also`` being what else was asked; None where they are not there whole."""
         path = self.place(variant, also, ".parquet")
         try:
-            return read_rounds(path) if is_whole(path) else None
+            return read_rounds(path) if self.entries.holds(path) else None
         except TraceError:
             return None
 
@@ -78,8 +80,10 @@ class Cache:
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
             self.write_bytes(path.with_suffix(".sha256"), files.sha256_of(path).encode())
+            self.entries.count(path)
         except OSError as error:
-            raise OutputError(f"cannot write to {self.folder}: {error.strerror}; choose another --cache") from error
+            folder = self.entries.folder
+            raise OutputError(f"cannot write to {folder}: {error.strerror}; choose another --cache") from error
 
     def write_bytes(self, path: Path, data: bytes) -> None:
         """A file of an entry, whoever else writes the same one at once. Raises OSError."""
@@ -95,7 +99,7 @@ class Cache:
         key = sha256_of_parts(
             [self._common.encode(), self._heads[variant.draft].encode(), asked.encode(), also.encode()]
         )
-        return self.folder / key[:2] / f"{key}{suffix}"
+        return self.entries.folder / key[:2] / f"{key}{suffix}"
 
     @cached_property
     def _heads(self) -> dict[str, str]:
@@ -116,14 +120,16 @@ def open_cache(
     *,
     agreement: bool,
     kernels: tuple[str | int, ...] | None = None,
+    on_note: Callable[[str], None] = lambda _: None,
 ) -> Cache | None:
     """The cache in ``folder``; None for a trace whose recording has not ended, which no checksum names.
 
-    Raises UsageError for a trace whose rows need not be those of its checksums.
+    ``on_note`` is told where an entry is damaged. Raises UsageError for a trace whose rows need not be those of its
+    checksums.
     """
     _check_verified(trace.verifies)
     finished = trace.header.requests_sha256 is not None
-    return Cache(folder, trace, checkpoints, device, agreement, kernels) if finished else None
+    return Cache(Entries(folder, on_note), trace, checkpoints, device, agreement, kernels) if finished else None
 
 
 def _check_verified(verifies: bool) -> None:
@@ -140,15 +146,10 @@ def check_cache_folder(folder: Path, *, verify: bool = True) -> None:
     Raises OutputError or UsageError.
     """
     _check_verified(verify)
+    bound()
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise OutputError(f"{folder} {files.describe_path(folder)}, a cache is a folder: choose another --cache")
     check_writable(folder)
-
-
-def is_whole(path: Path) -> bool:
-    """Whether an entry's file has the bytes that its checksum names. Raises TraceError where one is not there."""
-    told = files.read_small(path.with_suffix(".sha256"), 64).decode("ascii", "replace")
-    return files.sha256_of(path) == told
 
 
 def simulate_kept(
@@ -250,10 +251,11 @@ def _counted(on_event: Callable[[ReplayProgress], None], number: int, lots: int)
 
 def _apart(rounds: Rounds) -> list[Rounds]:
     """Each variant's rounds by themselves."""
+    tables = rounds.table.partition_by("variant", as_dict=True)
     return [
         replace(
             rounds,
-            table=rounds.table.filter(rounds.table["variant"] == info.name),
+            table=tables.get((info.name,), rounds.table.clear()),
             variants=(info,),
             drafts={info.draft: rounds.drafts[info.draft]},
         )

@@ -7,6 +7,7 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.drafting.tree_shape import TreeSize
 from replay.engines.wiring import Wiring
 from replay.faults.change import Subject
+from replay.head.held import Held
 from replay.head.model import Head
 from replay.simulator.binding import bind, build_head
 from replay.simulator.fit import check_rule, samples_drafts
@@ -105,13 +106,16 @@ def group_variants(
     made: "dict[Hashable, Made] | None" = None,
 ) -> list[Group]:
     """What ``plan_groups`` gives, with heads: those that were ``made`` before, where their weights are the same, and
-    new ones, which are put there. Raises as it does."""
+    new ones, which are put there and share the weights that they run alike. Raises as it does."""
     heads: dict[Hashable, Made] = {} if made is None else made
+    held = Held()
     groups: list[Group] = []
     for plan in plan_groups(variants, checkpoints, trace):
         first, subject, weights = plan.first, plan.subject, (plan.weights, served_products)
         if weights not in heads:
-            head = build_head(checkpoints[first.draft], first, trace, device, subject, served_products=served_products)
+            head = build_head(
+                checkpoints[first.draft], first, trace, device, subject, served_products=served_products, held=held
+            )
             heads[weights] = Made(subject, head)
         head = heads[weights].head.variation(subject.behaviour, subject.config)
         kv = subject.tree_kv or first.kv

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from replay.drafting.features import JoinedTaps
+from replay.drafting.row_blocks import BLOCK_ROWS
 from replay.drafting.rows import DraftInput, Span, chunk_ends
 from replay.engines.behaviour import Chunk
 from replay.engines.wiring import Wiring
@@ -16,9 +18,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-# Rows packed into one pass, unless one request alone has more. Large enough to fill the matrix units; twice as many are
-# no faster and take a quarter more memory.
-PACK_ROWS = 2048
+# Rows packed into one pass, unless one request alone has more, which then goes in blocks.
+PACK_ROWS = BLOCK_ROWS
 
 
 def plan_packs(trace: Trace, only: Container[str] | None = None) -> Iterator[list[int]]:
@@ -50,9 +51,9 @@ def draft_input(
     rows: RequestRows, wiring: Wiring, sampled_T: torch.Tensor | None = None, spans: Sequence[Span] = ()
 ) -> DraftInput:
     """One request of the trace as a draft takes it; ``spans`` as ``served_spans`` gave them."""
-    features_RKD = torch.cat([rows.taps[tap] for tap in wiring.taps], dim=-1)
+    taps = JoinedTaps(tuple(rows.taps[tap] for tap in wiring.taps))
     return DraftInput(
-        rows.tokens, features_RKD, rows.prompt_tokens, sampled_T, spans=spans, pieces=rows.pieces, cached=rows.cached
+        rows.tokens, taps, rows.prompt_tokens, sampled_T, spans=spans, pieces=rows.pieces, cached=rows.cached
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from replay.analysis.followed import Followed
 from replay.errors import TraceError
-from replay.simulator.cache import Cache, is_whole
+from replay.simulator.cache import Cache
 from replay.simulator.cache_keys import rows_sha256
 from replay.simulator.results import Played
 from replay.simulator.tasks import Result, Task, Workers
@@ -38,7 +38,7 @@ def find_followed(cache: Cache, variant: ResolvedVariant, asked: str) -> Followe
     """What was kept of ``variant``; None where it is not there whole."""
     path = cache.place(variant, asked, ".npz")
     try:
-        return _read(path) if is_whole(path) else None
+        return _read(path) if cache.entries.holds(path) else None
     except TraceError:
         return None
 
@@ -139,7 +139,7 @@ def _keep_played(cache: Cache, variant: ResolvedVariant, asked: str, played: Pla
 def _find_played(cache: Cache, variant: ResolvedVariant, asked: str) -> Played | None:
     path = cache.place(variant, asked, ".npz")
     try:
-        return _played_of(path) if is_whole(path) else None
+        return _played_of(path) if cache.entries.holds(path) else None
     except TraceError:
         return None
 

@@ -12,7 +12,8 @@ from replay.simulator.batches import Batches
 from replay.simulator.groups import Group
 from replay.simulator.inputs import FollowedRounds
 from replay.simulator.play import replay_stems
-from replay.simulator.results import RoundsTable, Tally
+from replay.simulator.results import Tally
+from replay.simulator.rounds_table import RoundsTable
 from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import RequestRows, Trace
 from replay.verify.estimator import Estimator

@@ -16,7 +16,8 @@ from replay.drafting.trees import Trees, draft_every_tree
 from replay.simulator.batches import Batches, Together, gather
 from replay.simulator.groups import Group
 from replay.simulator.inputs import FollowedRounds, draft_input, sampled_after_chunks
-from replay.simulator.results import RoundsTable, Tally
+from replay.simulator.results import Tally
+from replay.simulator.rounds_table import RoundsTable
 from replay.traces.reader import RequestRows, Trace
 from replay.verify.accept import continuations, count_accepted, count_accepted_in_tree, round_at, served_walk
 from replay.verify.expectation import chain_parents

@@ -20,7 +20,8 @@ from replay.simulator.cache_keys import checkpoint_sha256
 from replay.simulator.groups import Group, Made, group_variants, taps_of
 from replay.simulator.inputs import followed_rounds, read_packs
 from replay.simulator.packs import estimator_of, notes_of, replay_pack, spans_of
-from replay.simulator.results import Played, RoundsTable, Tally
+from replay.simulator.results import Played, Tally
+from replay.simulator.rounds_table import RoundsTable
 from replay.simulator.tasks import Result, Task
 from replay.simulator.variant import ResolvedVariant
 from replay.traces.reader import Trace

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.config import FAMILY_NAMES
 from replay.checkpoint.hub import step_of
@@ -17,7 +15,6 @@ from replay.simulator.variant import ResolvedVariant
 from replay.traces.header import ONE_TARGET
 from replay.traces.reader import Trace
 from replay.traces.rounds import RequestInfo, VariantInfo
-from replay.verify.accept import Round
 from replay.verify.estimator import Estimate, Estimator
 
 if TYPE_CHECKING:
@@ -58,53 +55,6 @@ class Played:
     estimates: dict[str, Estimate]
     table: "pl.DataFrame"
     notes: tuple[str, ...]
-
-
-class RoundsTable:
-    """Collects rounds as compact frames, one per variant and request: a few bytes for each number."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._frames: list[list[pl.DataFrame]] = [[] for _ in names]
-
-    def add(self, member: int, request_id: str, walk: Sequence[Round], drafted_RN: "np.ndarray[Any, Any]") -> None:
-        """One request's rounds under one variant, with the tokens drafted in each."""
-        import polars as pl
-
-        from replay.traces.rounds import table_schema
-
-        frame = {
-            "variant": [self._names[member]] * len(walk),
-            "request_id": [request_id] * len(walk),
-            "round": range(len(walk)),
-            "anchor": [played.anchor for played in walk],
-            "drafted": drafted_RN.tolist(),
-            "accepted": [played.accepted for played in walk],
-            "cut": [played.cut for played in walk],
-        }
-        self._frames[member].append(pl.DataFrame(frame, schema=table_schema()))
-
-    def take(self, member: int, table: "pl.DataFrame") -> None:
-        """Rounds of further requests under one variant, whatever it was called."""
-        import polars as pl
-
-        self._frames[member].append(table.with_columns(variant=pl.lit(self._names[member])))
-
-    def of(self, member: int) -> "pl.DataFrame":
-        """The rounds of one variant so far."""
-        return _joined(self._frames[member])
-
-    def frame(self) -> "pl.DataFrame":
-        """The table: variants in their order, requests in trace order."""
-        return _joined([frame for member in self._frames for frame in member])
-
-
-def _joined(frames: "Sequence[pl.DataFrame]") -> "pl.DataFrame":
-    import polars as pl
-
-    from replay.traces.rounds import table_schema
-
-    return pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=table_schema())
 
 
 def variant_info(name: str, variant: ResolvedVariant, tally: Tally, trace: Trace) -> VariantInfo:

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.simulator.replayer import HeadSource
+from replay.traces.fields import parse_json
 from replay.traces.tensors import tensor_bytes
 
 LEAST_BYTES = 256 << 20  # of a head; a smaller one is copied by each worker before a file were written
@@ -99,7 +101,7 @@ def _line_offset(tensors: Mapping[str, Tensor], group: Sequence[str]) -> int:
 
 def _map_all(index: Path, data: Path) -> dict[str, Tensor]:
     """Tensors of one storage, which is the mapped file; to write to them would change this process alone."""
-    told = json.loads(index.read_text())
+    told: Any = parse_json(index.read_text(), str(index))  # our own, written by another process of this run
     storage = torch.UntypedStorage.from_file(str(data), shared=False, nbytes=data.stat().st_size)
     found = {}
     for name, (dtype, shape, offset) in told.items():

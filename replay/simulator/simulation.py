@@ -17,7 +17,6 @@ from replay.simulator.packs import check_follow, estimator_of, notes_of, replay_
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.results import (
     Played,
-    RoundsTable,
     Tally,
     describe_head,
     describe_trace,
@@ -25,10 +24,12 @@ from replay.simulator.results import (
     request_info,
     variant_info,
 )
+from replay.simulator.rounds_table import RoundsTable
 from replay.simulator.tasks import Result, Task, Workers, plan_tasks, replay_tasks
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
 from replay.simulator.workers import use_workers
 from replay.traces.fields import show
+from replay.traces.given import check_callable, check_given
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds, tokens_sha256
 
@@ -69,6 +70,8 @@ def simulate(
     if not isinstance(trace, Trace):
         raise UsageError(f"the trace is {show(trace)}; open one by Trace.open")
     _check_heads(variants, checkpoints)
+    _check_place(device, follow, only)
+    check_callable("on_event", on_event, "a function that takes an event was expected; leave it out")
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     trace = requests_with_taps(trace, resolved, checkpoints)
     names = name_variants(resolved)
@@ -100,6 +103,19 @@ def simulate(
             name: describe_head(name, checkpoint, resolved, said, trace) for name, checkpoint in checkpoints.items()
         },
     )
+
+
+def _check_place(device: object, follow: object, only: object) -> None:
+    import polars as pl
+
+    check_given("device", device, str, "the name of a device was expected, cpu or cuda")
+    try:
+        torch.device(str(device))
+    except RuntimeError as error:
+        raise UsageError(f"device {show(device)} is none that torch knows; pass cpu or cuda") from error
+    check_given("follow", follow, (pl.DataFrame, type(None)), "a table of rounds was expected; leave it out")
+    if only is not None and (isinstance(only, str | bytes) or not isinstance(only, Collection)):
+        raise UsageError(f"only is {show(only)}, ids of requests were expected; pass a list of them")
 
 
 def _check_heads(variants: Sequence[Variant | ResolvedVariant], checkpoints: Mapping[str, Checkpoint]) -> None:

@@ -180,6 +180,7 @@ def test_blocks_of_logits_and_a_first_pass_made_before_change_nothing(monkeypatc
     served = random_drafts(head, inputs)
     whole = margins_along(head, inputs, served, scales=SCALES)
     monkeypatch.setattr("replay.drafting.next_tokens._BLOCK_LOGITS", 40 * 3)
+    monkeypatch.setattr("replay.drafting.next_tokens._ROWS_AT_LEAST", 1)
     blocked = margins_along(head, inputs, served, scales=SCALES, first=first_pass(head, inputs))
     for one, other in zip(whole, blocked, strict=True):
         torch.testing.assert_close(torch.tensor(rows_of(one)), torch.tensor(rows_of(other)), equal_nan=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replay.drafting.every_anchor import draft_every_anchor
+from replay.drafting.row_blocks import row_blocks
 from replay.drafting.trees import TreeSize, draft_every_tree
 from replay.engines.precision import parse_precision
 from replay.head.model import Head
@@ -77,3 +78,13 @@ def test_more_steps_wait_no_more_often(name: str, precision: str, work: Callable
     few, many = waits(head, work(2)), waits(head, work(6))
     assert few == many
     assert sum(many.values()) <= 4, "a pack asks for a few numbers at most"
+
+
+@pytest.mark.parametrize("name", ["plain", "two layers", "latent"])
+def test_blocks_of_rows_wait_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass in many blocks asks for no more numbers than one over all rows at once."""
+    head = make_head(name, execution=Execution(torch.bfloat16), precision=parse_precision("bf16"))
+    whole = waits(head, chains(4))
+    monkeypatch.setattr("replay.drafting.row_blocks.BLOCK_ROWS", 4)
+    assert len(row_blocks(sum(item.rows for item in requests(head, [(3, 9), (1, 14)])))) > 4
+    assert waits(head, chains(4)) == whole

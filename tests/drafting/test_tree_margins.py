@@ -213,6 +213,7 @@ def test_blocks_and_a_first_pass_made_before_change_nothing(monkeypatch: pytest.
     whole = along(head, inputs, served, shape, "slot")
     monkeypatch.setattr("replay.drafting.trees._BLOCK_ROWS", 3 * 5 + 1)
     monkeypatch.setattr("replay.drafting.next_tokens._BLOCK_LOGITS", 40 * 7)
+    monkeypatch.setattr("replay.drafting.next_tokens._ROWS_AT_LEAST", 1)
     monkeypatch.setattr("replay.drafting.tree_margins._BLOCK_RIVALS", 7 * 21 * 2)
     blocked = tree_margins_along(
         head, inputs, served, topk=3, steps=3, kv="slot", scales=SCALES, first=first_pass(head, inputs)

@@ -65,6 +65,7 @@ def test_blocks_of_anchors_and_of_logits_change_no_tree(kv: str, monkeypatch: py
     whole = grow_trees(head, inputs, **shape)
     monkeypatch.setattr("replay.drafting.trees._BLOCK_ROWS", 3 * 5 + 1)
     monkeypatch.setattr("replay.drafting.next_tokens._BLOCK_LOGITS", 40 * 7)
+    monkeypatch.setattr("replay.drafting.next_tokens._ROWS_AT_LEAST", 1)
     for trees, blocked in zip(whole, grow_trees(head, inputs, **shape), strict=True):
         assert nodes(trees) == nodes(blocked)
 

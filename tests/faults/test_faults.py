@@ -23,7 +23,7 @@ from twins.rounds import Twin, TwinRound, draft_one_round, replay_request
 from replay.drafting.every_anchor import draft_every_anchor
 from replay.drafting.first_pass import first_pass
 from replay.drafting.round_by_round import walk
-from replay.drafting.rows import DraftInput
+from replay.drafting.rows import DraftInput, committed_rows
 from replay.drafting.tree_shape import TreeSize
 from replay.drafting.trees import draft_every_tree
 from replay.engines.behaviour import HEALTHY, Behaviour
@@ -286,6 +286,33 @@ def test_a_first_pass_of_what_it_reads_serves_every_fault(case: str) -> None:
     said = "the first pass reads a field of it: take that out of _LATER of replay/engines/behaviour.py"
     assert shared == own, said
     assert all(torch.allclose(*pair) for pair in zip(shared_states, own_states, strict=True)), said
+
+
+@pytest.mark.parametrize("case", [*CASES, *INVISIBLE])
+def test_rows_in_blocks_play_every_fault(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row is fed and sees is the same, whichever block it comes in (drafting/row_blocks.py)."""
+    healthy = healthy_subject({**CASES, **INVISIBLE}[case])
+    changed = apply_faults(healthy, parse_faults(case))
+    head, items = bound(changed), inputs(changed, healthy)
+    for item in items:
+        rows = committed_rows(item, head.behaviour, 32)
+        pieces = [rows.features(range(start, min(start + 3, item.rows))) for start in range(0, item.rows, 3)]
+        assert not item.rows or torch.equal(torch.cat(pieces), rows.features_RKD)
+    if head.behaviour.follows_walk:
+        return  # drafts are made round by round, without a first pass
+    made = []
+    for block in (1 << 20, 7):
+        monkeypatch.setattr("replay.drafting.row_blocks.BLOCK_ROWS", block)
+        first = first_pass(head, items)
+        drafts = draft_every_anchor(head, items, STEPS, first=first)
+        made.append(([item.drafted_AK.tolist() for item in drafts], first.output))
+    (whole, output), (blocks, other) = made
+    assert blocks == whole
+    # Products over fewer rows sum in another order. Norms and softmax are fp32; a number that is quantised may take the
+    # next place of its grid.
+    tolerance = 5e-6 if head.dtype == torch.float64 else 0.05
+    for one, another in ((output.normed_RE, other.normed_RE), (output.feedback_RE, other.feedback_RE)):
+        assert (one - another).abs().max() <= tolerance * one.abs().max()
 
 
 @pytest.mark.parametrize("kv", ["slot", "path"])

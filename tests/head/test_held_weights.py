@@ -1,5 +1,8 @@
 """What a head holds of its weights: each once, and a sweep makes one head of all variants that share them."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from support.heads import INVENTED, random_tensors
@@ -8,8 +11,11 @@ from support.trace_maker import make_four, write_trace
 
 import replay
 from replay.checkpoint.config import parse_config
+from replay.head.held import stacked_already
 from replay.head.model import Head
 from replay.head.products import Execution
+from replay.simulator.binding import resolve
+from replay.simulator.groups import group_variants
 
 STACKS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_a_proj", "kv_a_proj_with_mqa")
 
@@ -38,3 +44,79 @@ def test_a_sweep_makes_one_head_of_the_same_weights(tmp_path, monkeypatch: pytes
     rounds = replay.simulate(trace, {"head": head}, variants)
     assert len(rounds.variants) == 9
     assert len(made) == 1
+
+
+def storages(head: Head) -> dict[int, int]:
+    """What the head's weights lie in, stacks and tables included: bytes by address."""
+    latent = head.config.latent is not None
+    stacks = [head._attention.weights.down_OI] if latent else [*head._attention.weights]
+    every = [*head._weights.values(), *stacks, *head._parts.gate_up.values(), head._embed_VE, head._lm_head_WE]
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in every}
+
+
+def heads_of_sweep(
+    config: dict[str, Any], variants: list[replay.Variant], tmp_path: Path, dtype: torch.dtype = torch.bfloat16
+) -> list[Head]:
+    trace = replay.Trace.open(write_trace(tmp_path / "trace", [make_four()]))
+    tensors = {
+        name: one if name == "d2t" else one.to(dtype) for name, one in random_tensors(parse_config(config)).items()
+    }
+    checkpoints = {"head": replay.head_from_tensors(config, tensors)}
+    resolved = [resolve(variant, checkpoints["head"], trace) for variant in variants]
+    return [group.head for group in group_variants(resolved, checkpoints, trace, "cpu")]
+
+
+def varied(**options: Any) -> replay.Variant:
+    return replay.Variant("head", wiring=replay.parse_wiring("embed,2"), **options)
+
+
+def bytes_of(heads: list[Head]) -> int:
+    return sum({address: size for head in heads for address, size in storages(head).items()}.values())
+
+
+def test_a_sweep_holds_one_copy_of_the_weights(tmp_path: Path) -> None:
+    """Whatever its variants round of what passes, and whichever engine or numerics they name."""
+    variants = [
+        varied(steps=1), varied(steps=3, topk=2, num_draft_tokens=4),
+        varied(faults=replay.parse_faults("attn.window=5")),
+        replay.Variant("head", wiring=replay.parse_wiring("2,embed")), varied(precision="bf16+kv=fp8"),
+        varied(precision="bf16+features=fp8"), varied(numerics="hf"), varied(precision="bf16+kv=fp8", numerics="hf"),
+    ]  # fmt: skip
+    heads = heads_of_sweep(INVENTED, variants, tmp_path)
+    assert len({id(head._parts.product) for head in heads}) == 5, "heads that cannot be one head"
+    assert bytes_of(heads) == bytes_of(heads[:1])
+    assert bytes_of(heads_of_sweep(INVENTED, variants[:1], tmp_path / "alone")) == bytes_of(heads)
+
+
+def test_a_precision_copies_what_it_rounds_and_a_fault_what_it_changes(tmp_path: Path) -> None:
+    plain = varied()
+    rounded = varied(precision="bf16+layers.0.mlp.down_proj.weight=int8")
+    broken = varied(faults=replay.parse_faults("weights.missing=fc:zero"))
+    (one, two, three) = heads_of_sweep(INVENTED, [plain, rounded, broken], tmp_path)
+    for other, name in ((two, "layers.0.mlp.down_proj.weight"), (three, "fc.weight")):
+        own = storages(other).keys() - storages(one).keys()
+        assert own == {other._weights[name].untyped_storage().data_ptr()}
+        assert not torch.equal(other._weights[name], one._weights[name])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp32+int8", "fp32+w4a16:g32", "bf16+weights=fp8"])
+def test_shared_weights_are_those_of_a_head_by_itself(precision: str, tmp_path: Path) -> None:
+    """Cast or rounded once for both, bit for bit what a head that shares with nobody makes; a scale per tensor too."""
+    variants = [varied(precision=precision), varied(precision=f"{precision}+kv=fp8")]
+    shared = heads_of_sweep(INVENTED, variants, tmp_path)
+    assert bytes_of(shared) == bytes_of(shared[:1])
+    for number, head in enumerate(shared):
+        (alone,) = heads_of_sweep(INVENTED, variants[number : number + 1], tmp_path / str(number))
+        assert alone._weights.keys() == head._weights.keys()
+        assert all(torch.equal(alone._weights[name], one) for name, one in head._weights.items())
+        assert all(map(torch.equal, alone._attention.weights, head._attention.weights))
+        assert all(torch.equal(alone._parts.gate_up[name], one) for name, one in head._parts.gate_up.items())
+
+
+def test_rows_of_one_stack_are_known_again() -> None:
+    whole = torch.arange(24.0).view(6, 4).clone()
+    parts = list(whole.split([1, 3, 2]))
+    found = stacked_already(parts)
+    assert found is not None and torch.equal(found, whole) and found.data_ptr() == whole.data_ptr()
+    for strange in (parts[:2], parts[1:], parts[::-1], [parts[0], parts[1].clone(), parts[2]], [whole.T]):
+        assert stacked_already(strange) is None

@@ -30,6 +30,7 @@ from replay.engines.layer_names import fused_name
 from replay.engines.precision import Format, parse_format, parse_precision, with_kv
 from replay.engines.profiles import ENGINES
 from replay.errors import UsageError
+from replay.head.held import Held
 from replay.head.model import Head, TargetTables
 from replay.head.products import Execution
 from replay.head.quantise import quantise, quantise_weight
@@ -202,7 +203,7 @@ def test_a_dtype_alone_changes_no_bit(text: str) -> None:
     emulation = head_in(text, dtype=dtype, checkpoint=checkpoint).emulation
     x = torch.ones(2, 32, dtype=dtype)
     weight = checkpoint.tensors["lm_head.weight"]
-    assert emulation.weight("lm_head.weight", weight, torch.device("cpu")) is weight
+    assert emulation.weight("lm_head.weight", weight, torch.device("cpu"), Held()) is weight
     for product in map(fused_name, linear_names(checkpoint.config)):
         assert emulation.entering(product, x) is x and emulation.leaving(product, x, x) is x
     assert emulation.stored(x) is emulation.embedding(x) is emulation.features(x) is x

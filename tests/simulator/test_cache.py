@@ -23,6 +23,7 @@ from replay.errors import OutputError, UsageError, WiringError
 from replay.simulator import cache as module
 from replay.simulator.agreement import with_agreement
 from replay.simulator.cache import check_cache_folder, open_cache, simulate_cached
+from replay.simulator.cache_files import Entries
 from replay.simulator.cache_keys import kernels_of, trace_sha256
 from replay.simulator.variant import Variant
 from replay.traces.parts import Part
@@ -142,6 +143,60 @@ def test_agreement_is_kept_with_the_rounds(tmp_path: Path, lots: list[int]) -> N
     assert sum(lots) == len(asked)
     cached(tmp_path / "c", trace, checkpoint, asked)  # without the agreement they are other entries
     assert sum(lots) == 2 * len(asked)
+
+
+def test_a_cache_keeps_its_bound_and_what_was_used_last(
+    tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only entries are deleted, and the rounds are those of a run without a cache all the same."""
+    folder = tmp_path / "c"
+    first = variants()[:1]
+    cached(folder, trace, head, first)
+    size = sum(path.stat().st_size for path in folder.rglob("*.*"))
+    for name in ("ff/notes.parquet", "other/" + "0" * 64 + ".npz", "0" * 64 + ".npz"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(bytes(10 * size))
+    monkeypatch.setenv("REPLAY_CACHE_GB", f"{3.5 * size / 1e9}")
+    for one in variants()[1:]:
+        cached(folder, trace, head, first)  # used again and again
+        cached(folder, trace, head, [one])
+        entries = [path for path in folder.glob("??/*") if path.name != "notes.parquet"]
+        assert sum(path.stat().st_size for path in entries) <= 3.5 * size
+    assert lots == [1] * len(variants())
+    none = simulate_cached(None, trace, {"h": head}, variants(), agreement=False)
+    assert plain(cached(folder, trace, head, variants())) == plain(none)
+    assert sorted(path.stat().st_size for path in folder.rglob("*.*"))[-3:] == [10 * size] * 3
+
+
+def test_an_entry_that_another_process_deletes_is_replayed_again(
+    tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain(cached(tmp_path / "c", trace, head, variants()[:2]))
+    real = Entries.holds
+
+    def deleted(self: Entries, path: Path) -> bool:
+        held = real(self, path)
+        path.unlink()
+        return held
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Entries, "holds", deleted)
+        assert plain(cached(tmp_path / "c", trace, head, variants()[:2])) == expected
+    Entries(tmp_path / "none", written=0).count(tmp_path / "none" / "gone")
+    assert lots == [2, 2]
+
+
+def test_a_damaged_entry_is_said_once(tmp_path: Path, trace: Trace, head: Checkpoint) -> None:
+    notes: list[str] = []
+    heads = {"h": head}
+    cached(tmp_path / "c", trace, head, variants()[:2])
+    for path in (tmp_path / "c").rglob("*.parquet"):
+        path.write_bytes(b"")
+    cache = open_cache(tmp_path / "c", trace, heads, "cpu", agreement=False, on_note=notes.append)
+    simulate_cached(cache, trace, heads, variants()[:2], agreement=False)
+    assert len(notes) == 1 and "parquet; what is damaged is replayed again" in notes[0]
+    simulate_cached(cache, trace, heads, variants()[:2], agreement=False)
+    assert len(notes) == 1
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no sum", "other sum", "swap"])

@@ -83,6 +83,8 @@ def test_requests(trace: Trace) -> None:
         "shard_bytes": [1420, 1420, 956],
         "taps": [None, None, None],  # it is of version 1
         "first_row": [None, None, None],
+        "server_cached_rows": [None, None, None],  # and before a server's prefix cache was recorded
+        "server_cached_forward_rows": [None, None, None],
     }
     assert table.drop("shard_sha256").to_dict(as_series=False) == expected
 

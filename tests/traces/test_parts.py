@@ -65,7 +65,6 @@ def test_a_part_is_what_holds_of_all_that_is_asked(part: Part, ids: str, tmp_pat
     [
         (Part(categories=("prose",)), "no request is of category 'prose', there are code (1), none (1); type one"),
         (Part(requests=("z",)), "no request is called 'z', there are a, b; type one of these"),
-        (Part(limit=0), "a limit of 0 requests was asked for; type 1 or more"),
         (Part(categories=("code",), requests=("b",)), "of 2 requests none is left (category code; requests b)"),
     ],
 )
@@ -74,6 +73,12 @@ def test_a_part_without_requests_is_refused(part: Part, said: str) -> None:
     with pytest.raises(UsageError) as raised:
         choose(part, requests)
     assert said in str(raised.value)
+
+
+def test_a_limit_that_cannot_be_is_refused_at_once() -> None:
+    for limit in (0, -1, True):
+        with pytest.raises(UsageError, match=f"a limit of {limit} requests was asked for; type 1 or more"):
+            Part(limit=limit)
 
 
 # ---- what is read ----

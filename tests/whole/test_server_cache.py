@@ -22,10 +22,10 @@ from replay.traces.sample_files import sample_head, sample_prompts
 from replay.traces.taps import FINAL
 
 STEPS = 5
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 SYSTEM = 200  # tokens of it
 CHUNK = 128  # tokens of a prefill at most
-ALIKE = 4  # prompts that begin with it
+ALIKE = 3  # prompts that begin with it
 ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -80,7 +80,7 @@ def test_the_prefix_cache_is_hit(recorded: Recorded) -> None:
     """But for the last row in common, whose draft's row embeds the next token."""
     assert set(cached_tokens(recorded.own.trace).values()) == {0}
     cached = cached_tokens(recorded.shared.trace)
-    assert [cached[f"s{at}"] >= SYSTEM - 1 for at in range(ALIKE)] == [False, True, True, True]
+    assert [cached[f"s{at}"] >= SYSTEM - 1 for at in range(ALIKE)] == [False, True, True]
     first = next(one for one in recorded.shared.trace.records if one.request_id == "turn1")
     assert first.prompt_tokens <= cached["turn2"] < first.tokens
     assert recorded.shared.spooled < 0.6 * recorded.own.spooled
@@ -108,7 +108,7 @@ def test_cached_rows_are_bit_for_bit_those_that_were_computed(recorded: Recorded
         other = trace.read(places[f"s{at}"], ["3", FINAL])
         assert all(torch.equal(first.taps[tap][: SYSTEM - 1], other.taps[tap][: SYSTEM - 1]) for tap in ("3", FINAL))
     stored = [record.shared for record in trace.records if record.request_id.startswith("s")]
-    assert sorted(rows >= SYSTEM - 1 for rows in stored) == [False, True, True, True]
+    assert sorted(rows >= SYSTEM - 1 for rows in stored) == [False, True, True]
 
 
 def test_every_round_is_the_servers(recorded: Recorded, record_property: Any) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 import re
-import subprocess
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.heads import random_tensors, write_head
 from support.range_server import range_server
+from support.s3_server import KEYS, open_store, s3_server
 from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_served
 
 import replay
@@ -31,7 +32,6 @@ from replay.traces.remote import RemotePath, as_source
 from replay.traces.rounds import Rounds
 from replay.traces.rounds_file import METADATA_KEY, read_rounds, write_rounds
 
-KEYS = {"AWS_ACCESS_KEY_ID": "an-id", "AWS_SECRET_ACCESS_KEY": "a-very-secret-key", "AWS_DEFAULT_REGION": "us-east-1"}
 SHARD = "shard-00000.safetensors"
 
 
@@ -46,13 +46,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    line = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as server:
-        assert server.stderr is not None
-        said = next(found for said in server.stderr if (found := re.search(r"Running on (http://\S+)", said)))
-        threading.Thread(target=server.stderr.read, daemon=True).start()
-        yield said[1]
-        server.kill()
+    with s3_server() as address:
+        yield address
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +61,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str) 
 
 @pytest.fixture(scope="module")
 def store(endpoint: str) -> Any:
-    from s3fs import S3FileSystem
-
-    system = S3FileSystem(
-        key="another", secret="secret", endpoint_url=endpoint, use_listings_cache=False, skip_instance_cache=True
-    )
-    return system
+    return open_store(endpoint)
 
 
 @pytest.fixture
@@ -311,7 +301,7 @@ def test_a_bound_that_cannot_be(there: str, monkeypatch: pytest.MonkeyPatch, tex
         ("s3://bucket/../trace", "names no place"),
         ("s3://bucket/trace?versionId=secret", "holds more than a place"),
         ("https://name:secret@host/trace", "holds more than a place"),
-        ("s3://bucket/runs/*", "is a pattern"),
+        ("s3://bucket/runs/*", "is a pattern, which --draft of replay simulate alone takes"),
     ],
 )
 def test_addresses_that_name_no_place(address: str, said: str) -> None:
@@ -370,6 +360,40 @@ def test_every_command_reads_it(local: Path, there: str, store: Any, tmp_path: P
             )  # trace and head were found where the rounds say
     assert Trace.open(tmp_path / "two").read(1, ["2"]).tokens.equal(Trace.open(local / "trace").read(1, []).tokens)
     assert read_rounds(f"{there}/rounds.parquet").table.equals(read_rounds(rounds).table)  # type: ignore[arg-type]
+
+
+def test_a_pattern_of_addresses_is_the_pattern_of_folders(local: Path, there: str, store: Any, tmp_path: Path) -> None:
+    """The same heads in the same order under the same names, and so the same curve by training step."""
+    folder = tmp_path / "trained"
+    for run, step in (("a", 500), ("a", 1000), ("b", 500)):
+        shutil.copytree(local / "head", folder / run / f"checkpoint-{step}")
+    (folder / "a" / "checkpoint-9.txt").touch()  # a file is no head
+    store.put(f"{folder}/", f"{there}/trained", recursive=True)
+    pages = []
+    for place, trace in ((folder, local / "trace"), (f"{there}/trained", f"{there}/trace")):
+        line = ("simulate", str(trace), "--draft", f"{place}/*/checkpoint-*", "--wiring", str(WIRING), "--steps", "2")
+        result = _run(*line, "--limit", "2", "--no-agreement", "--json")
+        assert result.exit_code == 0, result.stderr
+        pages.append(json.loads(result.stdout))
+    names = [list(page["draft"]) for page in pages]
+    assert names[0] == names[1] == ["a:checkpoint-500", "checkpoint-1000", "b:checkpoint-500"]
+    steps = [[one["step"] for one in page["draft"].values()] for page in pages]
+    assert steps[0] == steps[1] == [500, 1000, 500]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("{}/none-*", "--draft {}/none-* matches no folder; type the pattern of checkpoints' folders"),
+        ("s3://some-bucket-nobody-made/a*", "s3://some-bucket-nobody-made/a* is not there, or not any more; mend"),
+        ("s3://b*/heads", "s3://b*/heads is a pattern of buckets, which are not listed; type one of them"),
+        ("http://127.0.0.1:9/h*", "http://127.0.0.1:9/h* is a pattern, and a web server lists no folders; type each"),
+    ],
+)
+def test_a_pattern_that_nothing_has(there: str, pattern: str, said: str) -> None:
+    result = _run("simulate", f"{there}/trace", "--draft", pattern.format(there))
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert result.stderr.startswith(f"replay: {said.format(there)}")
 
 
 def test_a_web_server_without_lists(local: Path, tmp_path: Path) -> None:

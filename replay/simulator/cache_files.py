@@ -1,0 +1,87 @@
+"""The files of a cache of sweeps (cache.py): which are whole, when they were used, and how many bytes all may have.
+
+An entry is a file and its checksum beside it. Any process may read, write or delete any entry at any time: one that is
+not there whole is replayed again.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from replay.errors import TraceError
+from replay.traces import files
+from replay.traces.sectors import bound, mark_used
+
+_NAME = re.compile(r"([0-9a-f]{64})\.(parquet|npz|sha256)", re.ASCII)  # what else lies there is not ours
+_SHARE = 20  # of its bound so much (1/20) is written before the entries are counted again
+
+
+@dataclass
+class Entries:
+    """Those in ``folder``; how many bytes this process wrote since it counted them, None before that.
+
+    ``on_note`` is told once that an entry is damaged.
+    """
+
+    folder: Path
+    on_note: Callable[[str], None] = lambda _: None
+    written: int | None = None
+    told: bool = False
+
+    def holds(self, path: Path) -> bool:
+        """Whether an entry's file is there with the bytes that its checksum names: it counts as used now."""
+        try:
+            expected = files.read_small(path.with_suffix(".sha256"), 64).decode("ascii", "replace")
+            whole = files.sha256_of(path) == expected
+        except TraceError:
+            return False  # not there, or not any more
+        if whole:
+            mark_used(str(path))
+        elif not self.told:
+            self.told = True
+            self.on_note(f"note: an entry of {self.folder} is damaged, {path.name}; what is damaged is replayed again")
+        return whole
+
+    def count(self, path: Path) -> None:
+        """This file was written: delete the entries that were used least lately, once there are too many bytes.
+
+        Raises UsageError for a bound that is none.
+        """
+        most = bound()
+        if self.written is not None:
+            with suppress(OSError):  # another process has deleted it
+                self.written += os.stat(path).st_size
+            if self.written * _SHARE < most:
+                return
+        self.written = 0
+        found = sorted(_entries(self.folder))
+        held = sum(size for _, size, _ in found)
+        for _, size, name in found:
+            if held <= most - most // _SHARE * 2:
+                return
+            _delete(self.folder / name[:2] / name)
+            held -= size
+
+
+def _entries(folder: Path) -> Iterator[tuple[int, int, str]]:
+    """Of each entry when it was used, its bytes and its name without an ending."""
+    used: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for place in folder.glob("[0-9a-f][0-9a-f]"):
+        for path in place.iterdir() if place.is_dir() else ():
+            found = _NAME.fullmatch(path.name)
+            with suppress(OSError):  # another process was first
+                told = os.lstat(path)
+                if found is not None:
+                    used[found[1]] = max(used.get(found[1], 0), told.st_atime_ns)
+                    sizes[found[1]] = sizes.get(found[1], 0) + told.st_size
+    yield from ((used[name], sizes[name], name) for name in used)
+
+
+def _delete(entry: Path) -> None:
+    for ending in (".sha256", ".npz", ".parquet"):
+        with suppress(OSError):
+            os.unlink(entry.with_suffix(ending))
