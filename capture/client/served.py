@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replay.capture.spool import Entry
-from replay.traces.records import Piece
+from replay.traces.cached import Piece
 
 
 @dataclass(frozen=True, slots=True)
