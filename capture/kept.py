@@ -54,6 +54,10 @@ class Kept:
         taps = tuple(tap for tap in self.taps_of(request.request_id) if tap != FINAL)
         return Asked(taps, self.rows == "fp8", self.first_row(len(request.prompt_ids)))
 
+    def asked_by_any(self) -> Asked:
+        """What a recording server need hand over where other requests may take the rows: all that is stored of any."""
+        return Asked(tuple(tap for tap in self.taps if tap != FINAL))
+
     def tap_infos(self, dtype: str, width: int) -> dict[str, TapInfo]:
         """The header's taps, of a target that computes in ``dtype``."""
         return {tap: TapInfo(FP8 if self._is_rounded(tap) else dtype, width) for tap in self.taps}

@@ -4,17 +4,19 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from replay.capture.asked import Asked
 from replay.capture.client.answers import generate
 from replay.capture.client.api import RefusedError, ServerApi
 from replay.capture.client.join import Answer
 from replay.capture.client.prefixes import CachedPrefixes
 from replay.capture.client.spool_reader import rid_of
 from replay.capture.encode import EncodedRequest
-from replay.capture.kept import Kept
 from replay.capture.options import ServerOptions
+
+AskedOf = Callable[[EncodedRequest], Asked]
 
 _POLL_SECONDS = 0.05
 _IDLE_SECONDS = 1.0  # after which a thread looks whether it is still wanted
@@ -55,17 +57,17 @@ class Asker:
         self._tasks: queue.SimpleQueue[tuple[EncodedRequest, int]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answered | Refused | BaseException] = queue.SimpleQueue()
         self._stopped = False
-        self._kept: Kept | None = None
+        self._asked: AskedOf | None = None
 
-    def start(self, requests: Sequence[EncodedRequest], kept: Kept | None = None) -> None:
-        """Ask for all ``requests``, ``options.concurrency`` at a time; a recording server for what is ``kept``."""
-        self._kept = kept
+    def start(self, requests: Sequence[EncodedRequest], asked: AskedOf | None = None) -> None:
+        """Ask for all ``requests``, ``options.concurrency`` at a time."""
         for request in requests:
             self.ask(request, 0)
-        self.stand_by(len(requests))
+        self.stand_by(len(requests), asked)
 
-    def stand_by(self, requests: int) -> None:
-        """Be ready for so many ``requests``, ``options.concurrency`` at a time."""
+    def stand_by(self, requests: int, asked: AskedOf | None = None) -> None:
+        """Be ready for so many ``requests``, ``options.concurrency`` at a time; ``asked``: for which of their rows."""
+        self._asked = asked
         for _ in range(min(self.options.concurrency, requests)):
             threading.Thread(target=self._work, name="replay-request", daemon=True).start()
 
@@ -105,7 +107,7 @@ class Asker:
                 self._answers.put(error)
 
     def _answered(self, request: EncodedRequest, attempt: int) -> Answered:
-        tag = secrets.token_hex(6) + ("" if self._kept is None else self._kept.asked(request).spell())
+        tag = secrets.token_hex(6) + ("" if self._asked is None else self._asked(request).spell())
         rid = ""
 
         def once(again: int) -> Answer:

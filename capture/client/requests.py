@@ -10,17 +10,10 @@ from replay.capture.client.answers import generate
 from replay.capture.client.api import ServerApi
 from replay.capture.client.asking import Answered, Asker, Refused
 from replay.capture.client.facts import ServerFacts
-from replay.capture.client.join import (
-    NO_PREFIX,
-    JoinedRequest,
-    first_missing,
-    histogram_of,
-    join,
-    lacks_feed,
-    same_histogram,
-)
+from replay.capture.client.join import NO_PREFIX, JoinedRequest, first_missing, join
 from replay.capture.client.passes import PassNumbers
 from replay.capture.client.prefixes import CachedPrefixes, UnsureError
+from replay.capture.client.served import histogram_of, lacks_feed, same_histogram
 from replay.capture.client.shard import NextShard
 from replay.capture.client.spool_reader import SpoolReader, rid_of
 from replay.capture.client.turns import Turns
@@ -125,12 +118,12 @@ class ServerClient:
         return result
 
     def _start(self, todo: Sequence[EncodedRequest], kept: Kept) -> None:
-        """Ask for all; where they share a cache, for each in its turn, and for whole rows, which another may need."""
+        """Ask for all; where they share a cache, for each in its turn, and for rows that any other may need."""
         if self.prefixes is None:
-            self.asker.start(todo, kept)
+            self.asker.start(todo, kept.asked)
             return
         self.turns = Turns(todo, self.options.concurrency)
-        self.asker.stand_by(len(todo))
+        self.asker.stand_by(len(todo), lambda _: kept.asked_by_any())
 
     def _ask_more(self) -> None:
         """Ask for those whose turn it is, if they have turns."""

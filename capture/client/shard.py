@@ -4,8 +4,9 @@ import time
 from typing import TYPE_CHECKING
 
 from replay.capture.client.asking import Answered
-from replay.capture.client.join import JoinedRequest, ServedRound
+from replay.capture.client.join import JoinedRequest
 from replay.capture.client.passes import PassNumbers
+from replay.capture.client.served import ServedRound
 from replay.capture.options import ServerOptions
 from replay.traces.captured import CapturedRequest
 

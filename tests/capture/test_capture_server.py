@@ -417,7 +417,7 @@ def test_passes_of_a_server_started_anew_are_told_from_those_before(
 
 def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: FakeServer) -> None:
     """kill -9: what is whole stays, the rest is asked for, nothing twice, and its rows go with the next client."""
-    answer, third = server.answer, threading.Event()
+    answer, third, killed = server.answer, threading.Event(), threading.Event()
     assert server.folder is not None
     folder = launch_folder(server.folder, LAUNCH)
 
@@ -425,7 +425,7 @@ def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: F
         status, value = answer(body)  # with its rows
         if body["input_ids"] == PROMPTS[2]:
             third.set()
-            time.sleep(2)
+            killed.wait(60)
         return status, value
 
     server.answer = hang_at_third  # type: ignore[method-assign]
@@ -445,6 +445,7 @@ def test_client_that_is_killed_is_gone_on_with(options: ServerOptions, server: F
         while not (options.out / "shard-00001.safetensors").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         process.kill()
+    killed.set()
     server.answer = answer  # type: ignore[method-assign]
     before = (options.out / "shard-00000.safetensors").read_bytes()
     assert len(Trace.open(options.out, allow_incomplete=True)) == 2 and row_file_names(folder)

@@ -8,18 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from replay.capture.client.join import (
-    Recorded,
-    feed_of,
-    first_missing,
-    join,
-    lacks_feed,
-    pieces_of,
-    rounds_of,
-    same_histogram,
-    tail_of,
-)
+from replay.capture.client.join import Recorded, feed_of, first_missing, join
 from replay.capture.client.passes import PassNumbers
+from replay.capture.client.served import lacks_feed, pieces_of, rounds_of, same_histogram, tail_of
 from replay.capture.launches import drop_launches
 from replay.capture.logits import summarise_logits
 from replay.capture.manifest import Manifest, read_manifests, write_manifest

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from support.fake_server import VOCABULARY, FakeServer, fake_server, make_target, next_token
 
+from replay.capture.asked import Asked, asked_of
 from replay.capture.client.capture import capture_server
 from replay.capture.client.prefixes import Held, Run, UnsureError, alike, candidates_of
 from replay.capture.client.turns import BLOCK, Turns
@@ -111,6 +112,23 @@ def test_the_trace_is_that_of_a_server_that_computes_all(
     own, _ = capture(replace(options, server_cache="own", out=tmp_path / "own"))
     assert [record.server_cached_tokens for record in own.records] == [0] * len(PROMPTS)
     assert_same_rows(shared, own)
+
+
+def test_a_server_that_writes_what_is_asked_for_is_asked_for_what_any_request_keeps(
+    options: ServerOptions, server: FakeServer, tmp_path: Path
+) -> None:
+    """r0 keeps all taps and the others only final: rows of both may be taken by each other."""
+    server.choosing = True
+    tiered = replace(options, concurrency=1, taps_for=1, then_taps="embed")
+    shared, notes = capture(replace(tiered, out=tmp_path / "tiered"))
+    assert notes == [] and {one.request_id: one.taps for one in shared.records}["r4"] == (FINAL,)
+    assert sum((one.server_cached_tokens or 0) > 0 for one in shared.records) == 3
+    asked = [asked_of(body["rid"]) for body in server.asked]
+    assert asked[0] is None and set(asked[1:]) == {Asked(("2",))}  # the probe first
+    own, _ = capture(replace(tiered, server_cache="own", out=tmp_path / "own"))
+    for index, record in enumerate(shared.records):
+        mine, theirs = shared.read(index, [FINAL]), own.read(place_of(own, record.request_id), [FINAL])
+        assert torch.equal(mine.taps[FINAL], theirs.taps[FINAL])
 
 
 def test_the_trace_tells_what_made_the_cached_rows(options: ServerOptions) -> None:

@@ -272,13 +272,16 @@ def test_a_server_that_is_asked_for_less_writes_less(captured: Callable[[str], C
     """To the byte what the rows that it wrote take by the choice, and few rows that the trace does not keep."""
     less, spooled = captured("chain").less, captured("chain").spooled
     assert less is not None and spooled is not None
-    width, kept = less.header.target.hidden_size, LESS["prompt_rows"] + NEW_TOKENS - 1
+    width = less.header.target.hidden_size
     final, rounded = 2 * width, width + 4
-    stored = sum(kept * (final + (2 if record.taps is not None else 3) * rounded) for record in less.records)
+    stored = sum(
+        (LESS["prompt_rows"] + record.output_tokens - 1) * (final + (2 if record.taps is not None else 3) * rounded)
+        for record in less.records
+    )
     assert stored <= spooled.tap_bytes <= 1.2 * stored  # verifies that go beyond the end of an output
     beside = 4 * spooled.rows + spooled.logits * (8 * less.header.topk + 4) + spooled.fed * (8 + 3 * 2 * width)
     assert spooled.tensors == spooled.tap_bytes + beside
-    everything = sum((record.prompt_tokens + NEW_TOKENS - 1) * 5 * 2 * width for record in less.records)
+    everything = sum((record.tokens - 1) * 5 * 2 * width for record in less.records)
     assert spooled.tap_bytes < everything / 3
 
 
