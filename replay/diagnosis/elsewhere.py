@@ -7,6 +7,7 @@ tried on these. What is then said of the server has to hold of the others as wel
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.diagnosis.evidence import MEASURED, outliers_allowed
 from replay.analysis.diagnosis.verdict import Diagnosis, without_name
 from replay.analysis.followed import Followed, agreement, join, judge_rounds
@@ -22,6 +23,8 @@ from replay.simulator.variant import ResolvedVariant
 from replay.traces.agreement import Agreement
 from replay.traces.fields import some
 from replay.traces.reader import Trace
+
+_FEW = 6  # requests of which one alone may decide a verdict
 
 
 def requests_of_all(case: Case, variants: Sequence[ResolvedVariant]) -> Trace:
@@ -78,6 +81,17 @@ def agreement_of_all(case: Case, reference: Reference | None, elsewhere: Followe
         return None
     every = reference.healthy if elsewhere is None else join([reference.healthy, elsewhere])
     return agreement(every, reference.noise, MEASURED)
+
+
+def few_doubts(case: Case) -> Iterator[str]:
+    """That few requests decide: what is odd about one of them may look like the server's fault."""
+    rounds = case.observation.rounds
+    told = len(case.trace.records) if rounds is None else rounds["request_id"].n_unique()
+    if told < _FEW:
+        yield (
+            f"The verdict rests on {counted(told, 'request')}: what is special about them, as a loop in a text or one "
+            f"kind of prompt, may look like a fault of the server. Record {FEW_REQUESTS} or more."
+        )
 
 
 def held_doubts(case: Case, walked: int) -> Iterator[str]:
