@@ -33,7 +33,8 @@ class Diagnosis:
     the best, ``separate`` how to tell it. ``agreement`` counts the rounds of the healthy replay; ``profile`` says where
     a server parts from it. ``feeding`` is what the draft was really fed, where that was recorded; ``values`` are the
     lowest and the highest value of a named kind that explains the server as well. ``implausible`` says why what was
-    observed is nothing that a head does, ``doubts`` what is odd in the trace's rows.
+    observed is nothing that a head does, ``doubts`` what is odd in the trace's rows,
+    and that few requests decide.
     """
 
     verdict: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from replay.errors import UsageError
 
 MOST_BATCH = 1 << 16
-MOST_STEPS = 1 << 10
+MOST_STEPS = 64  # as of a replay (replay/verify/rules.py)
 MOST_NODES = 1 << 16
 MOST_CONTEXT = 1 << 24
 

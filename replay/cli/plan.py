@@ -66,7 +66,7 @@ _DEEPEST = "1,2,3,4,5,6,7,8"  # depths that a trace is played at where none are 
     "--steps",
     default="",
     metavar="N,N",
-    help=f"Depths to plan for. Of a TRACE all of them, at most 64 each  [default: {_DEEPEST}]; else further ones, "
+    help=f"Depths to plan for, each at most 64. Of a TRACE all of them  [default: {_DEEPEST}]; else further ones, "
     "within bounds.",
 )
 @click.option("--draft", type=SOURCE, metavar="DIR", help="Draft head's folder, beside a TRACE.")

@@ -15,6 +15,7 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.case import Case
 from replay.diagnosis.elsewhere import (
     agreement_of_all,
+    few_doubts,
     follow_elsewhere,
     held_doubts,
     judge_elsewhere,
@@ -93,7 +94,7 @@ def conclude(
     open_gains = bool({gain.label for gain in found.gains} & {*named})
     return replace(
         advised,
-        doubts=(*case.every.doubts, *held_doubts(case, walked)),
+        doubts=(*few_doubts(case), *case.every.doubts, *held_doubts(case, walked)),
         separate=tuple(
             separate(
                 case.observation.kind, found.verdict, named if found.undecided else (),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from replay.analysis.bootstrap import FEW_REQUESTS
 from replay.analysis.counts import per_request
 from replay.analysis.diagnosis.counted import histogram_evidence, length_evidence
 from replay.analysis.diagnosis.drafted import MEASURED
@@ -31,6 +32,8 @@ from replay.traces.rounds import HEALTHY_NAME
 if TYPE_CHECKING:
     from replay.analysis.summary import VariantSummary
     from replay.traces.rounds import Rounds
+
+_FEW = 6  # requests of which one alone may decide a verdict
 
 
 def requests_of_all(case: Case, variants: Sequence[ResolvedVariant]) -> Trace:
@@ -137,6 +140,17 @@ def agreement_of_all(case: Case, reference: Reference | None, elsewhere: Followe
 def _is_rounded(case: Case) -> bool:
     """Whether the draft was served rows that the trace has in fp8."""
     return not set(case.trace.rounded_taps).isdisjoint(case.served.wiring.taps)
+
+
+def few_doubts(case: Case) -> Iterator[str]:
+    """That few requests decide: what is odd about one of them may look like the server's fault."""
+    rounds = case.observation.rounds
+    told = len(case.trace.records) if rounds is None else rounds["request_id"].n_unique()
+    if told < _FEW:
+        yield (
+            f"The verdict rests on {counted(told, 'request')}: what is special about them, as a loop in a text or one "
+            f"kind of prompt, may look like a fault of the server. Record {FEW_REQUESTS} or more."
+        )
 
 
 def held_doubts(case: Case, walked: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from support.rounds_maker import make_rounds, make_variant
 
+import replay
 from replay.analysis.plan.ask import Planned, Question, answer_question, read_costs
 from replay.analysis.plan.benchmarks import read_benchmark
 from replay.analysis.plan.costs import possible_machines, typed_costs
@@ -22,12 +23,13 @@ from replay.analysis.plan.lengths import Length, lengths_of_rounds, with_bounds
 from replay.analysis.plan.plan import Row
 from replay.analysis.plan.report import answer, doubts
 from replay.analysis.plan.schedules import sglang_schedule
-from replay.analysis.plan.settings import PLAIN, Load, Setting, make_setting
+from replay.analysis.plan.settings import MOST_STEPS, PLAIN, Load, Setting, make_setting
 from replay.analysis.plan.timings import Timing, join_timings, typed_timing
 from replay.cli.app import cli
 from replay.errors import UsageError
 from replay.traces.rounds import Rounds
 from replay.traces.rounds_file import write_rounds
+from replay.verify.rules import MAX_STEPS
 
 # A machine that is known: milliseconds by term, no context.
 TRUTH = {"pass": 20.0, "row": 0.3, "rest": 4.0, "draft": 1.5, "draft-row": 0.05}
@@ -460,3 +462,9 @@ def test_sglang_reads_its_schedule_as_it_was_meant(tmp_path: Path) -> None:
 def test_the_command_refuses_in_one_sentence(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["plan", "--time", "tok/s=90"])
     assert done.exit_code == 1 and done.stderr.startswith("replay: no accept length is known")
+
+
+def test_a_plan_has_the_depths_of_a_replay() -> None:
+    assert MOST_STEPS == MAX_STEPS
+    with pytest.raises(UsageError, match="64"):
+        replay.plan(times=["batch=1,tok/s=90"], lengths=["steps=1,accept=1.5"], steps="65")

@@ -98,7 +98,7 @@ def test_options_that_say_so_can_be_repeated() -> None:
 
 def test_no_draft_and_no_trace(trace: Path, draft: Path, tmp_path: Path) -> None:
     assert "add --draft DIR" in refused("simulate", trace)
-    assert "holds no trace.json" in refused("simulate", draft, "--draft", draft)
+    assert "is a checkpoint (it holds config.json) and no trace" in refused("simulate", draft, "--draft", draft)
     assert "neither a trace" in refused("inspect", tmp_path)
     assert "does not exist; give the folder" in refused("inspect", tmp_path / "nowhere")
     (tmp_path / "model.safetensors").write_bytes(b"")

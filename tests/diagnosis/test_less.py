@@ -56,6 +56,8 @@ def test_a_healthy_server_is_held_against_all_requests(tmp_path: Path, head: Che
     assert found.healthy.accept_length == every.healthy.accept_length  # its own walk, over all requests
     assert found.doubts[-1].endswith("Accept lengths on their own walk are of 8.")
     assert found.ladder == every.ladder  # which starts and ends at the same, for all requests
+    assert found.doubts[0].startswith("The verdict rests on 4 requests: what is special about them, as a loop")
+    assert not any("rests on" in doubt for doubt in every.doubts)  # of eight
     assert found.doubts[-1].startswith("4 of 8 requests have the taps embed, 1, 2, 3, 4, 5, 6, final: hypotheses are")
 
 

@@ -7,7 +7,7 @@ from importlib.resources import files as resources
 import pytest
 from support.trace_maker import make_header
 
-from replay.traces import feed, files, header, records, request_table, server_rounds, shards, sharing
+from replay.traces import feed, files, header, record_fields, records, request_table, server_rounds, shards, sharing
 from replay.traces.captured import CapturedRequest
 
 SPEC = resources("replay.traces").joinpath("SPEC.md").read_text()
@@ -69,7 +69,7 @@ def test_files_and_numbers() -> None:
         header.MAX_VOCAB,
         header.MAX_TOPK,
         records.MAX_ID,
-        records.MAX_PREFIXES,
+        record_fields.MAX_PREFIXES,
     ):
         assert str(number) in SPEC
     assert f"version {header.VERSION}" in SPEC.splitlines()[0]
@@ -85,7 +85,7 @@ def test_a_capture_gives_all_that_a_request_is() -> None:
 def test_what_version_2_adds() -> None:
     """Rows in fp8 with their scales, the choices of a capture, and what it takes to share rows."""
     taps = {"2": header.TapInfo(header.FP8, 16), "final": header.TapInfo("bfloat16", 16)}
-    fp8 = records.expected_tensors(replace(make_header(), taps=taps, version=header.VERSION), 1, 1, 1)
+    fp8 = shards.expected_tensors(replace(make_header(), taps=taps, version=header.VERSION), 1, 1, 1)
     scale = next(cells for cells in re.findall(r"(?m)^\| `scale.NAME` \|(.*)$", section(5)))
     assert {name for name in fp8 if name.startswith("scale.")} == {"scale.2"}
     assert (scale.split("|")[0].strip(), fp8["scale.2"][0]) == ("F32", "float32") and header.FP8 in section(5)
