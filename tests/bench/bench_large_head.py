@@ -1,13 +1,18 @@
 """Benchmark: a whole replay with a head as wide as Kimi-K2's (7168, random weights), of 1, 4 and 16 times as many rows.
 
-    PYTHONPATH=tests python -P tests/bench/bench_large_head.py [--rows 128] [--steps 3] [--kind latent|llama]
+    PYTHONPATH=tests python -P tests/bench/bench_large_head.py [--rows 512] [--steps 3] [--kind latent|llama]
+        [--request-rows 64] [--width 7168] [--times 1,4,16]
 
-It writes a head and traces of random rows into a temporary folder (about 6 GiB), and replays each trace in a process of
-its own. It prints the processor seconds of the passes, and the most memory that the process held: its own pages, and
-those of mapped files, which the kernel takes back where it needs room. Then, of the same run: the share of the matrix
-products, of all other operations, and of the host, which is what no operation of torch took. Last, the seconds of the
-same products by themselves, shape by shape. Judge the ratios. Not part of ``make test``: it takes about 6 GiB and some
-minutes of a small machine.
+The latent head has 0.9 billion parameters in one layer, the llama head 1.5 billion in two. ``--request-rows`` says how
+long a request is: with more than ``--rows`` times the last of ``--times`` each trace is one request, so that what grows
+with its length alone shows. ``--width`` takes a narrower head, for a machine on which the whole one takes hours.
+
+It writes a head and traces of random rows into a temporary folder (3 GiB and, at this width, 57 KB a row), and replays
+each trace in a process of its own. It prints the processor seconds of the passes, and the most memory that the process
+held: its own pages, and those of mapped files, which the kernel takes back where it needs room. Then, of the same run:
+the share of the matrix products, of all other operations, and of the host, which is what no operation of torch took.
+Last, the seconds of the same products by themselves, shape by shape. Judge the ratios. Not part of ``make test``: by
+arithmetic its defaults take minutes of a processor that multiplies bf16 in hardware, and hours of one that does not.
 """
 
 import json
@@ -26,7 +31,7 @@ import click
 import torch
 from safetensors.torch import save_file
 from support.heads import tiny_config
-from support.kimi_sizes import KINDS, SIZES
+from support.kimi_sizes import KINDS, SIZES, narrowed
 from support.trace_maker import make_header
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,12 +44,12 @@ from replay.traces.writer import TraceWriter
 
 TAPS = ("2", "3", "4")
 PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm")
-REQUEST = 64  # rows
+MOST_OUTPUT = 256  # tokens of a request; the rest is prompt, at least half of it
 
 
-def write_head(folder: Path, kind: str) -> None:
+def write_head(folder: Path, kind: str, width: int) -> None:
     """Random weights in bf16."""
-    config = tiny_config(**KINDS[kind])
+    config = tiny_config(**narrowed(kind, width))
     tensors = {}
     for name, shape in expected_tensors(parse_config(config)).items():
         tensors[name] = torch.zeros(shape, dtype=torch.int64) if name == "d2t" else random(*shape)
@@ -59,13 +64,13 @@ def random(*shape: int) -> torch.Tensor:
     return drawn.to(torch.bfloat16).repeat(-(-shape[0] // len(drawn)), *[1] * (len(shape) - 1))[: shape[0]]
 
 
-def write_trace(folder: Path, rows: int) -> None:
-    """Requests of ``REQUEST`` rows, half of them prompt, with random rows and tokens."""
-    width, vocab = int(str(SIZES["hidden_size"])), int(str(SIZES["vocab_size"]))
+def write_trace(folder: Path, rows: int, request_rows: int, width: int) -> None:
+    """Requests of so many rows, at most half of them output, with random rows and tokens."""
+    vocab = int(str(SIZES["vocab_size"]))
     with TraceWriter.create(folder, _header(width, vocab)) as writer:
         writer.write_target_weights(random(vocab, width), None)
-        for number in range(rows // REQUEST):
-            writer.add([_request(number, width, vocab)])
+        for number in range(rows // request_rows):
+            writer.add([_request(number, request_rows, width, vocab)])
         writer.finish()
 
 
@@ -75,8 +80,8 @@ def _header(width: int, vocab: int) -> TraceHeader:
     return replace(header, target=target, taps={tap: TapInfo("bfloat16", width) for tap in (*TAPS, "final")})
 
 
-def _request(number: int, width: int, vocab: int) -> CapturedRequest:
-    rows, output = REQUEST + 1, REQUEST // 2
+def _request(number: int, request_rows: int, width: int, vocab: int) -> CapturedRequest:
+    rows, output = request_rows + 1, min(MOST_OUTPUT, request_rows // 2)
     tokens = torch.randint(0, vocab, (rows + 1,)).tolist()
     top = torch.stack([torch.tensor(tokens[-output:]), *[torch.randint(0, vocab, (output,)) for _ in range(3)]], 1)
     return CapturedRequest(
@@ -145,8 +150,8 @@ def one_run(trace: Path, draft: Path, steps: int, bare: bool) -> dict[str, float
     seconds = end - watch.begin
     found = {
         "loading": watch.begin, "passes": seconds, "products": watch.products, "others": watch.others,
-        "anchors": len(opened) * (REQUEST // 2 - 1), "own": memory.own, "mapped": memory.mapped,
-        "peak": kernel("VmHWM"),
+        "anchors": sum(record.output_tokens - 1 for record in opened.records), "own": memory.own,
+        "mapped": memory.mapped, "peak": kernel("VmHWM"),
         "weights": sum(one.numel() * one.element_size() for one in head.tensors.values()) / 1e9,
     }  # fmt: skip
     return found | ({"bare": sum(count * alone(shape) for shape, count in watch.shapes.items())} if bare else {})
@@ -172,26 +177,32 @@ def run_apart(*arguments: str) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--rows", type=click.IntRange(min=REQUEST), default=128)
+@click.option("--rows", type=click.IntRange(min=4), default=512)
+@click.option(
+    "--request-rows", type=click.IntRange(min=4), default=64, help="Rows of a request, or one request of all."
+)
 @click.option("--steps", type=click.IntRange(min=1), default=3)
 @click.option("--kind", type=click.Choice(list(KINDS)), default="latent")
+@click.option("--width", type=int, default=7168, help="Of head and target: a divisor of 7168.")
 @click.option("--times", default="1,4,16", help="How many times as many rows, each a replay.")
 @click.option("--child", nargs=3, hidden=True)
-def main(rows: int, steps: int, kind: str, times: str, child: tuple[str, str, str] | None) -> None:
+def main(
+    rows: int, request_rows: int, steps: int, kind: str, width: int, times: str, child: tuple[str, str, str] | None
+) -> None:
     """Print seconds and memory by the number of rows, and what the seconds went into."""
     if child is not None:
         print(json.dumps(one_run(Path(child[0]), Path(child[1]), steps, child[2] == "bare")))
         return
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / "draft"
-        write_head(draft, kind)
+        write_head(draft, kind, width)
         first: dict[str, float] = {}
         for number in map(int, times.split(",")):
-            trace = Path(folder) / "trace"
-            write_trace(trace, rows * number)
+            trace, long = Path(folder) / "trace", min(request_rows, rows * number)
+            write_trace(trace, rows * number, long, width)
             found = run_apart(str(trace), str(draft), "bare" if not first else "", "--steps", str(steps))
             first = first or found
-            _say(found, first, rows // REQUEST * REQUEST * number)
+            _say(found, first, rows * number // long * long)
             rmtree(trace)
 
 

@@ -16,3 +16,15 @@ LLAMA = SIZES | {
     "q_lora_rank": None, "kv_lora_rank": None, "qk_nope_head_dim": None, "qk_rope_head_dim": None, "v_head_dim": None,
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {"latent": SIZES, "llama": LLAMA}
+# What a narrower head has less of; its vocabularies stay.
+_WIDTHS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",
+)  # fmt: skip
+
+
+def narrowed(kind: str, width: int) -> dict[str, Any]:
+    """The config of a kind with another width than 7168, a divisor of it, and all else smaller by the same factor."""
+    factor, rest = divmod(SIZES["hidden_size"], width)
+    assert not rest
+    config = KINDS[kind]
+    return config | {name: config[name] // factor for name in _WIDTHS if config[name] is not None}
