@@ -54,11 +54,11 @@ def chain_steps(head: Head, first: FirstPass, steps: int, feed: Callable[[int], 
     attentions = [ChainAttention(head, first.attention, block) for block in _anchor_blocks(head, first)]
     for step in range(1, steps):
         positions_A = drafted_positions(first.anchor_rows_A, step, head.behaviour)
-        fed = head.masks(len(positions_A)) or (head.embed(feed(step)), handed(state_AE, step))
-        output = join_outputs([
-            head.forward(*(rows[attend.block.start : attend.block.stop] for rows in (*fed, positions_A)), attend)
-            for attend in attentions
-        ])  # fmt: skip
+        embeds_AE, fed_AE = head.masks(len(positions_A)) or (head.embed(feed(step)), handed(state_AE, step))
+        parts = [(attend, slice(attend.block.start, attend.block.stop)) for attend in attentions]
+        output = join_outputs(
+            [head.forward(embeds_AE[part], fed_AE[part], positions_A[part], attend) for attend, part in parts]
+        )
         state_AE = output.feedback_RE
         yield ChainStep(output.normed_RE, None)
 
