@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import click
@@ -77,6 +78,7 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@cache  # a process each
 def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
     kept = {
         name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LC_ALL", "LANG", "PYTHONUTF8")

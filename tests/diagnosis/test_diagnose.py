@@ -1,7 +1,10 @@
 """Diagnosis: on servers with a known fault the right name comes first, on healthy ones none is named."""
 
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -25,9 +28,31 @@ def run(trace: Trace, head: str = "one", **options: object) -> object:
     return diagnose_server(trace, HEADS[head], served_variant(trace, "h"), **{"ladder": False, **options})  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trace]:
+    """The trace of a server with a fault, and which head it has; made once."""
+
+    @cache
+    def made(fault: str, head: str, **options: Any) -> Trace:
+        return make_served(tmp_path_factory.mktemp("served"), HEADS[head], fault, **options)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def diagnosed(served: Callable[..., Trace]) -> Callable[..., Any]:
+    """What is found on such a trace where nothing else is said; found once."""
+
+    @cache
+    def found(fault: str, head: str) -> Any:
+        return run(served(fault, head), head)
+
+    return found
+
+
 @pytest.mark.parametrize("head", HEADS)
-def test_a_healthy_server_is_not_accused(tmp_path: Path, head: str) -> None:
-    found = run(make_served(tmp_path, HEADS[head]), head)
+def test_a_healthy_server_is_not_accused(diagnosed: Callable[..., Any], head: str) -> None:
+    found = diagnosed("none", head)
     assert found.verdict in ("healthy", "head")
     assert found.named is None
     assert found.healthy.evidence.agreeing == found.healthy.evidence.rounds > 30
@@ -50,8 +75,8 @@ def test_a_healthy_server_is_not_accused(tmp_path: Path, head: str) -> None:
         "vocab.d2t=absolute",
     ],
 )
-def test_the_fault_that_a_server_has_comes_first(tmp_path: Path, fault: str) -> None:
-    found = run(make_served(tmp_path, HEADS["one"], fault))
+def test_the_fault_that_a_server_has_comes_first(diagnosed: Callable[..., Any], fault: str) -> None:
+    found = diagnosed(fault, "one")
     assert found.verdict == "fault" and found.certainty >= 0.9
     kind = fault.partition("=")[0]
     assert kind in (found.ranked[0].kind, *(name.partition("=")[0] for name in found.undecided))
@@ -81,8 +106,8 @@ def test_a_healthy_server_with_batches_is_not_accused(tmp_path: Path) -> None:
     assert {"previous", "first:once"} <= {item.value for item in found.ranked if item.kind == "state.crossed"}
 
 
-def test_states_of_other_requests_are_not_tried_where_batches_are_not_told(tmp_path: Path) -> None:
-    found = run(make_served(tmp_path, HEADS["one"]))
+def test_states_of_other_requests_are_not_tried_where_batches_are_not_told(diagnosed: Callable[..., Any]) -> None:
+    found = diagnosed("none", "one")
     assert "state.crossed" not in {item.kind for item in found.ranked}
 
 
@@ -93,9 +118,8 @@ def test_tensors_of_zeros_are_named_by_what_they_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["kv.rollback=stale", "wiring.recycle-norm=other"])
-def test_what_mending_gains_is_told_at_the_servers_own_anchors(tmp_path: Path, fault: str) -> None:
-    trace = make_served(tmp_path, HEADS["one"], fault)
-    found = run(trace)
+def test_what_mending_gains_is_told_at_the_servers_own_anchors(diagnosed: Callable[..., Any], fault: str) -> None:
+    found = diagnosed(fault, "one")
     gain, low, high = found.mending
     assert gain == pytest.approx(found.replayed_at_served_anchors - found.served) and low <= gain <= high
     assert f"ending it gains {gain:+.2f} tokens a round" in page(found)
@@ -117,8 +141,8 @@ def test_a_window_is_found_whether_the_server_says_it_or_not(tmp_path: Path, tol
     assert "--speculative-draft-window-size" in found.fix
 
 
-def test_the_ladder_ends_at_what_was_served(tmp_path: Path) -> None:
-    found = run(make_served(tmp_path, HEADS["one"], "wiring.recycle-norm=other"), ladder=True)
+def test_the_ladder_ends_at_what_was_served(served: Callable[..., Trace]) -> None:
+    found = run(served("wiring.recycle-norm=other", "one"), ladder=True)
     assert found.ladder is not None
     rungs = {rung.name: rung for rung in found.ladder.rungs}
     assert math.isclose(rungs["observed"].accept_length, found.served)
@@ -141,10 +165,9 @@ def test_a_fault_of_few_rounds_is_named_where_they_are_no_near_ties(tmp_path: Pa
     assert found.ranked[0].evidence.alike == found.ranked[0].evidence.rounds
 
 
-def test_a_server_that_does_something_else_is_an_engine_case(tmp_path: Path) -> None:
+def test_a_server_that_does_something_else_is_an_engine_case(served: Callable[..., Trace]) -> None:
     """Another head's rounds: nothing of the table explains them."""
-    trace = make_served(tmp_path, HEADS["another"])
-    found = run(trace, "one")
+    found = run(served("none", "another"), "one")
     assert found.verdict == "engine"
     assert found.named is None
     assert found.unknown is not None and found.unknown.probability > 0.9
@@ -153,10 +176,9 @@ def test_a_server_that_does_something_else_is_an_engine_case(tmp_path: Path) -> 
     assert "Where the server parts from the replay" in page(found)
 
 
-def test_a_head_made_for_other_taps_is_told_by_what_it_would_accept(tmp_path: Path) -> None:
+def test_a_head_made_for_other_taps_is_told_by_what_it_would_accept(served: Callable[..., Trace]) -> None:
     """The replay agrees with the server, which feeds what the config says; the outputs follow the head as wired."""
-    trace = make_served(tmp_path, HEADS["one"], "wiring.aux-layer-id=1", wiring="3,5,6")
-    found = run(trace)
+    found = run(served("wiring.aux-layer-id=1", "one", wiring="3,5,6"))
     assert found.verdict == "fault"
     assert (found.ranked[0].kind, found.named) == ("healthy", f"wiring.aux-layer-id={WIRING}")
     assert f"--wiring {WIRING}" in found.fix
@@ -164,9 +186,8 @@ def test_a_head_made_for_other_taps_is_told_by_what_it_would_accept(tmp_path: Pa
     assert found.expected == pytest.approx(found.gains[0].accept_length)
 
 
-def test_the_trained_wiring_can_be_said(tmp_path: Path) -> None:
-    trace = make_served(tmp_path, HEADS["one"], "wiring.aux-layer-id=1", wiring="3,5,6")
-    found = run(trace, trained=WIRING)
+def test_the_trained_wiring_can_be_said(served: Callable[..., Trace]) -> None:
+    found = run(served("wiring.aux-layer-id=1", "one", wiring="3,5,6"), trained=WIRING)
     assert found.named == f"wiring.aux-layer-id={WIRING}"
 
 
@@ -198,8 +219,8 @@ def test_too_few_requests_are_no_ground_for_a_number(tmp_path: Path) -> None:
         run(trace, observed=Observed(1.5, "given"))
 
 
-def test_the_served_variant_is_that_of_the_header(tmp_path: Path) -> None:
-    trace = make_served(tmp_path, HEADS["one"])
+def test_the_served_variant_is_that_of_the_header(served: Callable[..., Trace]) -> None:
+    trace = served("none", "one")
     assert served_variant(trace, "h") == Variant("h", WIRING, STEPS)
     given = served_variant(trace, "h", steps=5, wiring=Wiring(("1", "2", "3")))
     assert (given.steps, given.wiring) == (5, Wiring(("1", "2", "3")))
@@ -292,8 +313,8 @@ def page(found: object) -> str:
     return " ".join(capture.get().split())
 
 
-def test_both_accept_lengths_of_a_healthy_replay_say_which_they_are(tmp_path: Path) -> None:
-    found = run(make_served(tmp_path, HEADS["one"], "wiring.recycle-norm=other"))
+def test_both_accept_lengths_of_a_healthy_replay_say_which_they_are(diagnosed: Callable[..., Any]) -> None:
+    found = diagnosed("wiring.recycle-norm=other", "one")
     anchored, walked = found.replayed_at_served_anchors, found.healthy.accept_length
     assert f"gives {anchored:.3f} at the server's own anchors and {walked:.3f} on its own walk" in page(found)
     document = to_json(found)
@@ -301,8 +322,8 @@ def test_both_accept_lengths_of_a_healthy_replay_say_which_they_are(tmp_path: Pa
     assert document["replayed_own_walk"] == walked == document["expected"]
 
 
-def test_one_accept_length_is_shown_where_no_rounds_are_known(tmp_path: Path) -> None:
-    found = run(make_served(tmp_path, HEADS["one"]), observed=Observed(1.5, "given"))
+def test_one_accept_length_is_shown_where_no_rounds_are_known(served: Callable[..., Trace]) -> None:
+    found = run(served("none", "one"), observed=Observed(1.5, "given"))
     assert "at the server's own anchors" not in page(found)
     assert to_json(found)["replayed_at_served_anchors"] is None
 
