@@ -231,7 +231,7 @@ def test_a_task_on_a_gpu_has_one_for_itself(
     with pytest.raises(WorkerError, match="no living node of the Ray cluster has a GPU for tasks; add a node with"):
         with open_cluster(address, trace, {"h": head}, "cuda"):
             pass
-    with pytest.raises(UsageError, match=r"and --device cuda:1 names one; type --device cuda$"):
+    with pytest.raises(UsageError, match=r"a GPU of its own, and cuda:1 names one; type --device cuda$"):
         with open_cluster(address, trace, {"h": head}, "cuda:1"):
             pass
 
