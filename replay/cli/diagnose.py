@@ -24,6 +24,7 @@ from replay.cli.options import (
     workers_options,
 )
 from replay.cli.progress import show_progress
+from replay.cli.replaying import quiet_ray
 from replay.cli.terminal import print_json, print_rich
 from replay.cli.web_page import page_options, refuse_page, write_page_file
 from replay.printable import counted
@@ -98,6 +99,7 @@ def diagnose(
         return stated_wiring(checkpoint, profile, opened) if text is not None and found is None else found
 
     found = _diagnose(
+        hands,
         lambda on_event: run(
             opened,
             checkpoint,
@@ -113,7 +115,7 @@ def diagnose(
             cache=cache,
             workers=hands,
             on_event=on_event,
-        )
+        ),
     )
     if as_json:
         print_json(to_json(found))
@@ -142,8 +144,8 @@ def _provenance(trace: "Trace", head: "Checkpoint", more: list[tuple[str, str]])
     ]
 
 
-def _diagnose(run: "Callable[[Callable[[Trying], None]], Diagnosis]") -> "Diagnosis":
-    with show_progress("replaying") as progress:
+def _diagnose(workers: int | str | None, run: "Callable[[Callable[[Trying], None]], Diagnosis]") -> "Diagnosis":
+    with quiet_ray(workers), show_progress("replaying") as progress:
 
         def on_event(event: "Trying") -> None:
             progress.update(event.stage, event.done + event.part, event.total, event.unit)

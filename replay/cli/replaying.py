@@ -1,6 +1,8 @@
 """The replay of a sweep on the terminal: its progress, what its cache says, where its rounds go."""
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +45,7 @@ def run_simulation(
         def on_event(event: ReplayProgress) -> None:
             progress.update(event.stage, event.done + event.part, event.total, "requests")
 
-        with use_workers(workers, trace, checkpoints, device) as hands:
+        with quiet_ray(workers), use_workers(workers, trace, checkpoints, device, progress.note) as hands:
             kernels = None if hands is None else hands.kernels
             kept = None
             if cache is not None:
@@ -57,6 +59,16 @@ def run_simulation(
                 kept, trace, checkpoints, variants, device=device, agreement=agreement,
                 workers=keep_tasks(kept, hands, notes.of_tasks), on_event=on_event, on_found=notes.of_variants,
             )  # fmt: skip
+
+
+@contextmanager
+def quiet_ray(workers: int | str | None) -> Iterator[None]:
+    """While a cluster replays, Ray writes pages of a lost node's state on stdout, where a document may be awaited."""
+    if not isinstance(workers, str):
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 @dataclass
@@ -91,11 +103,14 @@ class FoundNotes:
         self._said = self._said or last or found > 0
 
 
-def check_device(device: str) -> None:
+def check_device(device: str, workers: int | str | None = None) -> None:
+    """Whether heads can run there; of a cluster its nodes are asked. Raises UsageError."""
     import torch
 
     try:
-        torch.empty(1, device=device)
+        elsewhere = isinstance(workers, str) and torch.device(device).type == "cuda"
+        if not elsewhere:
+            torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from error
 

@@ -185,7 +185,7 @@ def simulate(
     if cache is not None:
         check_cache_folder(cache, verify=not no_verify)
     hands = read_workers(workers, ray)
-    check_device(device)
+    check_device(device, hands)
     seen = None if observed is None else read_observed(observed)
     part = read_part(category, request, first_turn, limit)
     every = open_traces(name_folders(traces), part, target, verify=not no_verify)

@@ -22,6 +22,7 @@ from replay.checkpoint.checkpoint import Checkpoint
 from replay.errors import UsageError, WorkerError
 from replay.simulator.cache_keys import kernels_of
 from replay.simulator.cluster import open_cluster
+from replay.simulator.cluster_nodes import GPUS
 from replay.simulator.replayer import AnyHead, HeadSource, Job, Replayer
 from replay.simulator.shared_heads import LEAST_BYTES, SharedHead, bytes_of
 from replay.simulator.tasks import Result, Task, Workers
@@ -50,15 +51,19 @@ def check_workers(wanted: object) -> int:
 
 @contextmanager
 def use_workers(
-    wanted: "int | str | Workers | None", trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str
+    wanted: "int | str | Workers | None",
+    trace: Trace,
+    checkpoints: Mapping[str, Checkpoint],
+    device: str,
+    on_note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Workers | None]:
     """Workers that are there while the block runs: those given, so many new ones, or those of the Ray cluster at an
-    address; None where this process replays.
+    address; None where this process replays. ``on_note`` as in ``open_cluster``.
 
     Raises UsageError for a number or an address that cannot be, and as ``open_cluster``.
     """
     if isinstance(wanted, str):
-        with open_cluster(wanted, trace, checkpoints, device) as cluster:
+        with open_cluster(wanted, trace, checkpoints, device, on_note) as cluster:
             yield cluster
         return
     if wanted is None or isinstance(wanted, int):
@@ -79,19 +84,39 @@ def threads_of_each(count: int) -> int:
     return max(1, torch.get_num_threads() // count)
 
 
+def devices_of(device: str) -> tuple[str, ...]:
+    """Where workers run, one after the other: every GPU of this machine, unless one is named by its number.
+
+    Raises UsageError for GPUs of several kinds.
+    """
+    kinds = (
+        [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if device == GPUS else []
+    )
+    if len(set(kinds)) > 1:
+        raise UsageError(
+            f"the GPUs here are of several kinds ({', '.join(dict.fromkeys(kinds))}), which round differently; type "
+            "--device cuda:N for one of them, or hide the others by CUDA_VISIBLE_DEVICES"
+        )
+    return tuple(f"{GPUS}:{number}" for number in range(len(kinds))) or (device,)
+
+
 @contextmanager
 def open_workers(
     count: int, trace: Trace, checkpoints: Mapping[str, Checkpoint], device: str
 ) -> Iterator["LocalWorkers"]:
     """So many processes on this machine, which end with the block however it ends.
 
-    The trace is held against its checksums here, once for all of them. Raises TraceCorruptError.
+    The trace is held against its checksums here, once for all of them. Raises TraceCorruptError, and UsageError for
+    GPUs that are unlike.
     """
+    devices = devices_of(device)
     trace.check_sums()
     with tempfile.TemporaryDirectory(prefix="replay-heads-") as folder:
         every = enumerate(checkpoints.items())
         heads = {name: _found_by_workers(one, Path(folder), place) for place, (name, one) in every}
-        workers = LocalWorkers(count, Job(trace, heads, device, threads_of_each(count)))
+        turns = Path(folder) / "turns"
+        turns.mkdir()
+        workers = LocalWorkers(count, Job(trace, heads, device, threads_of_each(count)), devices, turns)
         try:
             yield workers
         finally:
@@ -107,10 +132,10 @@ def _found_by_workers(checkpoint: Checkpoint, folder: Path, place: int) -> AnyHe
 
 
 class LocalWorkers:
-    """Processes of this machine."""
+    """Processes of this machine, on ``devices`` by turns, which they take by a file each in the folder ``turns``."""
 
-    def __init__(self, count: int, job: Job) -> None:
-        self.count, self._job = count, job
+    def __init__(self, count: int, job: Job, devices: Sequence[str], turns: Path) -> None:
+        self.count, self._job, self._devices, self._turns = count, job, devices, turns
         self.kernels = kernels_of(job.device, job.threads)
         self._pool: ProcessPoolExecutor | None = None
 
@@ -149,8 +174,11 @@ class LocalWorkers:
         if self._pool is None:
             told: dict[str, Any] = {"OMP_NUM_THREADS": str(self._job.threads), _LEAK: "1e18"}
             self._pool = ProcessPoolExecutor(
-                self.count, initializer=_begin, initargs=(self._job, os.getpid()), env=told
-            )  # fmt: skip
+                self.count,
+                initializer=_begin,
+                initargs=(self._job, os.getpid(), self._devices, self._turns),
+                env=told,
+            )
         return self._pool
 
 
@@ -199,10 +227,22 @@ _job: Job | None = None
 _replayer: Replayer | None = None
 
 
-def _begin(job: Job, parent: int) -> None:
+def _begin(job: Job, parent: int, devices: Sequence[str], turns: Path) -> None:
     global _job
-    _job = job
+    _job = replace(job, device=devices[take_turn(turns) % len(devices)])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def take_turn(folder: Path) -> int:
+    """The next number that no other process took."""
+    number = 0
+    while True:
+        try:
+            (folder / f"{number}").touch(exist_ok=False)
+        except FileExistsError:
+            number += 1
+        else:
+            return number
 
 
 def _end_with(parent: int, pause: float = 1.0, end: Callable[[int], object] = os._exit) -> None:

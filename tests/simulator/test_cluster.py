@@ -6,8 +6,9 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from support.heads import write_head
+from support.s3_server import KEYS, open_store, s3_server
 from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_served
 
 import replay
@@ -23,7 +25,8 @@ from replay.cli.app import cli
 from replay.errors import CheckpointError, UsageError, WorkerError
 from replay.faults.table import parse_faults
 from replay.simulator.agreement import with_agreement
-from replay.simulator.cluster import ClusterWorkers, Needed, Node, _header_sha256, check_alike, lacking, open_cluster
+from replay.simulator.cluster import ClusterWorkers, _check_kernels, _given_gpu, open_cluster
+from replay.simulator.cluster_nodes import Needed, Node, Nodes, check_alike, header_sha256, lacking, options_of
 from replay.simulator.connection import AUTO, LOCAL, check_connected
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
@@ -47,17 +50,37 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return replay.load_head(write_head(tmp_path_factory.mktemp("head") / "h", HEAD))
 
 
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
+
+
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An S3 server that nodes find, as they do where a cluster is set up for it."""
+    with s3_server() as address, pytest.MonkeyPatch.context() as patch:
+        cache = str(tmp_path_factory.mktemp("cache"))
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": address, "REPLAY_CACHE": cache}.items():
+            patch.setenv(name, value)
+        yield address
+
+
+@pytest.fixture(scope="module")
+def machines(endpoint: str) -> Iterator[Any]:
+    """Ray's own: two nodes, one of them with GPUs as far as Ray is told. A lost one is noticed within seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from ray.cluster_utils import Cluster
 
-        node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=node)
-        cluster.add_node(**node)
-    yield cluster.address
+        cluster = Cluster(
+            initialize_head=True, head_node_args={**NODE, "_system_config": {"health_check_period_ms": 1000}}
+        )
+        cluster.add_node(**NODE, num_gpus=2)
+    yield cluster
     cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(machines: Any) -> str:
+    return str(machines.address)
 
 
 @pytest.fixture(scope="module")
@@ -78,55 +101,184 @@ def file_of(rounds: Rounds, folder: Path) -> bytes:
     return (folder / "rounds.parquet").read_bytes()
 
 
-def busy() -> list[int]:
-    """Processes of the cluster that do a task of ours."""
+def busy(node: Any = None) -> list[int]:
+    """Processes of the cluster, or of one of its nodes, that do a task of ours."""
+    every = psutil.process_iter() if node is None else psutil.Process(raylet_of(node)).children()
     found = []
-    for one in psutil.process_iter(["cmdline"]):
-        if any("ray::_replay" in text for text in one.info["cmdline"] or ()):
-            found.append(one.pid)
+    for one in every:
+        with suppress(psutil.Error):
+            if any("ray::_replay" in text for text in one.cmdline()):
+                found.append(one.pid)
     return found
+
+
+def raylet_of(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+@dataclass
+class Killer:
+    """Kills one process that does a task, once."""
+
+    killed: list[int] = field(default_factory=list)
+
+    def __call__(self, _: object) -> None:
+        deadline = time.monotonic() + 5
+        while not self.killed and time.monotonic() < deadline:
+            for pid in busy()[:1]:
+                os.kill(pid, signal.SIGKILL)
+                self.killed.append(pid)
 
 
 def test_two_nodes_write_the_file_of_one_process_also_where_a_worker_is_killed(
     tmp_path: Path, trace: Trace, head: Checkpoint, cluster: ClusterWorkers
 ) -> None:
-    heads, killed = {"h": head}, list[int]()
-
-    def kill(_: object) -> None:
-        deadline = time.monotonic() + 5
-        while not killed and time.monotonic() < deadline:
-            for pid in busy()[:1]:
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-
+    heads, kill = {"h": head}, Killer()
     assert cluster.count == 2
     one = with_agreement(replay.simulate(trace, heads, VARIANTS), trace, heads, VARIANTS)
     both = replay.simulate(trace, heads, VARIANTS, workers=cluster, on_event=kill)
     both = with_agreement(both, trace, heads, VARIANTS, workers=cluster)
-    assert killed
+    assert kill.killed
     assert file_of(both, tmp_path) == file_of(one, tmp_path)
+
+
+def test_a_worker_is_killed_while_trace_and_head_come_from_s3(
+    tmp_path: Path, trace: Trace, head: Checkpoint, address: str, cluster: ClusterWorkers, endpoint: str
+) -> None:
+    store, kill = open_store(endpoint), Killer()
+    store.mkdir("runs")
+    store.put(f"{trace.path}/", "runs/trace", recursive=True)
+    store.put(f"{head.path}/", "runs/h", recursive=True)
+    heads = {"h": replay.load_head("s3://runs/h")}
+    with open_cluster(address, Trace.open("s3://runs/trace"), heads, "cpu") as workers:
+        far = replay.simulate(Trace.open("s3://runs/trace"), heads, VARIANTS, workers=workers, on_event=kill)
+    near = replay.simulate(trace, {"h": head}, VARIANTS)
+    assert kill.killed and far.trace["path"] == "s3://runs/trace"
+    moved = replace(far, trace={**far.trace, "path": str(trace.path)}, drafts=near.drafts)
+    assert far.drafts["h"] == {**near.drafts["h"], "path": "s3://runs/h"}
+    assert file_of(moved, tmp_path) == file_of(near, tmp_path)
+
+
+def test_nodes_join_and_one_is_lost_while_tasks_run(
+    tmp_path: Path, trace: Trace, head: Checkpoint, machines: Any, address: str, cluster: ClusterWorkers
+) -> None:
+    """One that is unlike is given no task; one that is like the others is, and loses it with itself."""
+    notes, ran, lost, heads = list[str](), list[int](), list[Any](), {"h": head}
+    with open_cluster(address, trace, heads, "cpu", notes.append) as workers:
+        other = machines.add_node(**NODE, env_vars={"ONEDNN_MAX_CPU_ISA": "AVX2"})
+        alike = machines.add_node(**NODE)
+        wait_until(lambda: len(workers._nodes.meet()) == 3 and len(notes) == 1)
+        assert "a node joined and is given no task: nodes " in notes[0]
+        assert f"({other.node_id[:8]}) of the Ray cluster round differently ( and AVX2)" in notes[0]
+        assert workers._nodes.slots() == 3
+
+        with held(workers._ray, cluster._nodes.meet() - {alike.node_id}, tmp_path) as free:  # so that it does them all
+
+            def lose(_: object) -> None:
+                if not lost:
+                    ran.extend(busy(other))
+                    wait_until(lambda: bool(busy(alike)))
+                    lost.append(machines.remove_node(alike, allow_graceful=False))
+                    free.touch()
+
+            many = replay.simulate(trace, heads, VARIANTS, workers=workers, on_event=lose)
+        wait_until(lambda: len(workers._nodes.meet()) == 2)
+        ran.extend(busy(other))
+    machines.remove_node(other)
+    assert lost and not ran
+    assert notes[1].endswith(f"({alike.node_id[:8]}) of the Ray cluster was lost; what it had to do is done again")
+    assert file_of(many, tmp_path) == file_of(replay.simulate(trace, heads, VARIANTS), tmp_path)
+
+
+def test_tasks_whose_nodes_are_all_lost_go_to_others(
+    tmp_path: Path, trace: Trace, head: Checkpoint, cluster: ClusterWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here they are handed out for nodes that nobody knows: of one Ray says so, of two it would wait for ever."""
+    real, one = Nodes.meet, replay.simulate(trace, {"h": head}, VARIANTS)
+    for unknown in (1, 2):
+        asked = list[frozenset[str]]()
+
+        def meet(self: Nodes, asked: list[frozenset[str]] = asked, unknown: int = unknown) -> frozenset[str]:
+            asked.append(real(self) if asked else frozenset(f"{name}" * 56 for name in range(unknown)))
+            return asked[-1]
+
+        monkeypatch.setattr(Nodes, "meet", meet)
+        both = replay.simulate(trace, {"h": head}, VARIANTS, workers=cluster)
+        assert file_of(both, tmp_path) == file_of(one, tmp_path)
+    monkeypatch.setattr(Nodes, "meet", lambda _: frozenset({"0" * 56}))
+    with pytest.raises(WorkerError, match=r"the Ray cluster lost a task 4 times \(TaskUnschedulableError\); look at"):
+        replay.simulate(trace, {"h": head}, VARIANTS, workers=cluster)
+
+
+def test_a_task_on_a_gpu_has_one_for_itself(
+    trace: Trace, head: Checkpoint, address: str, cluster: ClusterWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray is told of GPUs that this machine has not: what is looked at is what a task is given."""
+    ray, given = cluster._ray, _given_gpu
+
+    def look(seconds: float) -> tuple[str, object]:
+        time.sleep(seconds)
+        return given([str(one) for one in ray.get_gpu_ids()]), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    remote = ray.remote(look).options(**{**options_of("cuda"), "num_cpus": 0})  # the node has one core
+    assert sorted(ray.get([remote.remote(2.0), remote.remote(2.0)])) == [("cuda:0", None), ("cuda:1", None)]
+    with pytest.raises(WorkerError, match=r"node .* has no device cuda for torch; install one for its GPUs there, or"):
+        with open_cluster(address, trace, {"h": head}, "cuda"):
+            pass
+    monkeypatch.setattr(Nodes, "_look_first", lambda self, nodes: (self._alike.add(nodes[0]["NodeID"]), ()))
+    with open_cluster(address, trace, {"h": head}, "cuda") as workers:
+        assert workers.count == 2  # GPUs, not cores
+    monkeypatch.setattr(Nodes, "_living", lambda _: [])
+    with pytest.raises(WorkerError, match="no living node of the Ray cluster has a GPU for tasks; add a node with"):
+        with open_cluster(address, trace, {"h": head}, "cuda"):
+            pass
+    with pytest.raises(UsageError, match=r"a GPU of its own, and cuda:1 names one; type --device cuda$"):
+        with open_cluster(address, trace, {"h": head}, "cuda:1"):
+            pass
+
+
+def test_the_gpu_of_a_task_is_found_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _given_gpu(["3"]) == "cuda:3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert _given_gpu(["3"]) == "cuda:1"
+    with pytest.raises(WorkerError, match=r"round differently \(H200 and A100\), so that rounds would depend"):
+        _check_kernels(("2.13", "H200"), ("2.13", "A100"))
+
+
+@contextmanager
+def held(ray: Any, nodes: Iterable[str], folder: Path) -> Iterator[Path]:
+    """Another program has the core of each of these nodes, until the file that this gives is there."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    free = folder / "free"
+
+    def hold(node: str) -> None:
+        (folder / node).touch()
+        deadline = time.monotonic() + 300
+        while not free.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    pinned = [(node, NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
+    every = [ray.remote(hold).options(num_cpus=1, scheduling_strategy=where).remote(node) for node, where in pinned]
+    wait_until(lambda: all((folder / node).exists() for node, _ in pinned))
+    yield free
+    free.touch()
+    ray.get(every)
 
 
 @pytest.fixture
 def taken(tmp_path: Path, cluster: ClusterWorkers) -> Iterator[None]:
     """Another program has all cores."""
-    ray, free = cluster._ray, tmp_path / "free"
-
-    def hold() -> None:
-        deadline = time.monotonic() + 120
-        while not free.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-    held = [ray.remote(hold).options(num_cpus=1, scheduling_strategy="SPREAD").remote() for _ in range(cluster.count)]
-    wait_until(lambda: ray.available_resources().get("CPU", 0) == 0)
-    yield
-    free.touch()
-    ray.get(held)
+    ray = cluster._ray
+    with held(ray, cluster._nodes.meet(), tmp_path):
+        wait_until(lambda: ray.available_resources().get("CPU", 0) == 0)
+        yield
     wait_until(lambda: ray.available_resources().get("CPU", 0) == cluster.count)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -140,13 +292,15 @@ def test_nodes_are_looked_at_also_where_others_have_all_cores_and_nobody_is_wait
         assert other.kernels == cluster.kernels
         assert not other._ray.available_resources().get("CPU", 0)
     with monkeypatch.context() as patch:
-        patch.setattr("replay.simulator.cluster._LOOK", 0.0)
+        patch.setattr("replay.simulator.cluster_nodes._LOOK", 0.0)
         with pytest.raises(WorkerError, match=r"nothing was heard of node \S+ \(\w{8}\), \S+ \(\w{8}\) of the Ray"):
             with open_cluster(address, trace, {"h": head}, "cpu"):
                 pass
     monkeypatch.setattr("replay.simulator.cluster._ALONE", 0.0)
-    monkeypatch.setattr(ClusterWorkers, "_nodes", lambda _: [])
-    with pytest.raises(WorkerError, match=r"no living node .* with 3 tasks left to do; add a node"):
+    monkeypatch.setattr(Nodes, "_living", lambda _: [])
+    with pytest.raises(
+        WorkerError, match=r"no living node .* has a core any more, with 3 tasks left to do; add a node"
+    ):
         replay.simulate(trace, {"h": head}, VARIANTS[:1], workers=cluster)
     with pytest.raises(WorkerError, match="no living node of the Ray cluster has a core for tasks"):
         with open_cluster(address, trace, {"h": head}, "cpu"):
@@ -180,7 +334,7 @@ def test_a_head_in_memory_goes_along(trace: Trace, head: Checkpoint, address: st
 
 
 def test_what_a_node_lacks_is_named(tmp_path: Path, trace: Trace, head: Checkpoint) -> None:
-    needed = Needed(trace.path, _header_sha256(trace.path), (str(head.path),), "cpu")
+    needed = Needed(trace.path, header_sha256(trace.path), (str(head.path),), "cpu")
     assert lacking(needed) == ""
     (tmp_path / "trace.json").write_text("{}")
     for changes, said in (
@@ -196,7 +350,7 @@ def test_nodes_that_differ_are_refused_by_name() -> None:
     good = Node("", "replay", ("2.13", "AVX512"))
     assert check_alike({"a": good, "b": good}, "replay") == good.kernels
     for node, said in (
-        (replace(good, lacks="has no trace at /t"), "node b of the Ray cluster has no trace at /t; put it"),
+        (replace(good, lacks="has no trace at /t; put it"), "node b of the Ray cluster has no trace at /t; put it"),
         (replace(good, program="other"), "node b of the Ray cluster has another replay"),
         (replace(good, kernels=("2.13", "AVX2")), r"nodes a and b .* round differently \(AVX512 and AVX2\)"),
     ):
@@ -225,7 +379,9 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(
     trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    assert "nothing answers at 127.0.0.1:" in typed(trace, head, "--ray", f"127.0.0.1:{free_port()}")
+    nobody = f"127.0.0.1:{free_port()}"
+    assert "nothing answers at 127.0.0.1:" in typed(trace, head, "--ray", nobody)
+    assert "nothing answers at 127.0.0.1:" in typed(trace, head, "--ray", nobody, "--device", "cuda")  # of its nodes
 
     def init(**_: object) -> None:
         raise ConnectionError("Could not find any; try setting `--address`.\nMore.")

@@ -39,7 +39,15 @@ from replay.simulator.connection import check_address
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.replayer import HeadSource, Job, Replayer
 from replay.simulator.tasks import Result, Task, plan_tasks
-from replay.simulator.workers import LocalWorkers, check_workers, open_workers, threads_of_each, use_workers
+from replay.simulator.workers import (
+    LocalWorkers,
+    check_workers,
+    devices_of,
+    open_workers,
+    take_turn,
+    threads_of_each,
+    use_workers,
+)
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
 from replay.traces.rounds_file import write_rounds
@@ -348,3 +356,19 @@ def test_ctrl_c_ends_all_without_a_traceback(tmp_path: Path, trace: Trace, head:
     assert stdout == "" and "interrupted" in stderr and "Traceback" not in stderr
     assert command.returncode == 130 and not (tmp_path / "o").exists()
     assert not living([child.pid for child in children])
+
+
+def test_workers_take_gpus_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["H200", "H200"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(kinds))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda number: kinds[number])
+    assert [take_turn(tmp_path) for _ in range(3)] == [0, 1, 2]
+    assert devices_of("cuda") == ("cuda:0", "cuda:1")
+    assert (devices_of("cuda:1"), devices_of("cpu")) == (("cuda:1",), ("cpu",))
+    kinds.append("A100")
+    with pytest.raises(
+        UsageError, match=r"of several kinds \(H200, A100\), which round differently; type --device cud"
+    ):
+        devices_of("cuda")
+    kinds.clear()
+    assert devices_of("cuda") == ("cuda",)
