@@ -96,7 +96,8 @@ def _range(found: Range, digits: int) -> str:
 
 
 def _x() -> Spec:
-    axis = {"title": _DEPTH, "tickMinStep": 1, "tickCount": 5, "format": "d"}
+    whole = "datum.value % 1 ? '' : datum.label"  # of two depths 1.5 is a tick, and no depth
+    axis = {"title": _DEPTH, "tickMinStep": 1, "tickCount": 5, "format": "d", "labelExpr": whole}
     return {"field": "steps", "type": "quantitative", "scale": {"nice": False, "padding": 6}, "axis": axis}
 
 

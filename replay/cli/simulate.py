@@ -172,8 +172,8 @@ def simulate(
     refuse_two_forms(table_format, as_json)
     if rank_precision is not None and (sort or top or table_format):
         raise UsageError("a ranking is sorted by what each tensor costs; leave --sort, --top and --format out")
-    for form, wanted in (("--rank-precision", rank_precision), ("--format", table_format)):
-        if wanted is not None:
+    for form, typed in (("--rank-precision", rank_precision), ("--format", table_format)):
+        if typed is not None:
             refuse_beside(form, by=by, observed=observed)
     if rank_precision is not None:
         refuse_beside("--rank-precision", html=html)

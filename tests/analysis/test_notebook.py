@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -151,3 +152,9 @@ def test_what_is_not_known_is_null() -> None:
     assert table.select(unknown).null_count().row(0) == (table.height,) * len(unknown)
     assert all(value is None for shares in table["position_conditional"] for value in shares)
     assert type(summaries)().table.columns == table.columns
+
+
+def test_no_half_depth_is_on_the_axis() -> None:
+    """Of two depths 1.5 is a tick, which would be called 2 as well."""
+    planned = replay.plan(times=["tok/s=90", "steps=2,accept=1.8,tok/s=54.8"], lengths=["steps=1,accept=1.5"])
+    assert re.findall(r">([0-9])</text>", replay.charts(planned)[0].html()) == ["1", "2"]
