@@ -105,7 +105,7 @@ def _map_all(index: Path, data: Path) -> dict[str, Tensor]:
     storage = torch.UntypedStorage.from_file(str(data), shared=False, nbytes=data.stat().st_size)
     found = {}
     for name, (dtype, shape, offset) in told.items():
-        empty = torch.empty(0, dtype=getattr(torch, dtype))
+        empty: Any = torch.empty(0, dtype=getattr(torch, dtype))  # torch's types know no set_ of three
         found[name] = empty.set_(storage, offset // empty.element_size(), torch.Size(shape))
     return found
 
