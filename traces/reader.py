@@ -16,7 +16,7 @@ from replay.traces.damage import ReadingTrace
 from replay.traces.feed import Feed, count_rows
 from replay.traces.header import FP8, TraceHeader, read_header
 from replay.traces.opening import find_requests
-from replay.traces.parts import NO_CATEGORY, Part, choose, say_part
+from replay.traces.parts import NO_CATEGORY, Part, check_part, choose, say_part
 from replay.traces.records import RequestRecord
 from replay.traces.remote import as_source
 from replay.traces.request_table import to_frame
@@ -118,6 +118,7 @@ class Trace:
 
         ``part`` of it says in words what was asked for. Raises UsageError as ``choose``.
         """
+        check_part(part)
         if part.whole:
             return self
         ids = choose(part, self.records)
