@@ -25,7 +25,7 @@ from statistics import median
 import click
 import psutil
 
-from replay.traces.rounds import read_rounds
+from replay.traces.rounds_file import read_rounds
 
 WIRINGS = ("embed,3,16", "3,16,28", "3,embed,16", "embed,16,28")
 FAULTS = ("none", "position.offset=1", "kv.slot-write=overwrite", "wiring.recycle-norm=other")
