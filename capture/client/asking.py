@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from replay.capture.asked import Asked
 from replay.capture.client.answers import generate
 from replay.capture.client.api import RefusedError, ServerApi
+from replay.capture.client.cached_prefixes import CachedPrefixes
 from replay.capture.client.join import Answer
-from replay.capture.client.prefixes import CachedPrefixes
 from replay.capture.client.spool_reader import rid_of
 from replay.capture.encode import EncodedRequest
 from replay.capture.options import ServerOptions

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from replay.capture.client.answers import generate
 from replay.capture.client.api import ServerApi
 from replay.capture.client.asking import Answered, Asker, Refused
+from replay.capture.client.cached_prefixes import CachedPrefixes, UnsureError
 from replay.capture.client.facts import ServerFacts
 from replay.capture.client.join import NO_PREFIX, JoinedRequest, first_missing, join
 from replay.capture.client.passes import PassNumbers
-from replay.capture.client.prefixes import CachedPrefixes, UnsureError
 from replay.capture.client.served import histogram_of, lacks_feed, same_histogram
 from replay.capture.client.shard import NextShard
 from replay.capture.client.spool_reader import SpoolReader, rid_of

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from support.fake_server import VOCABULARY, FakeServer, fake_server, make_target, next_token
 
 from replay.capture.asked import Asked, asked_of
+from replay.capture.client.cached_prefixes import Held, Run, UnsureError, alike, candidates_of
 from replay.capture.client.capture import capture_server
-from replay.capture.client.prefixes import Held, Run, UnsureError, alike, candidates_of
 from replay.capture.client.turns import BLOCK, Turns
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import Event, Noted

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from replay.capture.client.join import NO_PREFIX, Prefix, Recorded
 from replay.capture.client.spool_reader import SpoolReader
 from replay.capture.encode import EncodedRequest
-from replay.capture.spool import pid_of
+from replay.capture.spool import TAP, pid_of
 from replay.traces.cached import Piece
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Salted:
     """A request under a salt that others have too; ``left`` are its runs once they are no more in the spool."""
 
     request: EncodedRequest
@@ -76,7 +76,7 @@ class CachedPrefixes:
 
     def __init__(self, spool: SpoolReader, drafts: bool) -> None:
         self._spool, self._beyond = spool, int(drafts)  # tokens beyond a row that must be equal
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _Salted] = {}
         self._rids: dict[str, str] = {}  # by request
         self._spoilt: set[str] = set()
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class CachedPrefixes:
             return None
         with self._lock:
             salt = self._salt()
-            self._asked[rid] = _Asked(request, salt)
+            self._asked[rid] = _Salted(request, salt)
             self._rids[request.request_id] = rid
             return salt
 
@@ -145,14 +145,14 @@ class CachedPrefixes:
     def _salt(self) -> str:
         return f"{self._spool.client}-shared-{len(self._spoilt)}"
 
-    def _runs(self, rid: str, one: _Asked) -> tuple[Run, ...]:
+    def _runs(self, rid: str, one: _Salted) -> tuple[Run, ...]:
         """Rows that this try computed and that can be in the cache: those with a token after them."""
         if one.left is not None:
             return one.left
         most = len(one.request.prompt_ids) + max(0, len(one.output) - 1)
         return tuple(_runs_of(self._spool.rows(rid), most))
 
-    def _others(self, rid: str, one: _Asked, pid: int) -> Iterator[Held]:
+    def _others(self, rid: str, one: _Salted, pid: int) -> Iterator[Held]:
         with self._lock:
             asked = list(self._asked.items())
         prompt = one.request.prompt_ids
@@ -255,7 +255,7 @@ def candidates_of(
 
 def _read(it: Held, tap: str, low: int, high: int, writer: "TraceWriter") -> "torch.Tensor":
     """Rows low..high-1 of a tap. Raises UnsureError where nobody has them any more."""
-    name = f"tap.{tap}"
+    name = f"{TAP}{tap}"
     if it.run.recorded is not None and name in it.run.recorded.file.layout.tensors:
         return it.run.recorded.read(name, low, high)
     rows = writer.stored_rows(it.owner, tap, low, high) if it.run.stored else None
