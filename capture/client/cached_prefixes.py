@@ -15,7 +15,7 @@ were computed that are not known, as by a try that was given up, is used no more
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from replay.capture.client.join import NO_PREFIX, Prefix, Recorded
@@ -39,8 +39,8 @@ class UnsureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The rows ``start`` to ``stop`` of a request, made by one forward of ``size`` rows. ``recorded`` holds them while
-    the spool does; else the trace has them where they are ``stored``, or nobody."""
+    """The rows ``start`` to ``stop`` of a request, made by one forward of ``size`` rows (0: not told). ``recorded``
+    holds them while the spool does; else the trace has them where they are ``stored``, or nobody."""
 
     start: int
     stop: int
@@ -150,7 +150,7 @@ class CachedPrefixes:
         if one.left is not None:
             return one.left
         most = len(one.request.prompt_ids) + max(0, len(one.output) - 1)
-        return tuple(_runs_of(self._spool.rows(rid), most))
+        return tuple(runs_of(self._spool.rows(rid), most))
 
     def _others(self, rid: str, one: _Salted, pid: int) -> Iterator[Held]:
         with self._lock:
@@ -173,7 +173,7 @@ class CachedPrefixes:
         for low in range(one.start, one.stop, _ROWS_AT_ONCE):
             high = min(low + _ROWS_AT_ONCE, one.stop)
             for tap in taps:
-                pair = [_read(it, tap, low, high, writer) for it in (one, other)]
+                pair = [read_held(it, tap, low, high, writer) for it in (one, other)]
                 if not torch.equal(*(rows.contiguous().view(torch.uint8) for rows in pair)):
                     raise UnsureError(f"two requests computed its rows from {low} on, and not with the same bits")
 
@@ -182,14 +182,8 @@ class CachedPrefixes:
 
         if not chosen:
             return NO_PREFIX
-        rows = {tap: torch.cat([_read(it, tap, it.start, it.stop, writer) for it in chosen]) for tap in taps}
-        forwards: list[Piece] = []
-        for it in chosen:
-            if forwards and forwards[-1][1] == it.run.size:
-                forwards[-1] = (forwards[-1][0] + it.stop - it.start, it.run.size)
-            else:
-                forwards.append((it.stop - it.start, it.run.size))
-        return Prefix(chosen[-1].stop, rows, tuple(forwards))
+        rows = {tap: torch.cat([read_held(it, tap, it.start, it.stop, writer) for it in chosen]) for tap in taps}
+        return Prefix(chosen[-1].stop, rows, forwards_of(chosen))
 
 
 def alike(one: Sequence[int], other: Sequence[int]) -> int:
@@ -206,15 +200,23 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
     return low
 
 
-def _runs_of(recorded: Sequence[Recorded], most: int) -> list[Run]:
-    """What of the rows 0 to ``most`` each forward made, in the order of the rows."""
+def forwards_of(chosen: Sequence[Held]) -> tuple[Piece, ...]:
+    """How many of these rows each forward made, and its size; nothing where that is not known of all."""
+    if any(it.run.size == 0 for it in chosen):
+        return ()
+    one_forward = (list(parts) for _, parts in groupby(chosen, key=lambda it: it.run.place))
+    return tuple((sum(it.stop - it.start for it in parts), parts[0].run.size) for parts in one_forward)
+
+
+def runs_of(recorded: Sequence[Recorded], most: int) -> list[Run]:
+    """What of the rows 0 to ``most`` each forward made, in the order of the rows; those that were left out are not."""
     runs = []
     for one in recorded:
         entry = one.entry
         stop = min(entry.start + entry.rows, most)
-        if entry.start < stop:
-            size = entry.forward_rows or max(1, entry.batch) * (len(entry.drafted) + 1)
-            runs.append(Run(entry.start, stop, size, one.place, one))
+        if one.first_kept < stop:
+            size = entry.forward_rows or entry.batch * (len(entry.drafted) + 1)
+            runs.append(Run(one.first_kept, stop, size, one.place, one))
     return sorted(runs, key=lambda run: (run.start, run.place))
 
 
@@ -253,11 +255,11 @@ def candidates_of(
         yield [*mine, *sorted(found, key=lambda it: it.run.place)]
 
 
-def _read(it: Held, tap: str, low: int, high: int, writer: "TraceWriter") -> "torch.Tensor":
+def read_held(it: Held, tap: str, low: int, high: int, writer: "TraceWriter") -> "torch.Tensor":
     """Rows low..high-1 of a tap. Raises UnsureError where nobody has them any more."""
     name = f"{TAP}{tap}"
     if it.run.recorded is not None and name in it.run.recorded.file.layout.tensors:
-        return it.run.recorded.read(name, low, high)
+        return it.run.recorded.read_kept(name, low, high)
     rows = writer.stored_rows(it.owner, tap, low, high) if it.run.stored else None
     if rows is None:
         raise UnsureError(f"request {it.owner!r} computed its rows from {low} on, and they are not in the trace")

@@ -14,19 +14,33 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.fake_server import VOCABULARY, FakeServer, fake_server, make_target, next_token
+from support.trace_maker import make_header
 
 from replay.capture.asked import Asked, asked_of
-from replay.capture.client.cached_prefixes import Held, Run, UnsureError, alike, candidates_of
+from replay.capture.client.cached_prefixes import (
+    Held,
+    Run,
+    UnsureError,
+    alike,
+    candidates_of,
+    forwards_of,
+    read_held,
+    runs_of,
+)
 from replay.capture.client.capture import capture_server
+from replay.capture.client.join import Recorded
 from replay.capture.client.turns import BLOCK, Turns
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import Event, Noted
 from replay.capture.options import ServerOptions
+from replay.capture.spool import Entry, read_row_file, row_file_names, write_row_file
 from replay.cli.app import cli
+from replay.drafting.product_sizes import served_spans
 from replay.errors import CaptureError, UsageError
 from replay.traces.check import check_trace
 from replay.traces.reader import Trace
 from replay.traces.taps import FINAL
+from replay.traces.writer import TraceWriter
 
 NEW = 9
 SYSTEM = [(3 * i * i + i + 1) % VOCABULARY for i in range(40)]
@@ -132,11 +146,18 @@ def test_a_server_that_writes_what_is_asked_for_is_asked_for_what_any_request_ke
 
 
 def test_the_trace_tells_what_made_the_cached_rows(options: ServerOptions) -> None:
-    """Pieces of the stand-in run beside 3 rows of others; its verifies hold 2 requests of 3 nodes each."""
+    """Pieces of the stand-in run beside 3 rows of others; its verifies hold 2 requests of 3 nodes each.
+
+    They accept 0, 2, 1, 0 and 2 tokens of r0, whose last row has no token after it.
+    """
     trace, _ = capture(options)
     first, turn = (trace.records[place_of(trace, name)] for name in ("r0", "r4"))
     assert first.cached == () and first.pieces == ((21, 24), (21, 24))
-    assert turn.cached == ((42, 24), (NEW - 1, 6)) and sum(rows for rows, _ in turn.pieces) == 4
+    assert turn.cached == ((21, 24), (21, 24), (1, 6), (3, 6), (2, 6), (1, 6), (1, 6))
+    assert sum(rows for rows, _ in turn.pieces) == 4
+    made = [size for _, rows, size in served_spans(trace.served_rounds())["r0"] for _ in range(rows)]
+    told = [size for rows, size in turn.cached for _ in range(rows)][first.prompt_tokens :]
+    assert told == made[: NEW - 1]
     assert trace.read(place_of(trace, "r4"), ()).cached == turn.cached
     other = trace.records[place_of(trace, "r2")]
     assert sum(rows for rows, _ in (*other.cached, *other.pieces)) == other.prompt_tokens
@@ -279,6 +300,41 @@ def test_candidates_are_those_of_each_row_by_itself() -> None:
             found += [[it.run for it in stretch]] * (stretch[0].stop - stretch[0].start)
         assert found == wanted
     assert 50 < unsure < 250
+
+
+def recorded_of(folder: Path, *entries: Entry) -> list[Recorded]:
+    """A file of rows whose taps tell their positions, those of the first entry from its ``start`` on."""
+    kept = sum(entry.kept for entry in entries)
+    tap = (entries[0].start + entries[0].left_out + torch.arange(kept, dtype=torch.float32))[:, None].repeat(1, 2)
+    tensors = {
+        "input_ids": torch.zeros(sum(entry.rows for entry in entries), dtype=torch.int32),
+        "tap.2": tap,
+        "logsumexp": torch.zeros(sum(entry.logits for entry in entries)),
+    }
+    write_row_file(folder, 7, 1, entries, {name: [part] for name, part in tensors.items()})
+    file = read_row_file(folder / row_file_names(folder)[0], ("2",), 2)
+    return [Recorded(file, index) for index in range(len(entries))]
+
+
+def test_rows_that_were_left_out_are_of_no_run(tmp_path: Path) -> None:
+    (run,) = runs_of(recorded_of(tmp_path, Entry("r", "prefill", 3, 6, 1, forward_rows=8, left_out=2)), 8)
+    assert (run.start, run.stop, run.size) == (5, 8, 8)
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer:
+        assert read_held(Held("r", 6, 8, run), "2", 6, 8, writer)[:, 0].tolist() == [6, 7]
+
+
+def test_forwards_are_told_one_by_one_and_not_where_one_is_unknown(tmp_path: Path) -> None:
+    """Two decodes of 3 requests are two forwards; a server of an older replay does not say how many it decoded."""
+    entries = [
+        Entry("r", "prefill", 0, 4, 1, forward_rows=4),
+        *(Entry("r", "decode", 4 + i, 1, 1, batch=3) for i in (0, 1)),
+    ]
+    runs = runs_of(recorded_of(tmp_path, *entries), 9)
+    held = [Held("r", low, high, run) for run in runs for low, high in pairwise(range(run.start, run.stop + 1))]
+    assert forwards_of(held) == ((4, 4), (1, 3), (1, 3))
+    (tmp_path / "old").mkdir()
+    old = runs_of(recorded_of(tmp_path / "old", *(replace(entry, batch=0) for entry in entries)), 9)
+    assert forwards_of([*held[:4], *(Held("r", run.start, run.stop, run) for run in old[1:])]) == ()
 
 
 def test_common_tokens_are_counted() -> None:
