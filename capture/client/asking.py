@@ -112,16 +112,11 @@ class Asker:
 
         def once(again: int) -> Answer:
             nonlocal rid
+            if again and self.prefixes is not None:  # the try before may have computed rows, and nobody knows which
+                self.prefixes.spoil(rid)
             rid = rid_of(self.client, tag, again)
-            salt = self._salt(request, rid, attempt, again)
+            salt = None if self.prefixes is None else self.prefixes.salt_for(request, rid, attempt + again)
             return generate(self.api, request, rid, self.options, logprobs=self.logprobs, salt=salt)
 
         answer = self.api.patiently(once)
         return Answered(request, rid, attempt, answer, time.monotonic())
-
-    def _salt(self, request: EncodedRequest, rid: str, attempt: int, again: int) -> str | None:
-        if self.prefixes is None:
-            return None
-        if again:  # the try before may have computed rows, and nobody knows which
-            self.prefixes.spoil()
-        return self.prefixes.salt_for(request, rid, attempt + again)

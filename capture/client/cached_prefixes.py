@@ -9,7 +9,7 @@ given the first one's, its draft KV too (``checkpoint``).
 
 Which of several requests had computed a row that was kept cannot always be told: one may have been evicted before the
 next. Then all of them must have the same bits, or the request is asked again without sharing. A salt under which rows
-were computed that are not known, as by a try that was given up, is used no more.
+were computed that are not known, for example by a try that was given up, is used no more.
 """
 
 import threading
@@ -87,15 +87,21 @@ class CachedPrefixes:
         if tries:
             return None
         with self._lock:
-            salt = self._salt()
+            salt = self.salt
             self._asked[rid] = _Salted(request, salt)
             self._rids[request.request_id] = rid
             return salt
 
-    def spoil(self) -> None:
-        """Rows may have been computed that are not known: use another salt. Any thread may call it."""
+    def spoil(self, rid: str) -> None:
+        """Use another salt, if this try had the one of now: what it computed is not known. Any thread may call it."""
         with self._lock:
-            self._spoilt.add(self._salt())
+            if rid in self._asked:
+                self._spoilt.add(self._asked[rid].salt)
+
+    @property
+    def salt(self) -> str:
+        """The salt of the next try that shares one."""
+        return f"{self._spool.client}-shared-{len(self._spoilt)}"
 
     def shares(self, rid: str) -> bool:
         """Whether this try may have taken rows from the cache."""
@@ -127,8 +133,8 @@ class CachedPrefixes:
         own = self._runs(rid, one)
         if not own or own[0].start != cached:
             raise UnsureError(f"the server counted {cached} cached tokens, its first recorded row is another")
-        if cached and one.salt in self._spoilt:
-            raise UnsureError("a try of another request was given up, whose rows may have been cached")
+        if one.salt in self._spoilt:  # nothing cached: its rows may still have been exchanged for those of such a try
+            raise UnsureError("a request was asked again, and what its first try left in the cache is not known")
         held = list(self._others(rid, one, pid_of(own[0].place[0])))
         chosen = []
         sizes_differ = False
@@ -141,9 +147,6 @@ class CachedPrefixes:
                 chosen.append(first)
         self.unlike += sizes_differ
         return self._joined(chosen, taps, writer)
-
-    def _salt(self) -> str:
-        return f"{self._spool.client}-shared-{len(self._spoilt)}"
 
     def _runs(self, rid: str, one: _Salted) -> tuple[Run, ...]:
         """Rows that this try computed and that can be in the cache: those with a token after them."""

@@ -184,6 +184,46 @@ def test_rows_with_other_bits_are_not_guessed(options: ServerOptions, server: Fa
     assert [trace.records[place_of(trace, name)].server_cached_tokens for name in ("r1", "r2")] == [0, 0]
 
 
+def prompts_alike(options: ServerOptions, count: int) -> ServerOptions:
+    rows = [{"id": f"r{i}", "input_ids": [*SYSTEM, *[15] * i, 1]} for i in range(count)]
+    options.prompts.write_text("\n".join(map(json.dumps, rows)))
+    return options
+
+
+def cached_requests(trace: Trace) -> list[str]:
+    return sorted(record.request_id for record in trace.records if record.server_cached_tokens)
+
+
+def test_one_request_that_is_not_sure_does_not_make_all_later_ones_so(
+    options: ServerOptions, server: FakeServer
+) -> None:
+    """r1 computes otherwise what r0 had. What it left under the salt is not known, so r2 computes it under another."""
+    server.evicts, server.drift = (3,), 0.5
+    trace, notes = capture(prompts_alike(options, 6))
+    assert len([note for note in notes if "is not sure (" in note]) <= 2
+    assert cached_requests(trace)[-2:] == ["r4", "r5"]
+
+
+@pytest.mark.parametrize(("busy", "least"), [(2, 6), (3, 3)])
+def test_one_try_that_failed_costs_those_in_flight_alone(
+    options: ServerOptions, server: FakeServer, busy: int, least: int
+) -> None:
+    """Of 8 prompts alike r0 or r1 is answered 503, so its salt is left; the next one computes what all share anew."""
+    answer = server.answer
+
+    def troubled(body: dict[str, object]) -> object:
+        with server.lock:
+            server.unavailable += len(server.asked) == busy - 1
+        return answer(body)
+
+    server.answer = troubled  # type: ignore[method-assign, assignment]
+    trace, _ = capture(replace(prompts_alike(options, 8), concurrency=3))
+    assert len(cached_requests(trace)) >= least
+    again = [body for body in server.asked if body["extra_key"] == body["rid"]]
+    assert 2 <= len(again) <= 1 + (1 if busy == 2 else 3), "the probe, the one that failed, and those beside it"
+    assert len({str(body["extra_key"]) for body in server.asked if body not in again}) == 2
+
+
 def test_the_same_bits_from_several_requests_will_do(
     options: ServerOptions, server: FakeServer, tmp_path: Path
 ) -> None:
@@ -369,8 +409,26 @@ def test_no_more_go_than_may_be_in_flight() -> None:
     assert [one.request_id for one in turns.take()] == ["0", "1"]
     turns.prefilled("0")
     assert turns.take() == []
-    turns.ended("1")
+    turns.ended("1", computed=True)
     assert [one.request_id for one in turns.take()] == ["2"]
+
+
+def test_what_is_computed_is_so_under_one_salt_and_not_of_a_refusal() -> None:
+    prompts = [request(name, [*range(BLOCK), at]) for at, name in enumerate("abcde")]
+    turns = Turns(prompts, 4)
+    turns.under("one")
+    assert [one.request_id for one in turns.take()] == ["a"]
+    turns.ended("a", computed=False)
+    assert [one.request_id for one in turns.take()] == ["b"]
+    turns.under("one")
+    turns.prefilled("b")
+    turns.under("two")
+    assert [one.request_id for one in turns.take()] == ["c"]
+    turns.under("three")
+    turns.prefilled("c")  # under another
+    assert [one.request_id for one in turns.take()] == ["d"]
+    turns.ended("d", computed=True)
+    assert [one.request_id for one in turns.take()] == ["e"]
 
 
 def test_all_go_in_the_end_and_none_computes_what_another_one_does() -> None:
@@ -397,5 +455,5 @@ def test_all_go_in_the_end_and_none_computes_what_another_one_does() -> None:
             turns.prefilled(done)
             if draw.random() < 0.7:
                 flying.remove(done)
-                turns.ended(done)
+                turns.ended(done, computed=True)
         assert sorted(gone, key=int) == [str(i) for i in range(len(prompts))]
