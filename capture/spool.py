@@ -70,8 +70,9 @@ class Entry:
     out), for a tree the parent of each (node numbers, 0 is the root, -1 where the server left the node out of its
     tree), how many were accepted, and what was chosen after each row (accepted tokens, then the bonus). ``start`` is
     then the anchor, ``batch`` the requests that were verified together, this one included, ``batch_row`` its place
-    among them, and ``verify_pass`` the number of that verify among all of the process. Of a prefill ``forward_rows``
-    are the rows of the whole forward, those of other requests too. An entry of kind feed has no rows of the target:
+    among them, and ``verify_pass`` the number of that verify among all of the process. Of a decode ``batch`` are the
+    requests that were decoded together (0: a server of an older replay). Of a prefill ``forward_rows`` are the rows of
+    the whole forward, those of other requests too. An entry of kind feed has no rows of the target:
     ``fed`` names those in which the draft was fed what the tensors of FEED hold, in the prefill that was recorded
     before it. Of a prefill the taps of the first ``left_out`` rows are not there: their client does not keep them.
     """

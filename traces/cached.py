@@ -21,6 +21,9 @@ def cached_problem(
             f"server_cached_rows holds {len(rows or ())} numbers, server_cached_forward_rows {len(forward or ())}, "
             "both must be null or hold as many, one at least"
         )
+    small = next(((own, whole) for own, whole in zip(rows, forward, strict=True) if not 0 < own <= whole), None)
+    if small is not None:
+        return f"server_cached_rows holds {small[0]} rows that a forward of {small[1]} made"
     prefilled = sum(own for own, _ in pieces)
     if sum(rows) + prefilled != prompt_tokens:
         return (

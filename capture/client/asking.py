@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from replay.capture.asked import Asked
 from replay.capture.client.answers import generate
 from replay.capture.client.api import RefusedError, ServerApi
+from replay.capture.client.cached_prefixes import CachedPrefixes
 from replay.capture.client.join import Answer
-from replay.capture.client.prefixes import CachedPrefixes
 from replay.capture.client.spool_reader import rid_of
 from replay.capture.encode import EncodedRequest
 from replay.capture.options import ServerOptions
@@ -112,16 +112,11 @@ class Asker:
 
         def once(again: int) -> Answer:
             nonlocal rid
+            if again and self.prefixes is not None:  # the try before may have computed rows, and nobody knows which
+                self.prefixes.spoil(rid)
             rid = rid_of(self.client, tag, again)
-            salt = self._salt(request, rid, attempt, again)
+            salt = None if self.prefixes is None else self.prefixes.salt_for(request, rid, attempt + again)
             return generate(self.api, request, rid, self.options, logprobs=self.logprobs, salt=salt)
 
         answer = self.api.patiently(once)
         return Answered(request, rid, attempt, answer, time.monotonic())
-
-    def _salt(self, request: EncodedRequest, rid: str, attempt: int, again: int) -> str | None:
-        if self.prefixes is None:
-            return None
-        if again:  # the try before may have computed rows, and nobody knows which
-            self.prefixes.spoil()
-        return self.prefixes.salt_for(request, rid, attempt + again)

@@ -2,8 +2,8 @@
 
 Each request gets an id of this client's own and a cache salt of its own, so that no cached prefix takes the place of
 rows; with ``--server-cache shared`` all have one, and rows of a cached prefix are those of an earlier request
-(prefixes.py). Its answer comes over HTTP, its rows through the spool; both are joined, and finished requests go into
-the trace. A server without the plugin gives answers only: see without_plugin.py.
+(cached_prefixes.py). Its answer comes over HTTP, its rows through the spool; both are joined, and finished requests
+go into the trace. A server without the plugin gives answers only: see without_plugin.py.
 """
 
 import secrets

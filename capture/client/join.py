@@ -74,7 +74,7 @@ Stretch = tuple[Recorded, int, int]  # the positions low..high-1 of a recording
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """First rows of a request that the server took from its cache: taps name -> [C, H], and how many of them each
-    forward made, with the number of its rows."""
+    forward made, with the number of its rows, where that is known."""
 
     rows: int
     taps: "Mapping[str, torch.Tensor]"
@@ -190,7 +190,7 @@ def join(
         feed_of(recorded, rows),
         pieces,
         pid_of(recorded[-1].file.layout.path.name),
-        prefix.forwards if prefix.rows and pieces is not None else None,
+        (prefix.forwards or None) if pieces is not None else None,
         scales,
         first_row,
     )

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from replay.capture.client.answers import generate
 from replay.capture.client.api import ServerApi
 from replay.capture.client.asking import Answered, Asker, Refused
+from replay.capture.client.cached_prefixes import CachedPrefixes, UnsureError
 from replay.capture.client.facts import ServerFacts
 from replay.capture.client.join import NO_PREFIX, JoinedRequest, first_missing, join
 from replay.capture.client.passes import PassNumbers
-from replay.capture.client.prefixes import CachedPrefixes, UnsureError
 from replay.capture.client.served import histogram_of, lacks_feed, same_histogram
 from replay.capture.client.shard import NextShard
 from replay.capture.client.spool_reader import SpoolReader, rid_of
@@ -129,6 +129,7 @@ class ServerClient:
         """Ask for those whose turn it is, if they have turns."""
         if self.turns is None or self.prefixes is None:
             return
+        self.turns.under(self.prefixes.salt)
         for request_id in self.turns.prefilling:
             if self.prefixes.has_prompt(request_id):
                 self.turns.prefilled(request_id)
@@ -151,8 +152,6 @@ class ServerClient:
                         left -= self._finish(one, shard, kept, writer)
                     elif time.monotonic() - one.since > _ROWS_SECONDS:
                         self.watch.check()
-                        if self.prefixes is not None:
-                            self.prefixes.spoil()
                         self._again(one, f"the rows of request {one.request.request_id!r} did not come whole")
                     else:
                         continue
@@ -173,7 +172,7 @@ class ServerClient:
         refused = 0
         for one in self.asker.new_answers():
             if self.turns is not None:
-                self.turns.ended(one.request.request_id)
+                self.turns.ended(one.request.request_id, computed=isinstance(one, Answered))
             if self.prefixes is not None and isinstance(one, Answered):
                 self.prefixes.answered(one.rid, one.answer.output_ids)
             if isinstance(one, Refused):
@@ -234,12 +233,14 @@ class ServerClient:
         self.on_event(Noted(f"{_REFUSED}{one.request.request_id!r} ({one.reason}); the trace goes on without it"))
 
     def _again(self, one: Answered, why: str) -> None:
-        """Ask for a request anew."""
+        """Ask for a request anew; others take nothing that this try may have left in the server's cache."""
+        if self.prefixes is not None:
+            self.prefixes.spoil(one.rid)
         self._drop([one.rid], stored=False)
         if one.attempt + 1 == _ATTEMPTS:
             raise CaptureError(
-                f"the rows of request {one.request.request_id!r} did not come whole in {_ATTEMPTS} tries: see the "
-                f"server's log{_also(self.spool.problems)}; type the same command with --resume to go on"
+                f"{why}, at the last of {_ATTEMPTS} tries: see the server's log{_also(self.spool.problems)}; type the "
+                "same command with --resume to go on"
             )
         self.on_event(Noted(f"{why}; asking again"))
         self.asker.ask(one.request, one.attempt + 1)

@@ -1,7 +1,8 @@
-"""In which order requests are asked that share a server's cache: two that begin alike never compute this both.
+"""In which order requests are asked that share a server's cache, so that those that begin alike compute this once.
 
 The first of those that begin alike is asked; the others wait until its prompt is computed, and then find it in the
-cache. A server would else prefill them together, each by itself.
+cache. A server would else prefill them together, each by itself. This order only saves work: whose rows a request got
+is found out by cached_prefixes.py. A server of several replicas has a cache for each, which is not known here.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from replay.capture.encode import EncodedRequest
 
-BLOCK = 16  # tokens; prompts that have fewer more in common are asked together
+BLOCK = 16  # tokens; prompts with fewer in common, beyond what is computed, are asked together
 
 Digests = tuple[bytes, ...]  # of a prompt, one for each whole block and all before it
 
@@ -25,12 +26,21 @@ class Turns:
         self._prefilling: dict[str, Digests] = {}  # by request, what it computes
         self._computing: Counter[bytes] = Counter()
         self._computed: set[bytes] = set()
+        self._salt = ""
         self._changed = True
 
     @property
     def prefilling(self) -> list[str]:
         """Requests that were given and of which it is not known yet that their prompts are computed."""
         return list(self._prefilling)
+
+    def under(self, salt: str) -> None:
+        """Requests are asked under this salt from now on: what was computed under another one is not in the cache."""
+        if salt != self._salt:
+            self._salt, self._changed = salt, True
+            self._prefilling.clear()
+            self._computing.clear()
+            self._computed.clear()
 
     def take(self) -> list[EncodedRequest]:
         """Those whose turn it is now."""
@@ -52,18 +62,23 @@ class Turns:
 
     def prefilled(self, request_id: str) -> None:
         """The prompt of this request is computed."""
-        digests = self._prefilling.pop(request_id, None)
-        if digests is not None:
-            self._computing.subtract(digests)
-            self._computed.update(digests)
-            self._changed = True
+        self._computed.update(self._no_more(request_id))
 
-    def ended(self, request_id: str) -> None:
-        """This request was answered or refused."""
-        self.prefilled(request_id)
+    def ended(self, request_id: str, *, computed: bool) -> None:
+        """This request was answered, so that its prompt is ``computed``, or it was refused."""
+        digests = self._no_more(request_id)
+        if computed:
+            self._computed.update(digests)
         if request_id in self._in_flight:
             self._in_flight.discard(request_id)
             self._changed = True
+
+    def _no_more(self, request_id: str) -> Digests:
+        """What this request was computing, which it does no more."""
+        digests = self._prefilling.pop(request_id, ())
+        self._computing.subtract(digests)
+        self._changed = self._changed or bool(digests)
+        return digests
 
 
 def _digests(prompt: Sequence[int]) -> Iterator[bytes]:

@@ -97,7 +97,7 @@ def copy_decode(batch: Any, forward: TargetForward, columns: Columns, k: int) ->
             **summarise_rows(_rows_of(forward.logits_RV, chosen), k),
         }
         rids = [batch.rids[member] for member in chosen.members]
-        made.append((tensors, partial(decode_rows, rids, chosen.taps, columns.width)))
+        made.append((tensors, partial(decode_rows, rids, len(batch.rids), chosen.taps, columns.width)))
     return made
 
 

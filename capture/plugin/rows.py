@@ -33,10 +33,11 @@ def prefill_rows(
 
 
 def decode_rows(
-    rids: Sequence[str], taps: Sequence[str], width: int, cpu: "Mapping[str, torch.Tensor]"
+    rids: Sequence[str], batch: int, taps: Sequence[str], width: int, cpu: "Mapping[str, torch.Tensor]"
 ) -> "tuple[list[Entry], dict[str, torch.Tensor]]":
-    """Of a plain decode: one row for each of ``rids``, at ``starts``, with logits."""
-    entries = [Entry(rid, "decode", start, 1, 1) for rid, start in zip(rids, cpu["starts"].tolist(), strict=True)]
+    """Of a plain decode of ``batch`` requests: one row for each of ``rids``, at ``starts``, with logits."""
+    starts = cpu["starts"].tolist()
+    entries = [Entry(rid, "decode", start, 1, 1, batch=batch) for rid, start in zip(rids, starts, strict=True)]
     return entries, _tensors(cpu, taps, width)
 
 

@@ -635,7 +635,7 @@ def test_a_row_that_was_asked_for_and_is_not_there_is_asked_for_again(
     monkeypatch.setattr(requests, "_ROWS_SECONDS", 0.5)
     monkeypatch.setattr(requests, "_ATTEMPTS", 2)
     server.choosing, server.left_out_too = True, 1
-    with pytest.raises(CaptureError, match="did not come whole in 2 tries"):
+    with pytest.raises(CaptureError, match="'r0' did not come whole, at the last of 2 tries"):
         capture(replace(options, prompt_rows=2))
 
 

@@ -57,8 +57,8 @@ def test_prefill_rows() -> None:
 
 def test_decode_rows() -> None:
     cpu = forward(2, 2) | {"starts": torch.tensor([7, 9], dtype=torch.int32)}
-    entries, tensors = decode_rows(["replay-a", "replay-c"], TAPS, WIDTH, cpu)
-    assert entries == [Entry("replay-a", "decode", 7, 1, 1), Entry("replay-c", "decode", 9, 1, 1)]
+    entries, tensors = decode_rows(["replay-a", "replay-c"], 5, TAPS, WIDTH, cpu)  # 3 requests are somebody else's
+    assert entries == [Entry("replay-a", "decode", 7, 1, 1, batch=5), Entry("replay-c", "decode", 9, 1, 1, batch=5)]
     assert tensors["input_ids"].tolist() == [0, 1]
 
 

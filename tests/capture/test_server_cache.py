@@ -14,19 +14,33 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.fake_server import VOCABULARY, FakeServer, fake_server, make_target, next_token
+from support.trace_maker import make_header
 
 from replay.capture.asked import Asked, asked_of
+from replay.capture.client.cached_prefixes import (
+    Held,
+    Run,
+    UnsureError,
+    alike,
+    candidates_of,
+    forwards_of,
+    read_held,
+    runs_of,
+)
 from replay.capture.client.capture import capture_server
-from replay.capture.client.prefixes import Held, Run, UnsureError, alike, candidates_of
+from replay.capture.client.join import Recorded
 from replay.capture.client.turns import BLOCK, Turns
 from replay.capture.encode import EncodedRequest
 from replay.capture.events import Event, Noted
 from replay.capture.options import ServerOptions
+from replay.capture.spool import Entry, read_row_file, row_file_names, write_row_file
 from replay.cli.app import cli
+from replay.drafting.product_sizes import served_spans
 from replay.errors import CaptureError, UsageError
 from replay.traces.check import check_trace
 from replay.traces.reader import Trace
 from replay.traces.taps import FINAL
+from replay.traces.writer import TraceWriter
 
 NEW = 9
 SYSTEM = [(3 * i * i + i + 1) % VOCABULARY for i in range(40)]
@@ -132,11 +146,18 @@ def test_a_server_that_writes_what_is_asked_for_is_asked_for_what_any_request_ke
 
 
 def test_the_trace_tells_what_made_the_cached_rows(options: ServerOptions) -> None:
-    """Pieces of the stand-in run beside 3 rows of others; its verifies hold 2 requests of 3 nodes each."""
+    """Pieces of the stand-in run beside 3 rows of others; its verifies hold 2 requests of 3 nodes each.
+
+    They accept 0, 2, 1, 0 and 2 tokens of r0, whose last row has no token after it.
+    """
     trace, _ = capture(options)
     first, turn = (trace.records[place_of(trace, name)] for name in ("r0", "r4"))
     assert first.cached == () and first.pieces == ((21, 24), (21, 24))
-    assert turn.cached == ((42, 24), (NEW - 1, 6)) and sum(rows for rows, _ in turn.pieces) == 4
+    assert turn.cached == ((21, 24), (21, 24), (1, 6), (3, 6), (2, 6), (1, 6), (1, 6))
+    assert sum(rows for rows, _ in turn.pieces) == 4
+    made = [size for _, rows, size in served_spans(trace.served_rounds())["r0"] for _ in range(rows)]
+    told = [size for rows, size in turn.cached for _ in range(rows)][first.prompt_tokens :]
+    assert told == made[: NEW - 1]
     assert trace.read(place_of(trace, "r4"), ()).cached == turn.cached
     other = trace.records[place_of(trace, "r2")]
     assert sum(rows for rows, _ in (*other.cached, *other.pieces)) == other.prompt_tokens
@@ -161,6 +182,46 @@ def test_rows_with_other_bits_are_not_guessed(options: ServerOptions, server: Fa
     plain, _ = capture(replace(options, server_cache="own", out=tmp_path / "own"))
     assert_same_rows(trace, plain)
     assert [trace.records[place_of(trace, name)].server_cached_tokens for name in ("r1", "r2")] == [0, 0]
+
+
+def prompts_alike(options: ServerOptions, count: int) -> ServerOptions:
+    rows = [{"id": f"r{i}", "input_ids": [*SYSTEM, *[15] * i, 1]} for i in range(count)]
+    options.prompts.write_text("\n".join(map(json.dumps, rows)))
+    return options
+
+
+def cached_requests(trace: Trace) -> list[str]:
+    return sorted(record.request_id for record in trace.records if record.server_cached_tokens)
+
+
+def test_one_request_that_is_not_sure_does_not_make_all_later_ones_so(
+    options: ServerOptions, server: FakeServer
+) -> None:
+    """r1 computes otherwise what r0 had. What it left under the salt is not known, so r2 computes it under another."""
+    server.evicts, server.drift = (3,), 0.5
+    trace, notes = capture(prompts_alike(options, 6))
+    assert len([note for note in notes if "is not sure (" in note]) <= 2
+    assert cached_requests(trace)[-2:] == ["r4", "r5"]
+
+
+@pytest.mark.parametrize(("busy", "least"), [(2, 6), (3, 3)])
+def test_one_try_that_failed_costs_those_in_flight_alone(
+    options: ServerOptions, server: FakeServer, busy: int, least: int
+) -> None:
+    """Of 8 prompts alike r0 or r1 is answered 503, so its salt is left; the next one computes what all share anew."""
+    answer = server.answer
+
+    def troubled(body: dict[str, object]) -> object:
+        with server.lock:
+            server.unavailable += len(server.asked) == busy - 1
+        return answer(body)
+
+    server.answer = troubled  # type: ignore[method-assign, assignment]
+    trace, _ = capture(replace(prompts_alike(options, 8), concurrency=3))
+    assert len(cached_requests(trace)) >= least
+    again = [body for body in server.asked if body["extra_key"] == body["rid"]]
+    assert 2 <= len(again) <= 1 + (1 if busy == 2 else 3), "the probe, the one that failed, and those beside it"
+    assert len({str(body["extra_key"]) for body in server.asked if body not in again}) == 2
 
 
 def test_the_same_bits_from_several_requests_will_do(
@@ -281,6 +342,41 @@ def test_candidates_are_those_of_each_row_by_itself() -> None:
     assert 50 < unsure < 250
 
 
+def recorded_of(folder: Path, *entries: Entry) -> list[Recorded]:
+    """A file of rows whose taps tell their positions, those of the first entry from its ``start`` on."""
+    kept = sum(entry.kept for entry in entries)
+    tap = (entries[0].start + entries[0].left_out + torch.arange(kept, dtype=torch.float32))[:, None].repeat(1, 2)
+    tensors = {
+        "input_ids": torch.zeros(sum(entry.rows for entry in entries), dtype=torch.int32),
+        "tap.2": tap,
+        "logsumexp": torch.zeros(sum(entry.logits for entry in entries)),
+    }
+    write_row_file(folder, 7, 1, entries, {name: [part] for name, part in tensors.items()})
+    file = read_row_file(folder / row_file_names(folder)[0], ("2",), 2)
+    return [Recorded(file, index) for index in range(len(entries))]
+
+
+def test_rows_that_were_left_out_are_of_no_run(tmp_path: Path) -> None:
+    (run,) = runs_of(recorded_of(tmp_path, Entry("r", "prefill", 3, 6, 1, forward_rows=8, left_out=2)), 8)
+    assert (run.start, run.stop, run.size) == (5, 8, 8)
+    with TraceWriter.create(tmp_path / "t", make_header()) as writer:
+        assert read_held(Held("r", 6, 8, run), "2", 6, 8, writer)[:, 0].tolist() == [6, 7]
+
+
+def test_forwards_are_told_one_by_one_and_not_where_one_is_unknown(tmp_path: Path) -> None:
+    """Two decodes of 3 requests are two forwards; a server of an older replay does not say how many it decoded."""
+    entries = [
+        Entry("r", "prefill", 0, 4, 1, forward_rows=4),
+        *(Entry("r", "decode", 4 + i, 1, 1, batch=3) for i in (0, 1)),
+    ]
+    runs = runs_of(recorded_of(tmp_path, *entries), 9)
+    held = [Held("r", low, high, run) for run in runs for low, high in pairwise(range(run.start, run.stop + 1))]
+    assert forwards_of(held) == ((4, 4), (1, 3), (1, 3))
+    (tmp_path / "old").mkdir()
+    old = runs_of(recorded_of(tmp_path / "old", *(replace(entry, batch=0) for entry in entries)), 9)
+    assert forwards_of([*held[:4], *(Held("r", run.start, run.stop, run) for run in old[1:])]) == ()
+
+
 def test_common_tokens_are_counted() -> None:
     draw = random.Random(3)
     for _ in range(200):
@@ -313,8 +409,26 @@ def test_no_more_go_than_may_be_in_flight() -> None:
     assert [one.request_id for one in turns.take()] == ["0", "1"]
     turns.prefilled("0")
     assert turns.take() == []
-    turns.ended("1")
+    turns.ended("1", computed=True)
     assert [one.request_id for one in turns.take()] == ["2"]
+
+
+def test_what_is_computed_is_so_under_one_salt_and_not_of_a_refusal() -> None:
+    prompts = [request(name, [*range(BLOCK), at]) for at, name in enumerate("abcde")]
+    turns = Turns(prompts, 4)
+    turns.under("one")
+    assert [one.request_id for one in turns.take()] == ["a"]
+    turns.ended("a", computed=False)
+    assert [one.request_id for one in turns.take()] == ["b"]
+    turns.under("one")
+    turns.prefilled("b")
+    turns.under("two")
+    assert [one.request_id for one in turns.take()] == ["c"]
+    turns.under("three")
+    turns.prefilled("c")  # under another
+    assert [one.request_id for one in turns.take()] == ["d"]
+    turns.ended("d", computed=True)
+    assert [one.request_id for one in turns.take()] == ["e"]
 
 
 def test_all_go_in_the_end_and_none_computes_what_another_one_does() -> None:
@@ -341,5 +455,5 @@ def test_all_go_in_the_end_and_none_computes_what_another_one_does() -> None:
             turns.prefilled(done)
             if draw.random() < 0.7:
                 flying.remove(done)
-                turns.ended(done)
+                turns.ended(done, computed=True)
         assert sorted(gone, key=int) == [str(i) for i in range(len(prompts))]

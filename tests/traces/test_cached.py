@@ -59,6 +59,7 @@ def test_an_older_table_lacks_them(folder: Path) -> None:
 WRONG = [
     ([], [(2, 4)], r"server_cached_rows holds 0 numbers, server_cached_forward_rows 0, both must be null or hold"),
     ([(1, 4)], [(1, 4)], r"server_cached_rows adds up to 1 and its pieces to 1, the prompt has 3 tokens"),
+    ([(2, 1)], [(1, 4)], r"server_cached_rows holds 2 rows that a forward of 1 made"),
 ]
 
 
@@ -76,6 +77,7 @@ def test_what_cannot_be_is_not_written(
         ("server_cached_rows", [2, 1], r"server_cached_rows holds 2 numbers, server_cached_forward_rows 1, both must"),
         ("server_cached_rows", [0], r"server_cached_rows is \[0\], must be a list of integers from 1"),
         ("server_cached_rows", [1], r"server_cached_rows adds up to 1 and its pieces to 1, the prompt has 3 tokens"),
+        ("server_cached_forward_rows", [1], r"server_cached_rows holds 2 rows that a forward of 1 made"),
         ("server_cached_forward_rows", [-1], r"server_cached_forward_rows is \[-1\]"),
         ("server_cached_forward_rows", None, r"server_cached_rows holds 1 numbers, server_cached_forward_rows 0"),
     ],

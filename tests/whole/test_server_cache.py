@@ -16,6 +16,7 @@ from support.near_ties import Judged, chain_noise, count_in_production, follow_c
 import replay
 from replay.capture.events import Noted
 from replay.capture.target_files import open_target
+from replay.drafting.product_sizes import served_spans
 from replay.traces.check import check_trace
 from replay.traces.reader import Trace
 from replay.traces.sample_files import sample_head, sample_prompts
@@ -94,9 +95,10 @@ def test_the_trace_is_whole(recorded: Recorded) -> None:
     for record in trace.records:
         assert sum(rows for rows, _ in (*record.cached, *record.pieces)) == record.prompt_tokens
         assert sum(rows for rows, _ in record.cached) == record.server_cached_tokens
-    turn = next(record for record in trace.records if record.request_id == "turn2")
-    verified = [size for _, size in turn.cached if size % (STEPS + 1) == 0]
-    assert verified, "rows of the first turn's output, which verifies made"
+    first, turn = (next(it for it in trace.records if it.request_id == name) for name in ("turn1", "turn2"))
+    told = [size for rows, size in turn.cached for _ in range(rows)][first.prompt_tokens :]
+    made = [size for _, rows, size in served_spans(trace.served_rounds())["turn1"] for _ in range(rows)]
+    assert told and told == made[: len(told)], "rows of the first turn's output are those of its verifies"
 
 
 def test_cached_rows_are_bit_for_bit_those_that_were_computed(recorded: Recorded) -> None:

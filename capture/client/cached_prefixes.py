@@ -9,19 +9,19 @@ given the first one's, its draft KV too (``checkpoint``).
 
 Which of several requests had computed a row that was kept cannot always be told: one may have been evicted before the
 next. Then all of them must have the same bits, or the request is asked again without sharing. A salt under which rows
-were computed that are not known, as by a try that was given up, is used no more.
+were computed that are not known, for example by a try that was given up, is used no more.
 """
 
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from replay.capture.client.join import NO_PREFIX, Prefix, Recorded
 from replay.capture.client.spool_reader import SpoolReader
 from replay.capture.encode import EncodedRequest
-from replay.capture.spool import pid_of
+from replay.capture.spool import TAP, pid_of
 from replay.traces.cached import Piece
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class UnsureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The rows ``start`` to ``stop`` of a request, made by one forward of ``size`` rows. ``recorded`` holds them while
-    the spool does; else the trace has them where they are ``stored``, or nobody."""
+    """The rows ``start`` to ``stop`` of a request, made by one forward of ``size`` rows (0: not told). ``recorded``
+    holds them while the spool does; else the trace has them where they are ``stored``, or nobody."""
 
     start: int
     stop: int
@@ -51,7 +51,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Salted:
     """A request under a salt that others have too; ``left`` are its runs once they are no more in the spool."""
 
     request: EncodedRequest
@@ -76,7 +76,7 @@ class CachedPrefixes:
 
     def __init__(self, spool: SpoolReader, drafts: bool) -> None:
         self._spool, self._beyond = spool, int(drafts)  # tokens beyond a row that must be equal
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _Salted] = {}
         self._rids: dict[str, str] = {}  # by request
         self._spoilt: set[str] = set()
         self._lock = threading.Lock()
@@ -87,15 +87,21 @@ class CachedPrefixes:
         if tries:
             return None
         with self._lock:
-            salt = self._salt()
-            self._asked[rid] = _Asked(request, salt)
+            salt = self.salt
+            self._asked[rid] = _Salted(request, salt)
             self._rids[request.request_id] = rid
             return salt
 
-    def spoil(self) -> None:
-        """Rows may have been computed that are not known: use another salt. Any thread may call it."""
+    def spoil(self, rid: str) -> None:
+        """Use another salt, if this try had the one of now: what it computed is not known. Any thread may call it."""
         with self._lock:
-            self._spoilt.add(self._salt())
+            if rid in self._asked:
+                self._spoilt.add(self._asked[rid].salt)
+
+    @property
+    def salt(self) -> str:
+        """The salt of the next try that shares one."""
+        return f"{self._spool.client}-shared-{len(self._spoilt)}"
 
     def shares(self, rid: str) -> bool:
         """Whether this try may have taken rows from the cache."""
@@ -127,8 +133,8 @@ class CachedPrefixes:
         own = self._runs(rid, one)
         if not own or own[0].start != cached:
             raise UnsureError(f"the server counted {cached} cached tokens, its first recorded row is another")
-        if cached and one.salt in self._spoilt:
-            raise UnsureError("a try of another request was given up, whose rows may have been cached")
+        if one.salt in self._spoilt:  # nothing cached: its rows may still have been exchanged for those of such a try
+            raise UnsureError("a request was asked again, and what its first try left in the cache is not known")
         held = list(self._others(rid, one, pid_of(own[0].place[0])))
         chosen = []
         sizes_differ = False
@@ -142,17 +148,14 @@ class CachedPrefixes:
         self.unlike += sizes_differ
         return self._joined(chosen, taps, writer)
 
-    def _salt(self) -> str:
-        return f"{self._spool.client}-shared-{len(self._spoilt)}"
-
-    def _runs(self, rid: str, one: _Asked) -> tuple[Run, ...]:
+    def _runs(self, rid: str, one: _Salted) -> tuple[Run, ...]:
         """Rows that this try computed and that can be in the cache: those with a token after them."""
         if one.left is not None:
             return one.left
         most = len(one.request.prompt_ids) + max(0, len(one.output) - 1)
-        return tuple(_runs_of(self._spool.rows(rid), most))
+        return tuple(runs_of(self._spool.rows(rid), most))
 
-    def _others(self, rid: str, one: _Asked, pid: int) -> Iterator[Held]:
+    def _others(self, rid: str, one: _Salted, pid: int) -> Iterator[Held]:
         with self._lock:
             asked = list(self._asked.items())
         prompt = one.request.prompt_ids
@@ -173,7 +176,7 @@ class CachedPrefixes:
         for low in range(one.start, one.stop, _ROWS_AT_ONCE):
             high = min(low + _ROWS_AT_ONCE, one.stop)
             for tap in taps:
-                pair = [_read(it, tap, low, high, writer) for it in (one, other)]
+                pair = [read_held(it, tap, low, high, writer) for it in (one, other)]
                 if not torch.equal(*(rows.contiguous().view(torch.uint8) for rows in pair)):
                     raise UnsureError(f"two requests computed its rows from {low} on, and not with the same bits")
 
@@ -182,14 +185,8 @@ class CachedPrefixes:
 
         if not chosen:
             return NO_PREFIX
-        rows = {tap: torch.cat([_read(it, tap, it.start, it.stop, writer) for it in chosen]) for tap in taps}
-        forwards: list[Piece] = []
-        for it in chosen:
-            if forwards and forwards[-1][1] == it.run.size:
-                forwards[-1] = (forwards[-1][0] + it.stop - it.start, it.run.size)
-            else:
-                forwards.append((it.stop - it.start, it.run.size))
-        return Prefix(chosen[-1].stop, rows, tuple(forwards))
+        rows = {tap: torch.cat([read_held(it, tap, it.start, it.stop, writer) for it in chosen]) for tap in taps}
+        return Prefix(chosen[-1].stop, rows, forwards_of(chosen))
 
 
 def alike(one: Sequence[int], other: Sequence[int]) -> int:
@@ -206,15 +203,23 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
     return low
 
 
-def _runs_of(recorded: Sequence[Recorded], most: int) -> list[Run]:
-    """What of the rows 0 to ``most`` each forward made, in the order of the rows."""
+def forwards_of(chosen: Sequence[Held]) -> tuple[Piece, ...]:
+    """How many of these rows each forward made, and its size; nothing where that is not known of all."""
+    if any(it.run.size == 0 for it in chosen):
+        return ()
+    one_forward = (list(parts) for _, parts in groupby(chosen, key=lambda it: it.run.place))
+    return tuple((sum(it.stop - it.start for it in parts), parts[0].run.size) for parts in one_forward)
+
+
+def runs_of(recorded: Sequence[Recorded], most: int) -> list[Run]:
+    """What of the rows 0 to ``most`` each forward made, in the order of the rows; those that were left out are not."""
     runs = []
     for one in recorded:
         entry = one.entry
         stop = min(entry.start + entry.rows, most)
-        if entry.start < stop:
-            size = entry.forward_rows or max(1, entry.batch) * (len(entry.drafted) + 1)
-            runs.append(Run(entry.start, stop, size, one.place, one))
+        if one.first_kept < stop:
+            size = entry.forward_rows or entry.batch * (len(entry.drafted) + 1)
+            runs.append(Run(one.first_kept, stop, size, one.place, one))
     return sorted(runs, key=lambda run: (run.start, run.place))
 
 
@@ -253,11 +258,11 @@ def candidates_of(
         yield [*mine, *sorted(found, key=lambda it: it.run.place)]
 
 
-def _read(it: Held, tap: str, low: int, high: int, writer: "TraceWriter") -> "torch.Tensor":
+def read_held(it: Held, tap: str, low: int, high: int, writer: "TraceWriter") -> "torch.Tensor":
     """Rows low..high-1 of a tap. Raises UnsureError where nobody has them any more."""
-    name = f"tap.{tap}"
+    name = f"{TAP}{tap}"
     if it.run.recorded is not None and name in it.run.recorded.file.layout.tensors:
-        return it.run.recorded.read(name, low, high)
+        return it.run.recorded.read_kept(name, low, high)
     rows = writer.stored_rows(it.owner, tap, low, high) if it.run.stored else None
     if rows is None:
         raise UnsureError(f"request {it.owner!r} computed its rows from {low} on, and they are not in the trace")
