@@ -258,7 +258,7 @@ def _read(it: Held, tap: str, low: int, high: int, writer: "TraceWriter") -> "to
     name = f"tap.{tap}"
     if it.run.recorded is not None and name in it.run.recorded.file.layout.tensors:
         return it.run.recorded.read(name, low, high)
-    rows = writer.stored_rows(it.owner, tap, low, high) if it.run.stored else None
+    rows = writer.rows_on_disk(it.owner, tap, low, high) if it.run.stored else None
     if rows is None:
         raise UnsureError(f"request {it.owner!r} computed its rows from {low} on, and they are not in the trace")
     return rows
