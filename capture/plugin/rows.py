@@ -1,7 +1,7 @@
 """How the tensors of a forward become rows of the spool. Knows no engine.
 
 Shapes: B requests, N nodes of a verify each (1 known token and N - 1 drafted), D = steps + 1 the longest path, K rows
-that are kept of m taps of width H (chosen.py), V vocabulary, k kept logits.
+that are kept of m taps of width H (alike.py), V vocabulary, k kept logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from replay.traces.taps import FINAL
 if TYPE_CHECKING:
     import torch
 
-ROWS = ("hidden", "values", "scales")  # those of them of chosen.py that stand beside final
+ROWS = ("hidden", "values", "scales")  # those of them of alike.py that stand beside final
 
 
 def prefill_rows(
@@ -102,7 +102,7 @@ def tree_parents(first_child: Sequence[int], next_sibling: Sequence[int]) -> tup
 
 
 def _tensors(cpu: "Mapping[str, torch.Tensor]", taps: Sequence[str], width: int) -> "dict[str, torch.Tensor]":
-    """The tensors of spool.py from those of chosen.py, ``input_ids`` and the kept logits."""
+    """The tensors of spool.py from those of alike.py, ``input_ids`` and the kept logits."""
     made = {name: cpu[name] for name in ("input_ids", *LOGITS)}
     if taps:
         made |= _rounded(cpu, taps, width) if "values" in cpu else _columns(cpu["hidden"], taps, width, TAP)

@@ -14,7 +14,7 @@ from support.trace_maker import H, make_header, make_request
 from replay.capture.asked import Asked, asked_of
 from replay.capture.client.join import Recorded, first_missing, join
 from replay.capture.client.spool_reader import rid_of
-from replay.capture.plugin import chosen
+from replay.capture.plugin import alike
 from replay.capture.plugin.columns import Columns
 from replay.capture.plugin.live import LiveRecording
 from replay.capture.plugin.recorder import RowRecorder
@@ -161,7 +161,7 @@ def test_rows_that_are_asked_for_are_those_of_everything_cut_down(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: int
 ) -> None:
     """Bit for bit, fp8 as the client rounds it, in a batch of requests of which each asks for something else."""
-    monkeypatch.setattr(chosen, "_BLOCK", block)
+    monkeypatch.setattr(alike, "_BLOCK", block)
     asking, whole = Server(tmp_path / "asking"), Server(tmp_path / "whole")
     forwards(asking, lambda letter: rid(letter, *ASKED[letter]))
     forwards(whole, lambda letter: rid(letter, None, ASKED[letter][1]))
@@ -242,7 +242,7 @@ def test_files_of_less_that_disagree_with_themselves_are_refused(
         tensors.pop("scale.3")
         tensors |= {} if change["scale"] is None else {"scale.3": torch.ones(change["scale"])}
     entry = Entry(rid("a", None), "prefill", 0, 4, 1, forward_rows=4, left_out=change.get("left_out", 2))
-    write_row_file(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()}, chosen=True)
+    write_row_file(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()}, partial=True)
     with pytest.raises(TraceCorruptError, match=why):
         read_row_file(tmp_path / row_file_names(tmp_path)[0], TAPS, WIDTH)
 

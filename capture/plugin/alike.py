@@ -23,7 +23,7 @@ _BLOCK = 1 << 24  # values that are rounded at once: in float32 they take 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Alike:
     """Requests of a forward that keep the same ``taps``, in fp8 where ``rounded``: ``members`` are their numbers among
     its requests, rising, and ``first_rows`` the position from which each keeps its rows.
 
@@ -41,33 +41,33 @@ class Chosen:
         return min(rows, max(0, self.first_rows[at] - start))
 
 
-def choose(rids: Sequence[str], columns: Columns) -> list[Chosen]:
+def group_alike(rids: Sequence[str], columns: Columns) -> list[Alike]:
     """The requests of ours among ``rids``, those together that keep the same.
 
     An id that asks for nothing, or for a tap that is not captured, keeps everything.
     """
-    alike: dict[tuple[tuple[str, ...], bool], list[tuple[int, int]]] = {}
+    groups: dict[tuple[tuple[str, ...], bool], list[tuple[int, int]]] = {}
     for member, rid in enumerate(rids):
         if rid.startswith(RID_PREFIX):
             asked = asked_of(rid)
             if asked is None or not set(asked.taps) <= set(columns.taps):
                 asked = Asked(tuple(columns.taps))
             taps = tuple(tap for tap in columns.taps if tap in asked.taps)
-            alike.setdefault((taps, asked.rounded), []).append((member, asked.first_row))
+            groups.setdefault((taps, asked.rounded), []).append((member, asked.first_row))
     return [
-        Chosen(
+        Alike(
             taps,
             tuple(columns.taps.index(tap) for tap in taps),
             rounded,
             tuple(member for member, _ in members),
             tuple(first for _, first in members),
         )
-        for (taps, rounded), members in alike.items()
+        for (taps, rounded), members in groups.items()
     ]
 
 
 def copy_kept(
-    hidden_RC: "Tensor", final_RH: "Tensor", pieces: "Sequence[Piece]", chosen: Chosen, width: int
+    hidden_RC: "Tensor", final_RH: "Tensor", pieces: "Sequence[Piece]", alike: Alike, width: int
 ) -> "dict[str, Tensor]":
     """``final`` [K, H] and ``hidden`` [K, m*H] of the rows of ``pieces``, which are K; copies, made where they lie.
 
@@ -76,12 +76,12 @@ def copy_kept(
     import torch
 
     copied = {"final": torch.cat([final_RH[piece] for piece in pieces])}
-    if not chosen.places:
+    if not alike.places:
         return copied
-    parts = (_columns_of(hidden_RC, piece, chosen.places, width) for piece in pieces)
-    if not chosen.rounded:
+    parts = (_columns_of(hidden_RC, piece, alike.places, width) for piece in pieces)
+    if not alike.rounded:
         return copied | {"hidden": torch.cat(list(parts))}
-    return copied | _rounded(parts, len(chosen.places), width)
+    return copied | _rounded(parts, len(alike.places), width)
 
 
 def runs_of(numbers: Sequence[int]) -> list[slice]:
