@@ -38,10 +38,14 @@ class Asked:
         return f".{'_'.join(self.taps)}.{ROWS[self.rounded]}.{self.first_row}"
 
 
-@lru_cache(_KNOWN)
 def asked_of(rid: str) -> Asked | None:
     """What the id of a request asks for; None: everything."""
-    match = _RID.fullmatch(rid) if len(rid) <= _MOST else None
+    return _parse(rid) if len(rid) <= _MOST else None  # a longer one is not remembered either
+
+
+@lru_cache(_KNOWN)
+def _parse(rid: str) -> Asked | None:
+    match = _RID.fullmatch(rid)
     if match is None:
         return None
     taps = tuple(match["taps"].split("_")) if match["taps"] else ()

@@ -52,7 +52,7 @@ class Kept:
     def asked(self, request: EncodedRequest) -> Asked:
         """What a recording server need hand over of a request."""
         taps = tuple(tap for tap in self.taps_of(request.request_id) if tap != FINAL)
-        return Asked(taps, self.rows == "fp8", self.first_row(len(request.prompt_ids)))
+        return Asked(taps, any(map(self._is_rounded, taps)), self.first_row(len(request.prompt_ids)))
 
     def asked_by_any(self) -> Asked:
         """What a recording server need hand over where other requests may take the rows: all that is stored of any."""

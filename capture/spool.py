@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 FORMAT = "replay-spool"
 VERSION = 3
-CHOSEN = 4  # of files with no more than what was asked for; clients that do not ask are written none
+PARTIAL = 4  # of files with no more than what was asked for; clients that do not ask are written none
 SPOOL = files.SPOOL
 RID_PREFIX = "replay-"  # only requests that a client of ours named so are recorded
 LOGITS = ("topk_ids", "topk_logprobs", "logsumexp")  # tensors with a row for each row that has logits
@@ -158,16 +158,16 @@ def write_row_file(
     entries: Sequence[Entry],
     tensors: "Mapping[str, Sequence[torch.Tensor]]",
     *,
-    chosen: bool = False,
+    partial: bool = False,
 ) -> None:
     """Write one file of rows; each tensor is given in parts, which are joined. Raises OSError.
 
-    ``chosen``: it holds what its client asked for, which may be less than the server records.
+    ``partial``: it holds what its client asked for, which may be less than the server records.
     """
     shapes = joined_shapes(tensors)
     text = json.dumps([asdict(entry) for entry in entries], separators=(",", ":"), ensure_ascii=False)
-    metadata = {"format": FORMAT, "version": str(CHOSEN if chosen else VERSION), "entries": text}
-    if chosen:
+    metadata = {"format": FORMAT, "version": str(PARTIAL if partial else VERSION), "entries": text}
+    if partial:
         metadata["taps"] = json.dumps([name.removeprefix(TAP) for name in shapes if name.startswith(TAP)])
     head = pack_header(shapes, metadata)
     blocks = [tensor_bytes(part) for name in shapes for part in tensors[name]]
@@ -195,13 +195,13 @@ def read_row_file(path: Path, taps: Sequence[str], width: int) -> RowFile:
     layout = parse_layout(path)
     metadata = Fields(str(path), dict(layout.metadata))
     version = metadata.values.get("version")
-    if metadata.values.get("format") != FORMAT or version not in (str(VERSION), str(CHOSEN)):
-        raise TraceCorruptError(f"{path} is no file of recorded rows of version {VERSION} or {CHOSEN}")
+    if metadata.values.get("format") != FORMAT or version not in (str(VERSION), str(PARTIAL)):
+        raise TraceCorruptError(f"{path} is no file of recorded rows of version {VERSION} or {PARTIAL}")
     values = parse_json(metadata.text("entries"), f"{path}: entries")
     if not isinstance(values, list):
         raise TraceCorruptError(f"{path}: entries must be a list")
     entries = [_entry(Fields(f"{path}: entry {i}", value)) for i, value in enumerate(values)]
-    held = _chosen_taps(metadata, taps) if version == str(CHOSEN) else taps
+    held = _partial_taps(metadata, taps) if version == str(PARTIAL) else taps
     first_row, row = _places([entry.rows for entry in entries])
     first_kept, kept = _places([entry.kept for entry in entries])
     first_logit, logit = _places([entry.logits for entry in entries])
@@ -225,7 +225,7 @@ def read_row_file(path: Path, taps: Sequence[str], width: int) -> RowFile:
     return RowFile(layout, entries, held, first_row, first_kept, first_logit, first_fed)
 
 
-def _chosen_taps(metadata: Fields, taps: Sequence[str]) -> tuple[str, ...]:
+def _partial_taps(metadata: Fields, taps: Sequence[str]) -> tuple[str, ...]:
     """The taps that a file says it holds. Raises TraceCorruptError where they are none of ``taps``, or not distinct."""
     where = f"{metadata.where}: taps"
     held = Fields(where, {"taps": parse_json(metadata.text("taps"), where)}).texts("taps", most=len(taps))

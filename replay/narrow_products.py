@@ -4,7 +4,7 @@ torch 2.13 then falls back to loops, four to six times as slow as its fp32 produ
 rows on). A native kernel sums in fp32 as well and rounds once, so only the order of the sums differs. Where bits have
 to be those of another program on the same CPU, take torch's own product instead.
 
-Suffixes: R rows, I inputs, O outputs, N attention heads.
+Suffixes: R rows, I inputs, O outputs, P outputs of a block, N attention heads.
 """
 
 from functools import cache
@@ -29,23 +29,24 @@ def has_kernels(dtype: torch.dtype) -> bool:
 
 def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """``x`` times the transposed weight [..., O]."""
-    if not _is_slow(x_RI, x_RI.numel() // max(1, x_RI.shape[-1])):
+    if not _is_slow(x_RI.dtype, x_RI.device, x_RI.numel() // max(1, x_RI.shape[-1])):
         return functional.linear(x_RI, weight_OI, bias_O)
-    x, step = x_RI.float(), max(_LEAST, _BLOCK // weight_OI.shape[-1])
-    biases = [None] * -(-len(weight_OI) // step) if bias_O is None else [one.float() for one in bias_O.split(step)]
-    parts = [
-        functional.linear(x, weight.float(), bias).to(x_RI.dtype)
-        for weight, bias in zip(weight_OI.split(step), biases, strict=True)
+    wide_RI, step = x_RI.float(), max(_LEAST, _BLOCK // weight_OI.shape[-1])
+    blocks = -(-len(weight_OI) // step)
+    biases_P = [None] * blocks if bias_O is None else [bias_P.float() for bias_P in bias_O.split(step)]
+    outputs_RP = [
+        functional.linear(wide_RI, weight_PI.float(), bias_P).to(x_RI.dtype)
+        for weight_PI, bias_P in zip(weight_OI.split(step), biases_P, strict=True)
     ]
-    return torch.cat(parts, dim=-1)
+    return torch.cat(outputs_RP, dim=-1)
 
 
 def multiply_by_head(x_NRI: Tensor, weight_NIO: Tensor) -> Tensor:
     """Each attention head's rows times its own weight [N, R, O]."""
-    if not _is_slow(x_NRI, x_NRI.shape[1]):
+    if not _is_slow(x_NRI.dtype, x_NRI.device, x_NRI.shape[1]):
         return torch.bmm(x_NRI, weight_NIO)
     return torch.bmm(x_NRI.float(), weight_NIO.float()).to(x_NRI.dtype)
 
 
-def _is_slow(x: Tensor, rows: int) -> bool:
-    return rows > _FEW_ROWS and x.device.type == "cpu" and not has_kernels(x.dtype)
+def _is_slow(dtype: torch.dtype, device: torch.device, rows: int) -> bool:
+    return rows > _FEW_ROWS and device.type == "cpu" and not has_kernels(dtype)

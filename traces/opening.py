@@ -1,6 +1,7 @@
 """What is looked at when a trace is opened: its shards' headers, against the table of requests. See SPEC.md, 8."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def find_requests(
     elif not allow_incomplete:
         raise TraceIncompleteError(_say_unfinished(folder, len(records)))
     return layouts, records
+
+
+def say_no_trace(folder: Path) -> str:
+    """Why what lies at ``folder``, without a header in it, is none."""
+    if os.path.isdir(folder):
+        return f"{folder} holds no {files.HEADER}, so it is no trace: give the folder that a capture wrote"
+    return f"{folder} {files.describe_path(folder)}, a trace is a folder: give the one that a capture wrote"
 
 
 def _say_unfinished(folder: Path, whole: int) -> str:

@@ -15,7 +15,7 @@ from replay.traces.cached import Piece
 from replay.traces.damage import ReadingTrace
 from replay.traces.feed import Feed, count_rows
 from replay.traces.header import FP8, TraceHeader, read_header
-from replay.traces.opening import find_requests
+from replay.traces.opening import find_requests, say_no_trace
 from replay.traces.parts import NO_CATEGORY, Part, check_part, choose, say_part
 from replay.traces.records import RequestRecord
 from replay.traces.remote import as_source
@@ -106,9 +106,7 @@ class Trace:
         """
         folder = as_source(path)
         if not os.path.lexists(folder / files.HEADER):
-            raise TraceError(
-                f"{folder} holds no {files.HEADER}, so it is no trace: give the folder that a capture wrote"
-            )
+            raise TraceError(say_no_trace(folder))
         header = read_header(folder, verify=verify)
         layouts, records = find_requests(folder, header, allow_incomplete=allow_incomplete, verify=verify)
         return cls(folder, header, records, layouts, None if target is None else as_source(target), verify)

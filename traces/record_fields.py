@@ -6,7 +6,7 @@ from replay.errors import TraceCorruptError
 from replay.traces.cached import cached_problem
 from replay.traces.fields import Fields
 from replay.traces.files import shard_number
-from replay.traces.header import MAX_COUNT, MAX_VOCAB, TraceHeader
+from replay.traces.header import MAX_COUNT, MAX_VOCAB, OLDEST, TraceHeader
 from replay.traces.records import FINISH_REASONS, LATER, MAX_ID, MAX_STEPS, MAX_TOKENS, SOURCES, RequestRecord
 from replay.traces.taps import FINAL, canonical_taps
 
@@ -74,7 +74,7 @@ def _prefix_problem(record: RequestRecord, header: TraceHeader) -> str | None:
     requests, rows = record.prefix_requests, record.prefix_rows
     if requests is None and rows is None:
         return None
-    if header.version < 2:
+    if header.version == OLDEST:
         return f"it has a prefix of rows of other requests, which a trace of version {header.version} has not"
     if record.first_row:
         return f"it has a prefix, and its rows from row {record.first_row} on alone: of these it can have one only"
@@ -89,7 +89,7 @@ def _prefix_problem(record: RequestRecord, header: TraceHeader) -> str | None:
 
 
 def _choice_problem(record: RequestRecord, header: TraceHeader) -> str | None:
-    if header.version < 2 and (record.taps or record.first_row):
+    if header.version == OLDEST and (record.taps or record.first_row):
         return f"it lacks taps or rows, which a request of a trace of version {header.version} has"
     return None
 

@@ -93,7 +93,7 @@ class Sharing:
             found.append((owner, rows))
         return found
 
-    def stored_rows(
+    def rows_on_disk(
         self, records: Sequence[RequestRecord], number: int, tap: str, start: int, stop: int
     ) -> "Tensor | None":
         """The rows ``start`` to ``stop`` of a tap of request ``number`` [.., width]; None where it has not all.

@@ -176,11 +176,11 @@ class TraceWriter:
             records.append(shared_record(record, records, owner, rows))
         return records[len(self._records) :]
 
-    def stored_rows(self, request_id: str, tap: str, start: int, stop: int) -> "torch.Tensor | None":
+    def rows_on_disk(self, request_id: str, tap: str, start: int, stop: int) -> "torch.Tensor | None":
         """The rows ``start`` to ``stop`` of a tap as they are on disk; None where the request has not all of them."""
         numbers = (at for at in reversed(range(len(self._records))) if self._records[at].request_id == request_id)
         number = next(numbers, None)
-        return None if number is None else self._sharing.stored_rows(self._records, number, tap, start, stop)
+        return None if number is None else self._sharing.rows_on_disk(self._records, number, tap, start, stop)
 
     def set_missing(self, missing: Sequence[str]) -> None:
         """Say anew what is not in the trace, a sentence each. Raises OutputError."""

@@ -263,7 +263,7 @@ def read_held(it: Held, tap: str, low: int, high: int, writer: "TraceWriter") ->
     name = f"{TAP}{tap}"
     if it.run.recorded is not None and name in it.run.recorded.file.layout.tensors:
         return it.run.recorded.read_kept(name, low, high)
-    rows = writer.stored_rows(it.owner, tap, low, high) if it.run.stored else None
+    rows = writer.rows_on_disk(it.owner, tap, low, high) if it.run.stored else None
     if rows is None:
         raise UnsureError(f"request {it.owner!r} computed its rows from {low} on, and they are not in the trace")
     return rows

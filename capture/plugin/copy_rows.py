@@ -1,7 +1,7 @@
 """Copies of an engine's rows, made on its current stream: the engine writes its next step over what it gave.
 
 Each ``copy_*`` returns copied tensors, and the function of rows.py that turns them into entries once they are on the
-CPU; several where requests of a forward keep different rows or taps (chosen.py). R rows of a forward, C captured
+CPU; several where requests of a forward keep different rows or taps (alike.py). R rows of a forward, C captured
 columns of them, H width, V vocabulary, B requests, N nodes of a verify, D the longest path; requests that no client of
 ours asked for are left out here.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from replay.capture.plugin.chosen import Chosen, choose, copy_kept, runs_of
+from replay.capture.plugin.alike import Alike, copy_kept, group_alike, runs_of
 from replay.capture.plugin.columns import Columns
 from replay.capture.plugin.recorder import summarise_rows
 from replay.capture.plugin.rows import decode_rows, feed_rows, prefill_rows, verify_rows
@@ -55,15 +55,15 @@ def copy_prefill(batch: Any, forward: TargetForward, columns: Columns, k: int) -
     spans = list(_spans(batch))
     *_, forward_rows = spans[-1]  # where the last request's rows end
     return [
-        _prefill_of(batch, forward, chosen, spans, forward_rows, columns.width, k)
-        for chosen in choose([rid for rid, *_ in spans], columns)
+        _prefill_of(batch, forward, alike, spans, forward_rows, columns.width, k)
+        for alike in group_alike([rid for rid, *_ in spans], columns)
     ]
 
 
 def _prefill_of(
     batch: Any,
     forward: TargetForward,
-    chosen: Chosen,
+    alike: Alike,
     spans: "Sequence[tuple[str, int, int, int]]",
     forward_rows: int,
     width: int,
@@ -72,32 +72,32 @@ def _prefill_of(
     import torch
 
     known, pieces = [], []
-    for at, member in enumerate(chosen.members):
+    for at, member in enumerate(alike.members):
         rid, prefix, begin, end = spans[member]
-        left_out = chosen.left_out(at, prefix, end - begin)
+        left_out = alike.left_out(at, prefix, end - begin)
         known.append((rid, prefix, end - begin, left_out))
         pieces.append(slice(begin + left_out, end))
-    whole = [slice(*spans[member][2:]) for member in chosen.members]
+    whole = [slice(*spans[member][2:]) for member in alike.members]
     tensors = {
-        **copy_kept(forward.hidden_RC, forward.final_RH, pieces, chosen, width),
+        **copy_kept(forward.hidden_RC, forward.final_RH, pieces, alike, width),
         "input_ids": _own(torch.cat([batch.input_ids[place] for place in whole])),
-        **summarise_rows(_rows_of(forward.logits_RV, chosen), k),
+        **summarise_rows(_rows_of(forward.logits_RV, alike), k),
     }
-    return tensors, partial(prefill_rows, known, forward_rows, chosen.taps, width)
+    return tensors, partial(prefill_rows, known, forward_rows, alike.taps, width)
 
 
 def copy_decode(batch: Any, forward: TargetForward, columns: Columns, k: int) -> "list[Copied]":
     """Of a plain decode: one row a request of ours."""
     made: list[Copied] = []
-    for chosen in choose(batch.rids, columns):
+    for alike in group_alike(batch.rids, columns):
         tensors = {
-            **copy_kept(forward.hidden_RC, forward.final_RH, runs_of(chosen.members), chosen, columns.width),
-            "input_ids": _own(_rows_of(batch.input_ids, chosen)),
-            "starts": _own(_rows_of(batch.positions, chosen)),
-            **summarise_rows(_rows_of(forward.logits_RV, chosen), k),
+            **copy_kept(forward.hidden_RC, forward.final_RH, runs_of(alike.members), alike, columns.width),
+            "input_ids": _own(_rows_of(batch.input_ids, alike)),
+            "starts": _own(_rows_of(batch.positions, alike)),
+            **summarise_rows(_rows_of(forward.logits_RV, alike), k),
         }
-        rids = [batch.rids[member] for member in chosen.members]
-        made.append((tensors, partial(decode_rows, rids, len(batch.rids), chosen.taps, columns.width)))
+        rids = [batch.rids[member] for member in alike.members]
+        made.append((tensors, partial(decode_rows, rids, len(batch.rids), alike.taps, columns.width)))
     return made
 
 
@@ -126,20 +126,20 @@ def copy_verify(
             told[name] = _own(getattr(batch.spec_info, name).reshape(size, nodes))
     rids = [req.rid for req in batch.reqs][:size]
     made: list[Copied] = []
-    for chosen in choose(rids, columns):
-        tensors = told | _verified(held, drafted_BN, index_BD, chosen, columns.width)
-        build = partial(verify_rows, rids, chosen.members, verify_pass, chosen.taps, columns.width)
+    for alike in group_alike(rids, columns):
+        tensors = told | _verified(held, drafted_BN, index_BD, alike, columns.width)
+        build = partial(verify_rows, rids, alike.members, verify_pass, alike.taps, columns.width)
         made.append((tensors, build))
     return made
 
 
 def _verified(
-    held: HeldVerify, drafted_BN: "Tensor", index_BD: "Tensor", chosen: Chosen, width: int
+    held: HeldVerify, drafted_BN: "Tensor", index_BD: "Tensor", alike: Alike, width: int
 ) -> "dict[str, Tensor]":
-    """Rows along the longest paths of the requests of ``chosen``, D of each."""
-    flat = _rows_of(index_BD, chosen).reshape(-1)
+    """Rows along the longest paths of the requests of ``alike``, D of each."""
+    flat = _rows_of(index_BD, alike).reshape(-1)
     return {
-        **copy_kept(held.hidden_RC, held.final_RH, [flat], chosen, width),
+        **copy_kept(held.hidden_RC, held.final_RH, [flat], alike, width),
         **{name: tensor[flat] for name, tensor in held.summary.items()},
         "input_ids": _own(drafted_BN.reshape(-1)[flat]),
     }
@@ -213,11 +213,11 @@ def _spans(batch: Any) -> Iterator[tuple[str, int, int, int]]:
         yield rid, int(prefix), begin, end
 
 
-def _rows_of(tensor: "Tensor", chosen: Chosen) -> "Tensor":
-    """What ``tensor`` has for each request, of those of ``chosen``; a view where they stand together."""
+def _rows_of(tensor: "Tensor", alike: Alike) -> "Tensor":
+    """What ``tensor`` has for each request, of those of ``alike``; a view where they stand together."""
     import torch
 
-    parts = [tensor[run] for run in runs_of(chosen.members)]
+    parts = [tensor[run] for run in runs_of(alike.members)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

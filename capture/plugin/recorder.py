@@ -178,7 +178,7 @@ class RowRecorder:
             if size >= FILE_BYTES:
                 break
         for (_, taps, _), (known, parts) in gathered.items():
-            write_row_file(self.folder, self.pid, self._number, known, parts, chosen=taps is not None)
+            write_row_file(self.folder, self.pid, self._number, known, parts, partial=taps is not None)
             self._number += 1
         with self._changed:
             self._bytes = max(0, self._bytes - int(size))

@@ -1,7 +1,7 @@
 """How the tensors of a forward become rows of the spool. Knows no engine.
 
 Shapes: B requests, N nodes of a verify each (1 known token and N - 1 drafted), D = steps + 1 the longest path, K rows
-that are kept of m taps of width H (chosen.py), V vocabulary, k kept logits.
+that are kept of T taps of width H (alike.py), M = T*H, V vocabulary, k kept logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from replay.traces.taps import FINAL
 if TYPE_CHECKING:
     import torch
 
-ROWS = ("hidden", "values", "scales")  # those of them of chosen.py that stand beside final
+ROWS = ("hidden", "values", "scales")  # those of them of alike.py that stand beside final
 
 
 def prefill_rows(
@@ -55,8 +55,8 @@ def verify_rows(
 
     depth, lengths = cpu["chosen"].shape[1], cpu["accept_lens"].tolist()
     entries = [_verified(rids, i, verify_pass, lengths[i], cpu) for i in members]
-    index = torch.cat([torch.arange(at * depth, at * depth + lengths[i]) for at, i in enumerate(members)])
-    kept = {name: cpu[name][index] for name in ("input_ids", *LOGITS, "final", *ROWS) if name in cpu}
+    index_K = torch.cat([torch.arange(at * depth, at * depth + lengths[i]) for at, i in enumerate(members)])
+    kept = {name: cpu[name][index_K] for name in ("input_ids", *LOGITS, "final", *ROWS) if name in cpu}
     return entries, _tensors(kept, taps, width)
 
 
@@ -103,7 +103,7 @@ def tree_parents(first_child: Sequence[int], next_sibling: Sequence[int]) -> tup
 
 
 def _tensors(cpu: "Mapping[str, torch.Tensor]", taps: Sequence[str], width: int) -> "dict[str, torch.Tensor]":
-    """The tensors of spool.py from those of chosen.py, ``input_ids`` and the kept logits."""
+    """The tensors of spool.py from those of alike.py, ``input_ids`` and the kept logits."""
     made = {name: cpu[name] for name in ("input_ids", *LOGITS)}
     if taps:
         made |= _rounded(cpu, taps, width) if "values" in cpu else _columns(cpu["hidden"], taps, width, TAP)
@@ -113,14 +113,14 @@ def _tensors(cpu: "Mapping[str, torch.Tensor]", taps: Sequence[str], width: int)
 def _rounded(cpu: "Mapping[str, torch.Tensor]", taps: Sequence[str], width: int) -> "dict[str, torch.Tensor]":
     import torch
 
-    values, scales = cpu["values"].view(torch.float8_e4m3fn), cpu["scales"]
-    return _columns(values, taps, width, TAP) | {
-        f"{SCALE}{tap}": scale.clone(memory_format=torch.contiguous_format)
-        for tap, scale in zip(taps, scales.unbind(1), strict=True)
+    values_KM, scales_KT = cpu["values"].view(torch.float8_e4m3fn), cpu["scales"]
+    return _columns(values_KM, taps, width, TAP) | {
+        f"{SCALE}{tap}": scales_K.clone(memory_format=torch.contiguous_format)
+        for tap, scales_K in zip(taps, scales_KT.unbind(1), strict=True)
     }
 
 
-def _columns(rows: "torch.Tensor", taps: Sequence[str], width: int, kind: str) -> "dict[str, torch.Tensor]":
-    """Each tap's columns of [K, m*H]."""
-    columns = rows.reshape(-1, len(taps), width).unbind(1)
-    return {f"{kind}{tap}": column for tap, column in zip(taps, columns, strict=True)}
+def _columns(rows_KM: "torch.Tensor", taps: Sequence[str], width: int, kind: str) -> "dict[str, torch.Tensor]":
+    """Each tap's columns [K, H]."""
+    columns_KH = rows_KM.reshape(-1, len(taps), width).unbind(1)
+    return {f"{kind}{tap}": column_KH for tap, column_KH in zip(taps, columns_KH, strict=True)}

@@ -100,7 +100,7 @@ def diagnose(
 
     found = _diagnose(
         hands,
-        lambda on_event: run(
+        lambda on_event, on_note: run(
             opened,
             checkpoint,
             trained=typed(wiring),
@@ -115,6 +115,7 @@ def diagnose(
             cache=cache,
             workers=hands,
             on_event=on_event,
+            on_note=on_note,
         ),
     )
     if as_json:
@@ -144,10 +145,12 @@ def _provenance(trace: "Trace", head: "Checkpoint", more: list[tuple[str, str]])
     ]
 
 
-def _diagnose(workers: int | str | None, run: "Callable[[Callable[[Trying], None]], Diagnosis]") -> "Diagnosis":
+def _diagnose(
+    workers: int | str | None, run: "Callable[[Callable[[Trying], None], Callable[[str], None]], Diagnosis]"
+) -> "Diagnosis":
     with quiet_ray(workers), show_progress("replaying") as progress:
 
         def on_event(event: "Trying") -> None:
             progress.update(event.stage, event.done + event.part, event.total, event.unit)
 
-        return run(on_event)
+        return run(on_event, progress.note)

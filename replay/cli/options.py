@@ -159,13 +159,14 @@ def workers_options(command: Command) -> Command:
 
 def read_workers(workers: int | None, ray: str | None) -> int | str | None:
     """What the options of workers asked for. Raises UsageError for what cannot be, and for both."""
-    from replay.simulator.connection import check_address
-    from replay.simulator.workers import check_workers
-
     if workers is not None:
+        from replay.simulator.workers import check_workers
+
         check_workers(workers)
     if ray is None:
         return workers
+    from replay.simulator.connection import check_address
+
     check_address(ray)
     if workers is not None:
         raise UsageError("--workers are processes of this machine, --ray those of a cluster; type one of them")

@@ -18,6 +18,7 @@ from replay.cli.options import (
     workers_options,
 )
 from replay.cli.progress import show_progress
+from replay.cli.replaying import quiet_ray
 from replay.cli.terminal import print_json, print_rich
 from replay.cli.web_page import page_options, refuse_page, write_page_file
 from replay.errors import UsageError
@@ -181,6 +182,7 @@ def _played(
     from replay.verify.rules import MAX_STEPS
 
     depths = sorted(listed(steps or _DEEPEST, "--steps", MAX_STEPS))
+    hands = read_workers(*workers)
     opened = open_whole(trace, target, verify=verify)
     _refuse_draft(draft)
     fed = parse_wiring_option(wiring, opened.header.target)
@@ -189,14 +191,13 @@ def _played(
     from replay.simulator.confidence import draft_anchors, play_depths, play_thresholds
     from replay.simulator.variant import Variant
 
-    hands = read_workers(*workers)
     checkpoint = read_draft(draft)
     variant = Variant(checkpoint.name, wiring=fed, steps=depths[-1])
-    with show_progress("replaying") as progress:
+    with quiet_ray(hands), show_progress("replaying") as progress:
 
         def on_event(event: "ReplayProgress") -> None:
             progress.update(event.stage, event.done + event.part, event.total, "requests")
 
-        anchors = draft_anchors(opened, checkpoint, variant, workers=hands, on_event=on_event)
+        anchors = draft_anchors(opened, checkpoint, variant, workers=hands, on_event=on_event, on_note=progress.note)
     stopping = [one for depth in depths if depth > 1 for one in play_thresholds(anchors, THRESHOLDS, depth)]
     return with_lengths([*play_depths(anchors, depths), *stopping])

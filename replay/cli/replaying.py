@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from replay.cli.progress import show_progress
 from replay.cli.terminal import refuse_existing
-from replay.errors import ReplayError, UsageError
+from replay.errors import OutputError, ReplayError, UsageError
 
 if TYPE_CHECKING:
     from replay.checkpoint.checkpoint import Checkpoint
@@ -138,3 +138,17 @@ def write_after(rounds: "Rounds", path: Path, force: bool) -> ReplayError | None
     except ReplayError as error:
         return error
     return None
+
+
+@contextmanager
+def say_unwritten(unwritten: ReplayError | None) -> Iterator[None]:
+    """Behind what the block shows and writes, why the rounds were not written. Raises it, joined with what the block
+    raises."""
+    try:
+        yield
+    except ReplayError as error:
+        if unwritten is None:
+            raise
+        raise OutputError(f"{unwritten}; {error}") from error
+    if unwritten is not None:
+        raise unwritten

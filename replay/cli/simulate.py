@@ -25,7 +25,7 @@ from replay.cli.options import (
     top_option,
     workers_options,
 )
-from replay.cli.replaying import check_device, refuse_output, run_simulation, write_after
+from replay.cli.replaying import check_device, refuse_output, run_simulation, say_unwritten, write_after
 from replay.cli.rounds_output import Wanted, by_option, show_ranking, show_rounds, write_html
 from replay.cli.sweeping import (
     check_every_trace,
@@ -224,13 +224,12 @@ def simulate(
     rounds = pool_rounds(apart) if len(apart) > 1 else next(iter(apart.values()))
     unwritten = None if output is None else write_after(rounds, output, force)  # first: a reader of stdout may go away
     wanted = Wanted(by=by, observed=seen, sort=sort, top=top, table_format=table_format)
-    if ranked is None:
-        show_rounds(rounds, as_json, wanted)
-    else:
-        show_ranking(rounds, ranked, as_json)
-    if html is not None:
-        from replay.simulator.tokens import Sources
+    with say_unwritten(unwritten):
+        if ranked is None:
+            show_rounds(rounds, as_json, wanted)
+        else:
+            show_ranking(rounds, ranked, as_json)
+        if html is not None:
+            from replay.simulator.tokens import Sources
 
-        write_html(rounds, html, wanted, Sources(None, None, target, not no_verify))
-    if unwritten is not None:
-        raise unwritten
+            write_html(rounds, html, wanted, Sources(None, None, target, not no_verify))

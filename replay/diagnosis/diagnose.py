@@ -1,6 +1,6 @@
 """`replay diagnose`: every hypothesis replayed and held against what a server did. The whole story, step by step."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +53,7 @@ def diagnose_server(
     cache: Path | None = None,
     workers: int | str | None = None,
     on_event: Tell = lambda _: None,
+    on_note: Callable[[str], None] = lambda _: None,
 ) -> Diagnosis:
     """Why a server that ran ``served`` accepted what it did.
 
@@ -60,16 +61,17 @@ def diagnose_server(
     the trace's own server is explained; kinds of faults in ``without`` are not tried. With ``ladder`` the way from the
     training metric down to what was observed follows (ladder.py). ``cache`` is a folder in which what was replayed is
     kept, so that a diagnosis that was stopped goes on, and ``workers`` a number of processes that replay, as in
-    ``simulate``. Raises TraceError where nothing was observed,
-    UsageError where the two differ in steps or for a cache of a trace that is not verified, and whatever ``simulate``
-    raises.
+    ``simulate``. ``on_note`` is told of entries of the cache that are damaged, and of nodes of a cluster as in
+    ``use_workers``. Raises TraceError where nothing was observed, UsageError where the two differ in steps or for a
+    cache of a trace that is not verified, and whatever ``simulate`` raises.
     """
     case = open_case(trace, checkpoint, served, trained, observed, without)
     heads = {case.served.draft: checkpoint}
-    with use_workers(workers, trace, heads, "cpu") as hands:
+    with use_workers(workers, trace, heads, "cpu", on_note) as hands:
         if cache is not None:
             kernels = None if hands is None else hands.kernels
-            case = replace(case, cache=open_cache(cache, case.trace, heads, "cpu", agreement=False, kernels=kernels))
+            kept = open_cache(cache, case.trace, heads, "cpu", agreement=False, kernels=kernels, on_note=on_note)
+            case = replace(case, cache=kept)
         return _explain(replace(case, workers=keep_tasks(case.cache, hands)), ladder, on_event)
 
 
@@ -203,12 +205,13 @@ def diagnose(
     cache: Path | None = None,
     workers: int | str | None = None,
     on_event: Tell = lambda _: None,
+    on_note: Callable[[str], None] = lambda _: None,
 ) -> Diagnosis:
     """What `replay diagnose` finds: why the server that ran ``head`` accepted what it did.
 
     ``observed``: an accept length or a file that has one (capture/observed.py), else the trace's own server is
     explained. ``trained``: the wiring that the head was made for, where known. What the server ran, ``wiring`` (what it
-    feeds) to ``engine``, is as the trace says where it is not given. ``cache`` and ``workers`` as in
+    feeds) to ``engine``, is as the trace says where it is not given. ``cache``, ``workers`` and ``on_note`` as in
     ``diagnose_server``. Raises as that, and CaptureError for an ``observed`` that says nothing.
     """
     from replay.capture.observed import read_observed
@@ -218,6 +221,7 @@ def diagnose(
     check_given("head", head, Checkpoint, "a head was expected; read one by replay.load_head")
     check_given("trained", trained, (Wiring, type(None)), "a wiring was expected; make one by replay.parse_wiring")
     check_callable("on_event", on_event, "a function that takes an event was expected; leave it out")
+    check_callable("on_note", on_note, "a function that takes a sentence was expected; leave it out")
     served = served_variant(
         trace, head.name, head, steps=steps, topk=topk, num_draft_tokens=num_draft_tokens, precision=precision,
         engine=engine, wiring=wiring,
@@ -234,4 +238,5 @@ def diagnose(
         cache=kept,
         workers=workers,
         on_event=on_event,
+        on_note=on_note,
     )

@@ -84,13 +84,13 @@ def judge_walks(found: Diagnosis, case: Case, rounds: "Rounds", walk: "VariantSu
     why = (
         f"the observed accept length ({given.accept_length:.2f}) is {'' if tried.fits else 'not '}what the healthy "
         f"replay gives on the {counted(len(case.trace), 'request')} with the most taps, on which faults are tried "
-        f"({tried.accept_length:.2f}), and it is {'' if fits else 'not '}what this gives on all "
-        f"{walk.played_requests} ({walk.accept_length:.2f}, {low:.2f} to {high:.2f}); record all taps of requests like "
-        "those that were observed (--taps-for)"
+        f"({tried.accept_length:.2f}), and it is {'' if fits else 'not '}what this gives on "
+        f"{counted(walk.played_requests, 'request')} ({walk.accept_length:.2f}, {low:.2f} to {high:.2f}); record all "
+        "taps of requests like those that were observed (--taps-for)"
     )
     left = without_name(found, why)
     undecided = tuple(dict.fromkeys((HEALTHY_NAME, *left.undecided))) if fits else left.undecided
-    return replace(left, implausible=None, undecided=undecided)
+    return replace(left, implausible=found.implausible, undecided=undecided)
 
 
 def _judge_histograms(found: Diagnosis, case: Case, rounds: "Rounds") -> Diagnosis:

@@ -206,7 +206,7 @@ def parse_scheme(text: str) -> Scheme:
         if weight == "16" and suffix:
             raise UsageError(f"precision {text!r} gives a scale to weights that it leaves as they are; drop {suffix}")
         return Scheme(
-            None if weight == "16" else parse_format(f"int{weight}{suffix}", "weight"),
+            None if weight == "16" else parse_format(f"int{weight}{suffix}", "weight", typed=text),
             None if entering == "16" else parse_format(f"int{entering}", "input"),
         )
     if _ALIASES.get(text.partition(":")[0], text.partition(":")[0]) not in _FAMILIES:
@@ -220,8 +220,11 @@ def parse_scheme(text: str) -> Scheme:
     return Scheme(form, form if form.is_dtype else parse_format(form.grid, "input"))
 
 
-def parse_format(text: str, role: str) -> Format:
-    """``int4:g64:asym`` as the Format of a ``role``: weight, input, features, kv or logits. Raises UsageError."""
+def parse_format(text: str, role: str, *, typed: str | None = None) -> Format:
+    """``int4:g64:asym`` as the Format of a ``role``: weight, input, features, kv or logits.
+
+    Raises UsageError, which names what was ``typed`` where ``text`` was made of that.
+    """
     name, *suffixes = text.split(":")
     grid = _ALIASES.get(name, name)
     ways = _SCALINGS[role]
@@ -237,7 +240,7 @@ def parse_format(text: str, role: str) -> Format:
     scalings = list(suffixes)
     if fit:
         scalings.remove(fit)
-    scaling, fixed = _parse_scaling(text, scalings, ways[_FAMILIES[grid]], role, () if fit else fits)
+    scaling, fixed = _parse_scaling(typed or text, scalings, ways[_FAMILIES[grid]], role, () if fit else fits)
     return Format(grid, scaling, fixed, fit)
 
 

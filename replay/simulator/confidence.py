@@ -33,11 +33,13 @@ def draft_anchors(
     device: str = "cpu",
     workers: "int | str | Workers | None" = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
+    on_note: Callable[[str], None] = lambda _: None,
 ) -> list[AnchorDrafts]:
     """The chains of ``variant`` at every anchor of every request; a pack of requests is in memory at a time.
 
-    ``workers`` as in ``simulate``. Raises UsageError for a variant that is no healthy greedy chain and for a head that
-    drafts blocks, WiringError or CheckpointError where head, wiring and trace do not fit, and WorkerError.
+    ``workers`` as in ``simulate``, ``on_note`` as in ``use_workers``. Raises UsageError for a variant that is no
+    healthy greedy chain and for a head that drafts blocks, WiringError or CheckpointError where head, wiring and trace
+    do not fit, and WorkerError.
     """
     resolved = resolve(variant, checkpoint, trace)
     trace = requests_with_taps(trace, [resolved], {resolved.draft: checkpoint})
@@ -52,7 +54,7 @@ def draft_anchors(
     if resolved.faults or resolved.kv != CHAIN_KV:
         raise UsageError("a plan from a trace plays a healthy head; plan from a rounds file to plan with a fault")
     heads = {resolved.draft: checkpoint}
-    with use_workers(workers, trace, heads, device) as hands:
+    with use_workers(workers, trace, heads, device, on_note) as hands:
         if hands is None:
             return _draft_here(trace, checkpoint, resolved, device, on_event)
         planned = plan_tasks(trace, heads, [resolved], None, hands.count, confidence=True)

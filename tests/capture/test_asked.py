@@ -1,24 +1,28 @@
 """What a recording server copies and writes where a request asks for less: held against everything, cut down after."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.trace_maker import H, make_header, make_request
 
 from replay.capture.asked import Asked, asked_of
 from replay.capture.client.join import Recorded, first_missing, join
 from replay.capture.client.spool_reader import rid_of
-from replay.capture.plugin import chosen
+from replay.capture.plugin import alike
 from replay.capture.plugin.columns import Columns
 from replay.capture.plugin.live import LiveRecording
 from replay.capture.plugin.recorder import RowRecorder
 from replay.capture.spool import Entry, read_row_file, row_file_names, write_row_file
 from replay.errors import CaptureError, TraceCorruptError
-from replay.traces.captured import unfinite_row
+from replay.traces.captured import check_request, unfinite_row
 from replay.traces.fp8 import quantise
+from replay.traces.header import FP8, VERSION, TapInfo
 
 CLIENT, OTHER = (f"replay-{letter * 16}" for letter in "ab")
 WIDTH, VOCABULARY, K = 4, 80, 3
@@ -51,6 +55,13 @@ def test_what_is_asked_goes_through_the_id(asked: Asked) -> None:
 )  # fmt: skip
 def test_any_other_id_asks_for_everything(name: str) -> None:
     assert asked_of(name) is None
+
+
+def test_an_id_beyond_all_bounds_is_not_remembered() -> None:
+    """A forward asks for each of its requests: ids of any length, of anybody, must not fill the server's memory."""
+    long = f"{CLIENT}-{'0' * 5000}.3.fp8.0-0"
+    held = getrefcount(long)
+    assert asked_of(long) is None and getrefcount(long) == held
 
 
 class Server:
@@ -150,7 +161,7 @@ def test_rows_that_are_asked_for_are_those_of_everything_cut_down(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: int
 ) -> None:
     """Bit for bit, fp8 as the client rounds it, in a batch of requests of which each asks for something else."""
-    monkeypatch.setattr(chosen, "_BLOCK", block)
+    monkeypatch.setattr(alike, "_BLOCK", block)
     asking, whole = Server(tmp_path / "asking"), Server(tmp_path / "whole")
     forwards(asking, lambda letter: rid(letter, *ASKED[letter]))
     forwards(whole, lambda letter: rid(letter, None, ASKED[letter][1]))
@@ -231,7 +242,7 @@ def test_files_of_less_that_disagree_with_themselves_are_refused(
         tensors.pop("scale.3")
         tensors |= {} if change["scale"] is None else {"scale.3": torch.ones(change["scale"])}
     entry = Entry(rid("a", None), "prefill", 0, 4, 1, forward_rows=4, left_out=change.get("left_out", 2))
-    write_row_file(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()}, chosen=True)
+    write_row_file(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()}, partial=True)
     with pytest.raises(TraceCorruptError, match=why):
         read_row_file(tmp_path / row_file_names(tmp_path)[0], TAPS, WIDTH)
 
@@ -242,3 +253,11 @@ def test_a_row_that_is_no_number_is_still_seen(odd: float) -> None:
     rows = torch.ones(3, WIDTH)
     rows[1, 2] = odd
     assert unfinite_row(quantise(rows)[1]) == 1
+    made, header = make_request("r", 1), make_header()
+    values, scales = quantise(torch.ones(len(made.taps["2"]), H))
+    rounded = replace(made, taps={**made.taps, "2": values}, scales={"2": scales})
+    header = replace(header, taps={**header.taps, "2": TapInfo(FP8, H)}, version=VERSION)
+    check_request(rounded, header, ())
+    scales[4] = quantise(rows)[1][1]
+    with pytest.raises(CaptureError, match="request 'r': the scales of tap 2 holds NaN or Inf, first in row 4"):
+        check_request(rounded, header, ())

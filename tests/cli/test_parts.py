@@ -92,6 +92,9 @@ def test_rounds_are_written_before_the_report_is_read(
     monkeypatch.setattr("replay.traces.rounds_file.write_rounds", full)
     done = run(*typed, tmp_path / "s.parquet", exit_code=1)
     assert done.stdout.startswith("Accept length") and "replay: no room" in done.stderr
+    monkeypatch.setattr("replay.analysis.page.page.write_page", full)
+    done = run(*typed, tmp_path / "s.parquet", "--html", tmp_path / "s.html", exit_code=1)
+    assert done.stdout.startswith("Accept length") and "replay: no room; no room" in done.stderr
 
 
 def test_a_diagnosis_takes_a_part(folder: Path) -> None:

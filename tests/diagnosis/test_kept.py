@@ -1,17 +1,22 @@
 """A diagnosis with a cache: the same as one without, and one that was stopped goes on."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
+from click.testing import CliRunner
+from support.heads import write_head
+from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_served
 
 from replay.analysis.diagnosis.document import to_json
 from replay.capture.observed import Observed
+from replay.cli.app import cli
 from replay.diagnosis import diagnose, reference
 from replay.diagnosis.diagnose import diagnose_server
+from replay.errors import UsageError
 from replay.faults.table import FAULTS
 from replay.simulator import cache as module
 from replay.simulator.variant import Variant
@@ -87,6 +92,28 @@ def test_a_diagnosis_that_was_stopped_goes_on(
     assert before > 10
     told(served, None, cache=tmp_path / "c", ladder=False)
     assert counted["follow_server"] - before < before / 4
+
+
+def test_a_damaged_entry_is_said_once(served: Trace, tmp_path: Path) -> None:
+    notes: list[str] = []
+    few: dict[str, Any] = {"without": set(FAULTS), "ladder": False, "on_note": notes.append}
+    expected = told(served, None, cache=tmp_path / "c", **few)
+    assert notes == []
+    for path in (tmp_path / "c").rglob("*.npz"):
+        path.write_bytes(b"")
+    assert told(served, None, cache=tmp_path / "c", **few) == expected
+    assert len(notes) == 1 and "npz; what is damaged is replayed again" in notes[0]
+
+
+def test_the_command_says_what_is_noted(served: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(*_: object, on_note: Callable[[str], None], **__: object) -> None:
+        on_note("note: node a was lost")
+        raise UsageError("that is all")
+
+    monkeypatch.setattr(diagnose, "diagnose", note)
+    head = str(write_head(tmp_path / "head", HEAD))
+    done = CliRunner().invoke(cli, ["diagnose", str(served.path), "--draft", head])
+    assert done.exit_code == 1 and "note: node a was lost" in done.stderr and "that is all" in done.stderr
 
 
 def test_a_followed_replay_is_read_as_it_was(served: Trace, tmp_path: Path) -> None:

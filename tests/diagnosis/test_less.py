@@ -17,7 +17,7 @@ from replay.analysis.summary import summarise
 from replay.capture.observed_number import Observed
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.diagnosis.diagnose import diagnose_server, open_case, served_variant
-from replay.diagnosis.elsewhere import agreement_of_all, held_doubts
+from replay.diagnosis.elsewhere import agreement_of_all, held_doubts, judge_walks
 from replay.diagnosis.observed import count_by_request
 from replay.diagnosis.reference import measure
 from replay.engines.wiring import Wiring
@@ -126,8 +126,13 @@ def test_an_observed_accept_length_is_held_against_all_requests_too(
     without, seen = frozenset(FAULTS) - {"attn.scale"}, Observed(round(lengths[observed], 2), "typed")
     found = diagnose_server(tiered, head, served_variant(tiered, "h"), observed=seen, without=without, ladder=False)
     assert (found.verdict, found.named) == ("undetermined", None) and (HEALTHY_NAME in found.undecided)
-    assert f"({lengths['first']:.2f}), and it is {'' if undecided else 'not '}what this gives on all 8" in found.why
+    said = f"({lengths['first']:.2f}), and it is {'' if undecided else 'not '}what this gives on 8 requests ("
+    assert said in found.why
     assert any("whatever its prompts were, is held against these" in doubt for doubt in found.doubts)
+    rounds = simulate(tiered, {"h": head}, [Variant("h", WIRING, STEPS)])
+    case = open_case(tiered, head, served_variant(tiered, "h"), None, seen)
+    again = judge_walks(replace(found, implausible="at an end"), case, rounds, summarise(rounds)[0])
+    assert found.implausible is None and (again.why, again.implausible) == (found.why, "at an end")
 
 
 def test_histograms_of_the_other_requests_leave_no_healthy_verdict(tmp_path: Path, head: Checkpoint) -> None:

@@ -74,7 +74,10 @@ def test_every_precision_has_one_spelling(typed: str, spelled: str) -> None:
         ("fp8+bf16", "names the dtype bf16 behind its first part"),
         ("fp8+int8", "names two schemes"),
         ("kv=fp8+kv=fp8", "names kv twice"),
-        ("w4a16:g48", ":g48 cannot be, possible are :g128, :g64, :g32, :channel, :asym, :sym7"),
+        (
+            "w4a16:g48",
+            "precision 'w4a16:g48' of weights: :g48 cannot be, possible are :g128, :g64, :g32, :channel, :asym, :sym7",
+        ),
         ("w16a8:g32", "drop :g32"),
         ("nvfp4:g32", ":g32 cannot be, possible are :tensor"),
         ("bf16:g32", "a dtype takes no scale; type bf16"),

@@ -1,9 +1,13 @@
 """Depths and early stops from one replay: against simulate, against the obvious loop, and against plain enumeration."""
 
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import unescape
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,7 +231,17 @@ def test_the_command_plans_from_a_trace(trace: Trace, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--time", "garbage"], ["--bench", "/nosuch"], ["--steps", "0"], ["--steps", "65"], ["--batch", "x"], []]
+    "wrong",
+    [
+        ["--time", "garbage"],
+        ["--bench", "/nosuch"],
+        ["--steps", "0"],
+        ["--steps", "65"],
+        ["--batch", "x"],
+        [],
+        ["--steps", "2", "--workers", "0"],
+        ["--steps", "2", "--ray", "a:b:c"],
+    ],
 )
 def test_what_is_typed_wrong_is_said_before_the_trace_is_replayed(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str]
@@ -238,6 +252,25 @@ def test_what_is_typed_wrong_is_said_before_the_trace_is_replayed(
     typed = ["plan", str(trace.path), "--draft", str(write_head(tmp_path / "draft", HEAD)), *cost, *wrong]
     done = CliRunner().invoke(cli, typed)
     assert done.exit_code == 1 and done.stderr.startswith("replay: ")
+
+
+def test_a_cluster_that_replays_is_quiet_on_stdout_and_its_notes_are_said(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray prints pages of a lost node on stdout, where a document is awaited."""
+
+    @contextmanager
+    def lose_a_node(*given: Any) -> Iterator[Here]:
+        *_, on_note = given
+        print("ray::Pages of a node")
+        on_note("note: node a was lost")
+        yield Here(trace, {"draft": make_checkpoint()})
+
+    monkeypatch.setattr("replay.simulator.confidence.use_workers", lose_a_node)
+    typed = ["plan", str(trace.path), "--draft", str(write_head(tmp_path / "draft", HEAD)), "--wiring", str(WIRING)]
+    done = CliRunner().invoke(cli, [*typed, "--cost", "pass=20,draft=1", "--steps", "1,2", "--ray", "auto", "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["schema_version"]
+    assert "note: node a was lost" in done.stderr and "Pages" not in done.output
 
 
 @pytest.mark.parametrize("wrong", [["--draft", "/nosuch"], ["--draft", "DRAFT", "--wiring", "embed,99"]])

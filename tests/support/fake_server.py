@@ -240,7 +240,7 @@ class FakeServer:
             number = self.numbers
             self.tap_bytes += sum(part.nbytes for name, part in tensors.items() if name.startswith(("tap.", "scale.")))
         parts = {name: [part] for name, part in tensors.items()}
-        write_row_file(launch_folder(self.folder, LAUNCH), 7, number, [entry], parts, chosen=asked is not None)
+        write_row_file(launch_folder(self.folder, LAUNCH), 7, number, [entry], parts, partial=asked is not None)
 
     def _chosen(
         self, entry: Entry, tensors: dict[str, torch.Tensor], asked: Asked

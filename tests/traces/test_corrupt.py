@@ -50,8 +50,11 @@ def test_no_trace(tmp_path: Path) -> None:
         TraceError, match=r"holds no trace\.json, so it is no trace: give the folder that a capture wrote"
     ):
         Trace.open(tmp_path)
-    with pytest.raises(TraceError, match=r"holds no trace\.json"):
-        Trace.open(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, seen in (("nowhere", "does not exist"), ("file", "is a file"), ("link", "is a link to nothing")):
+        with pytest.raises(TraceError, match=f"{name} {seen}, a trace is a folder: give the one that a capture wrote"):
+            Trace.open(tmp_path / name)
 
 
 def test_whatever_is_wrong_the_sentence_ends_in_what_to_do(folder: Path) -> None:
