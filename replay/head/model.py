@@ -28,7 +28,7 @@ from replay.head.departures import departures, reads_qkv_bias
 from replay.head.emulation import Emulation, RoundedProducts
 from replay.head.families import FAMILIES
 from replay.head.grouped import CachedWidths, GroupedAttention, Rotation
-from replay.head.held import Held
+from replay.head.held import Held, address_of
 from replay.head.latent import LatentAttention, LatentWeights
 from replay.head.parts import Parts, stack, stack_gate_up, stack_once
 from replay.head.products import FP32_ON_CPU, Execution, ProductSizes, to_device
@@ -127,6 +127,11 @@ class Head:
     def device(self) -> torch.device:
         """What it runs on."""
         return self.execution.device
+
+    @property
+    def storages(self) -> set[int]:
+        """Where in memory its weights lie, as ``Held.keep`` takes it."""
+        return set(map(address_of, (*self._weights.values(), self._embed_VE, self._lm_head_WE)))
 
     def variation(self, behaviour: Behaviour, config: HeadConfig) -> "Head":
         """This head with the same weights under another behaviour, or a config that differs in RoPE or epsilon only."""

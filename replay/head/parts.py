@@ -14,10 +14,8 @@ from replay.checkpoint.config import HeadConfig
 from replay.engines.behaviour import Behaviour
 from replay.engines.profiles import Numerics
 from replay.head.emulation import RoundedProducts
-from replay.head.held import Held, stacked_already
+from replay.head.held import Held, split_rows, stack_rows
 from replay.head.products import ProductSizes
-
-_LINE = 64  # bytes that torch aligns to what it joins; kernels may sum in another order where something lies otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +88,13 @@ class Parts:
 
 def stack(weights: Mapping[str, Tensor], prefix: str, parts: str, kind: str = "weight") -> Tensor:
     """Projections of one block, such as ``q_k_v``, joined as servers run them; no copy where they lie so already."""
-    found = [weights[f"{prefix}{part}_proj.{kind}"] for part in parts.split("_")]
-    joined = _side_by_side(found)
-    return torch.cat(found) if joined is None else joined
-
-
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The rows of all, where each begins in memory where the one before it ends: as a mapped file may have them
-    (simulator/shared_heads.py)."""
-    first, end = tensors[0], tensors[0].data_ptr()
-    if end % _LINE:
-        return None
-    for one in tensors:
-        alike = one.dtype == first.dtype and one.shape[1:] == first.shape[1:] and one.is_contiguous()
-        same = one.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and not one.requires_grad
-        if not (alike and same and one.data_ptr() == end):
-            return None
-        end += one.numel() * one.element_size()
-    shape = (sum(map(len, tensors)), *first.shape[1:])
-    return first.as_strided(shape, first.stride())
+    return stack_rows([weights[f"{prefix}{part}_proj.{kind}"] for part in parts.split("_")])
 
 
 def stack_once(weights: MutableMapping[str, Tensor], prefix: str, parts: str, held: Held) -> Tensor:
     """``stack`` of weights, whose parts are from now on rows of it: what they were before can leave memory.
 
-    Where they are rows of the same stack already, which another head of ``held`` has made, it is that one.
+    Where another head of ``held`` has joined the same ones, it is that stack.
     """
     return join_rows(weights, [f"{prefix}{part}_proj.weight" for part in parts.split("_")], held)
 
@@ -122,13 +102,8 @@ def stack_once(weights: MutableMapping[str, Tensor], prefix: str, parts: str, he
 def join_rows(weights: MutableMapping[str, Tensor], names: Sequence[str], held: Held) -> Tensor:
     """``stack_once`` of weights by their names."""
     own = [weights[name] for name in names]
-    joined = stacked_already(own)
-    if joined is not None:
-        return joined
-    joined = torch.cat(own)
-    for name, part in zip(names, joined.split([len(part) for part in own]), strict=True):
-        held.replace(weights[name], part)
-        weights[name] = part
+    joined = held.join(own)
+    weights.update(zip(names, split_rows(joined, own), strict=True))
     return joined
 
 

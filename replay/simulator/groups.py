@@ -104,11 +104,13 @@ def group_variants(
     *,
     served_products: bool = True,
     made: "dict[Hashable, Made] | None" = None,
+    held: Held | None = None,
 ) -> list[Group]:
     """What ``plan_groups`` gives, with heads: those that were ``made`` before, where their weights are the same, and
-    new ones, which are put there and share the weights that they run alike. Raises as it does."""
+    new ones, which are put there. These share the weights that they run alike, also with those in ``held``. Raises as
+    it does."""
     heads: dict[Hashable, Made] = {} if made is None else made
-    held = Held()
+    held = Held() if held is None else held
     groups: list[Group] = []
     for plan in plan_groups(variants, checkpoints, trace):
         first, subject, weights = plan.first, plan.subject, (plan.weights, served_products)

@@ -13,6 +13,7 @@ from replay.analysis.followed import Followed, join
 from replay.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from replay.drafting.rows import Span
 from replay.errors import CheckpointError
+from replay.head.held import Held
 from replay.simulator.along import Served, follow_pack
 from replay.simulator.anchors import AnchorDrafts, draft_pack
 from replay.simulator.batches import batches_for
@@ -109,6 +110,7 @@ class Replayer:
         self._heads: dict[str, Checkpoint] = {}
         self._groups: OrderedDict[tuple[tuple[ResolvedVariant, ...], bool], list[Group]] = OrderedDict()
         self._made: dict[Hashable, Made] = {}
+        self._held = Held()
         self._spans: dict[Hashable, Mapping[str, Sequence[Span]]] = {}
 
     def replay(self, task: Task) -> Result:
@@ -176,7 +178,7 @@ class Replayer:
             heads = {variant.draft: self._head(variant.draft) for variant in task.variants}
             self._groups[key] = group_variants(
                 task.variants, heads, self._job.trace, self._job.device,
-                served_products=task.served_products, made=self._made,
+                served_products=task.served_products, made=self._made, held=self._held,
             )  # fmt: skip
         self._groups.move_to_end(key)
         return self._groups[key]
@@ -188,6 +190,7 @@ class Replayer:
         self._heads = {name: head for name, head in self._heads.items() if name in used}
         running = {id(group.head.emulation) for groups in self._groups.values() for group in groups}
         self._made = {key: one for key, one in self._made.items() if id(one.head.emulation) in running}
+        self._held.keep({address for one in self._made.values() for address in one.head.storages})
 
     def _head(self, name: str) -> Checkpoint:
         if name not in self._heads:

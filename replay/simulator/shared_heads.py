@@ -1,7 +1,7 @@
 """A large head, laid out once for all workers of a machine as they run it.
 
 What is one product in a server, as q, k and v, lies side by side in one file, so that nobody has to make a copy of it
-(``stack`` in head/parts.py). The first worker that needs a head writes the file, and all of them map it.
+(``stack_rows`` in head/held.py). The first worker that needs a head writes the file, and all of them map it.
 """
 
 import fcntl
@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.simulator.replayer import HeadSource
+from replay.simulator.tasks import MOST_LAID_OUT
 from replay.traces.fields import parse_json
 from replay.traces.tensors import tensor_bytes
 
 LEAST_BYTES = 256 << 20  # of a head; a smaller one is copied by each worker before a file were written
-_MOST_FILES = 4  # of heads at a time: workers go through a sweep's heads one after the other
 _LINE = 64  # bytes that torch aligns its own tensors to
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,19 @@ class SharedHead:
     place: int
 
     def read(self, name: str) -> Checkpoint:
-        """Raises CheckpointError, as where it changed since the sweep began."""
-        with _alone(self.folder):
-            if not self._index.exists():
-                found = self.source.read(name)
-                if shutil.disk_usage(self.folder).free < 2 * bytes_of(found):
-                    return found  # each worker has its own copies then
-                self._lay_out(found.tensors)
-            return replace(self.shell, tensors=_map_all(self._index, self._data))
+        """Raises CheckpointError, as where it changed since the sweep began. Where no file can be written or mapped, as
+        on a disk that is full, it is the head as it was found, and each worker has its own copies then."""
+        found = None
+        try:
+            with _alone(self._lock):
+                if not self._index.exists():
+                    found = self.source.read(name)
+                    if shutil.disk_usage(self.folder).free < 2 * bytes_of(found):
+                        return found
+                    self._lay_out(found.tensors)
+                return replace(self.shell, tensors=_map_all(self._index, self._data))
+        except OSError:
+            return found or self.source.read(name)
 
     @property
     def _index(self) -> Path:
@@ -58,21 +63,38 @@ class SharedHead:
     def _data(self) -> Path:
         return self.folder / f"{self.place}.tensors"
 
+    @property
+    def _lock(self) -> Path:
+        return self.folder / f"{self.place}.lock"
+
     def _lay_out(self, tensors: Mapping[str, Tensor]) -> None:
-        """The index comes last: where it is, the tensors are whole. What others have mapped is never written to."""
-        index: dict[str, tuple[str, list[int], int]] = {}
+        """The index comes last: where it is, the tensors are whole. What others have mapped is never written to.
+
+        Raises OSError, and leaves no part of a file then.
+        """
         data_part, index_part = self._data.with_suffix(".part"), self._index.with_suffix(".index-part")
-        with open(data_part, "wb") as file:
-            for group in side_by_side(tensors):
-                file.seek(-(-file.tell() // _LINE) * _LINE + _line_offset(tensors, group))
-                for name in group:
-                    one = tensors[name].contiguous()
-                    index[name] = (str(one.dtype).removeprefix("torch."), list(one.shape), file.tell())
-                    file.write(tensor_bytes(one))
-        index_part.write_text(json.dumps(index))
-        _make_room(self.folder)
-        os.replace(data_part, self._data)
-        os.replace(index_part, self._index)
+        try:
+            index_part.write_text(json.dumps(_write_all(tensors, data_part)))
+            _make_room(self.folder)
+            os.replace(data_part, self._data)
+            os.replace(index_part, self._index)
+        except OSError:
+            for part in (data_part, index_part):
+                part.unlink(missing_ok=True)
+            raise
+
+
+def _write_all(tensors: Mapping[str, Tensor], path: Path) -> dict[str, tuple[str, list[int], int]]:
+    """Dtype, shape and place in the file of each."""
+    index: dict[str, tuple[str, list[int], int]] = {}
+    with open(path, "wb") as file:
+        for group in side_by_side(tensors):
+            file.seek(-(-file.tell() // _LINE) * _LINE + _line_offset(tensors, group))
+            for name in group:
+                one = tensors[name].contiguous()
+                index[name] = (str(one.dtype).removeprefix("torch."), list(one.shape), file.tell())
+                file.write(tensor_bytes(one))
+    return index
 
 
 def bytes_of(checkpoint: Checkpoint) -> int:
@@ -100,9 +122,16 @@ def _line_offset(tensors: Mapping[str, Tensor], group: Sequence[str]) -> int:
 
 
 def _map_all(index: Path, data: Path) -> dict[str, Tensor]:
-    """Tensors of one storage, which is the mapped file; to write to them would change this process alone."""
+    """Tensors of one storage, which is the mapped file; to write to them would change this process alone.
+
+    Raises OSError.
+    """
     told: Any = parse_json(index.read_text(), str(index))  # our own, written by another process of this run
-    storage = torch.UntypedStorage.from_file(str(data), shared=False, nbytes=data.stat().st_size)
+    size = data.stat().st_size
+    try:
+        storage = torch.UntypedStorage.from_file(str(data), shared=False, nbytes=size)
+    except RuntimeError as error:  # torch has this alone for a file that cannot be mapped
+        raise OSError(f"{data} cannot be mapped") from error
     found = {}
     for name, (dtype, shape, offset) in told.items():
         empty: Any = torch.empty(0, dtype=getattr(torch, dtype))  # torch's types know no set_ of three
@@ -111,16 +140,26 @@ def _map_all(index: Path, data: Path) -> dict[str, Tensor]:
 
 
 def _make_room(folder: Path) -> None:
-    """The oldest files go; who has mapped one keeps it."""
-    kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    for index in kept[: max(0, len(kept) + 1 - _MOST_FILES)]:
-        index.unlink()
-        index.with_suffix(".tensors").unlink()
+    """The oldest files go, but for those that somebody reads just now; who has mapped one keeps it."""
+    kept = sorted(folder.glob("*.json"), key=_age)
+    for index in kept[: max(0, len(kept) + 1 - MOST_LAID_OUT)]:
+        with suppress(BlockingIOError), _alone(index.with_suffix(".lock"), fcntl.LOCK_NB):
+            index.unlink(missing_ok=True)
+            index.with_suffix(".tensors").unlink(missing_ok=True)
+
+
+def _age(path: Path) -> int:
+    """When it was written; another worker may have removed it."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other worker is in the block; one that is killed there leaves it."""
-    with open(folder / "lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def _alone(path: Path, more: int = 0) -> Iterator[None]:
+    """No other worker is in a block of this lock; one that is killed there leaves it. Raises BlockingIOError instead of
+    waiting where ``more`` is LOCK_NB."""
+    with open(path, "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | more)
         yield

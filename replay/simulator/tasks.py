@@ -29,6 +29,8 @@ Result: TypeAlias = list[Played] | list[Followed] | list[tuple[AnchorDrafts, ...
 
 # Tasks for each worker, so that none waits long for the last of another.
 _EACH = 4
+# Large heads that workers of a machine lay out for each other at a time (shared_heads.py).
+MOST_LAID_OUT = 4
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,26 @@ def plan_tasks(
     places = [tuple(pack) for pack in plan_packs(trace, asked)]
     packs = [tuple(trace.records[place].request_id for place in pack) for pack in places]
     followed = [_of(rounds, pack) for pack in packs]
-    lots = list(_lots(plans, _EACH * workers / max(1, len(packs))))
+    lots = _by_head(list(_lots(plans, _EACH * workers / max(1, len(packs)))), variants)
     asked_of = [tuple(variants[member] for member in lot) for lot in lots]
     tasks = [
         Task(asked_of[lot], lots[lot], packs[pack], places[pack], followed[pack], scales, served_products, confidence)
-        for pack, lot in _turns(len(packs), len(lots), _EACH * workers)
+        for pack, lot in _turns(len(packs), len(lots), _at_once(len(packs), variants, workers))
     ]
     return Planned(tasks, sum(map(len, packs)), [plan.members[0] for plan in plans], [plan.sampled for plan in plans])
+
+
+def _by_head(lots: list[tuple[int, ...]], variants: Sequence[ResolvedVariant]) -> list[tuple[int, ...]]:
+    """Those of one head side by side, in the order in which heads come first."""
+    first = {variants[lot[0]].draft: place for place, lot in reversed(list(enumerate(lots)))}
+    return sorted(lots, key=lambda lot: first[variants[lot[0]].draft])
+
+
+def _at_once(packs: int, variants: Sequence[ResolvedVariant], workers: int) -> int:
+    """How many packs go under every lot before the next packs: all of them, where the heads of all lots are more than
+    lie ready at a time, because these would be laid out again and again."""
+    heads = len({variant.draft for variant in variants})
+    return max(1, packs) if heads > MOST_LAID_OUT else _EACH * workers
 
 
 def _turns(packs: int, lots: int, at_once: int) -> Iterator[tuple[int, int]]:

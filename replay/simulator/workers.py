@@ -6,6 +6,7 @@ of them share the pages of one file. A worker that is killed loses its task, whi
 """
 
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -230,7 +231,7 @@ _replayer: Replayer | None = None
 def _begin(job: Job, parent: int, devices: Sequence[str], turns: Path) -> None:
     global _job
     _job = replace(job, device=devices[take_turn(turns) % len(devices)])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent, turns.parent), daemon=True).start()
 
 
 def take_turn(folder: Path) -> int:
@@ -245,10 +246,12 @@ def take_turn(folder: Path) -> int:
             return number
 
 
-def _end_with(parent: int, pause: float = 1.0, end: Callable[[int], object] = os._exit) -> None:
-    """End this process when the one that started it is gone, however it went."""
+def _end_with(parent: int, folder: Path, pause: float = 1.0, end: Callable[[int], object] = os._exit) -> None:
+    """End this process when the one that started it is gone, however it went. One that was killed could not remove the
+    ``folder`` of its heads, which then goes here."""
     while os.getppid() == parent:
         time.sleep(pause)
+    shutil.rmtree(folder, ignore_errors=True)
     end(1)
 
 

@@ -11,7 +11,7 @@ from support.trace_maker import make_four, write_trace
 
 import replay
 from replay.checkpoint.config import parse_config
-from replay.head.held import stacked_already
+from replay.head.held import Held, address_of, stack_rows
 from replay.head.model import Head
 from replay.head.products import Execution
 from replay.simulator.binding import resolve
@@ -113,10 +113,47 @@ def test_shared_weights_are_those_of_a_head_by_itself(precision: str, tmp_path: 
         assert all(torch.equal(alone._parts.gate_up[name], one) for name, one in head._parts.gate_up.items())
 
 
-def test_rows_of_one_stack_are_known_again() -> None:
-    whole = torch.arange(24.0).view(6, 4).clone()
-    parts = list(whole.split([1, 3, 2]))
-    found = stacked_already(parts)
-    assert found is not None and torch.equal(found, whole) and found.data_ptr() == whole.data_ptr()
-    for strange in (parts[:2], parts[1:], parts[::-1], [parts[0], parts[1].clone(), parts[2]], [whole.T]):
-        assert stacked_already(strange) is None
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["as stored", "cast"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
+def test_a_part_that_is_rounded_takes_the_others_from_nobody(
+    dtype: torch.dtype, order: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Heads of the same q, k and v have one stack of them, whoever stacked k and v with another q before."""
+    precisions = ("bf16", "bf16+layers.0.self_attn.q_proj.weight=int8", "bf16+kv=fp8")
+    variants = [varied(precision=precisions[number]) for number in order]
+    found = dict(zip(order, heads_of_sweep(INVENTED, variants, tmp_path, dtype), strict=True))
+    (plain,), (rounded,), (third,) = (found[number]._attention.weights for number in range(3))
+    assert third is plain and bytes_of(list(found.values())) == bytes_of([found[0], found[1]])
+    assert not torch.equal(rounded, plain) and rounded.data_ptr() != plain.data_ptr()
+
+
+def test_rows_that_lie_so_are_not_joined_anew() -> None:
+    whole = torch.arange(48.0).reshape(12, 4)
+    assert whole.data_ptr() % 64 == 0
+    parts = list(whole.split([4, 7, 1]))
+    for some, rows in ((parts, whole), (parts[:2], whole[:11]), (parts[1:], whole[4:]), ([whole], whole)):
+        found = stack_rows(some)
+        assert found.data_ptr() == rows.data_ptr() and torch.equal(found, rows) and found.stride() == rows.stride()
+    leaf = whole.clone().requires_grad_()
+    q, k, v = parts
+    strange = (parts[::-1], [q, v], [q, k.clone(), v], [q[:3], k, v], [whole.T], list(leaf.split([4, 7, 1])))
+    for some in (*strange, [whole[1:4], whole[4:]]):
+        found = stack_rows(some)
+        assert torch.equal(found, torch.cat(some)) and found.data_ptr() not in {one.data_ptr() for one in some}
+
+
+def test_what_no_head_runs_is_forgotten() -> None:
+    """Of two stacks one goes, and what both had is now a row of the other; nothing is made again for that one."""
+    held, (q, k) = Held(), (torch.rand(2, 16), torch.rand(3, 16))
+
+    def ready(one: torch.Tensor, how: str) -> torch.Tensor:
+        return held.ready(one, how, lambda: one + len(how))
+
+    first = held.join([ready(q, "round"), ready(k, "")])
+    second = held.join([ready(q, ""), ready(k, "")])
+    assert address_of(ready(k, "")) == address_of(first) != address_of(second)
+    held.keep({address_of(second)})
+    assert held.join([ready(q, ""), ready(k, "")]) is second and address_of(ready(k, "")) == address_of(second)
+    assert torch.equal(ready(k, ""), k) and address_of(ready(q, "round")) != address_of(first)
+    held.keep(set())
+    assert not held._ready and not held._sources and not held._stacks and not held._keys

@@ -8,10 +8,11 @@ from support.here import Here
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 
 import replay
+from replay.head.held import address_of
 from replay.simulator import groups
 from replay.simulator.binding import resolve
 from replay.simulator.inputs import plan_packs
-from replay.simulator.tasks import plan_tasks
+from replay.simulator.tasks import MOST_LAID_OUT, plan_tasks
 from replay.traces.reader import Trace
 
 HEAD = make_checkpoint()
@@ -52,6 +53,30 @@ def test_packs_follow_each_other_under_the_same_variants(trace: Trace, monkeypat
     monkeypatch.setattr("replay.simulator.tasks._EACH", 1)
     narrow = [members for members, _ in groupby(planned(trace, 1), key=lambda task: task.members)]
     assert len(narrow) == many * lots
+
+
+@pytest.mark.parametrize("heads", [4, 5])
+def test_more_heads_than_lie_ready_come_one_after_the_other(trace: Trace, heads: int) -> None:
+    """Each of them once for all packs, also where a sweep names them by turns; fewer come again with the next packs."""
+    names = [f"h{number}" for number in range(heads)]
+    variants = [replay.Variant(name, WIRING, 1, precision=one) for one in PRECISIONS for name in names]
+    resolved = [resolve(one, HEAD, trace) for one in variants]
+    tasks = plan_tasks(trace, dict.fromkeys(names, HEAD), resolved, None, 1).tasks
+    order = [name for name, _ in groupby(task.variants[0].draft for task in tasks)]
+    turns = 1 if heads > MOST_LAID_OUT else -(-len(list(plan_packs(trace))) // 4)
+    assert order == names * turns and (turns > 1) == (heads == 4)
+
+
+def test_heads_of_other_tasks_share_their_weights(trace: Trace) -> None:
+    """In a worker too; what none of its heads has any more leaves memory."""
+    hands = Here(trace, {"h": HEAD})
+    precisions = ["bf16", "bf16+kv=fp8", "bf16+layers.0.mlp.down_proj.weight=int8"]
+    replay.simulate(trace, {"h": HEAD}, replay.sweep(draft=["h"], wiring=[WIRING], precision=precisions), workers=hands)
+    heads = [one.head for one in hands.replayer._made.values()]
+    assert len(heads) == 2 and len({*map(id, (one._attention.weights[0] for one in heads))}) == 1
+    used = {address for head in heads for address in head.storages}
+    stacked = hands.replayer._held._stacks.values()
+    assert len(stacked) == 2 and {address_of(one) for one in stacked} <= used
 
 
 def test_a_head_is_made_once_for_variants_that_share_its_weights(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
