@@ -8,11 +8,11 @@ with its kernels. So it never grows stale, and may be thrown away at any time, a
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.hub import step_of
@@ -31,7 +31,7 @@ from replay.simulator.cache_keys import (
 from replay.simulator.groups import check_variants, without_drafting
 from replay.simulator.held import requests_with_taps
 from replay.simulator.progress import ReplayProgress
-from replay.simulator.results import describe_trace, describe_wirings
+from replay.simulator.results import describe_trace, describe_wirings, join_notes
 from replay.simulator.simulation import simulate
 from replay.simulator.tasks import Workers
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
@@ -278,7 +278,7 @@ def _together(
         for name, variant, part in zip(names, variants, parts, strict=True)
     ]
     tables = [part.table.with_columns(variant=pl.lit(name)) for name, part in zip(names, parts, strict=True)]
-    heads: dict[str, list[Mapping[str, object]]] = {}
+    heads: dict[str, list[Mapping[str, Any]]] = {}
     for variant, part in zip(variants, parts, strict=True):
         heads.setdefault(variant.draft, []).extend(part.drafts.values())
     return Rounds(
@@ -291,12 +291,8 @@ def _together(
                 **said[0],
                 "path": checkpoints[name].path,
                 "step": step_of(checkpoints[name].path),
-                "notes": _notes(said),
+                "notes": join_notes(checkpoints[name], (one["notes"] for one in said)),
             }
             for name, said in heads.items()
         },
     )
-
-
-def _notes(said: Iterable[Mapping[str, object]]) -> list[str]:
-    return list(dict.fromkeys(note for one in said for note in one["notes"]))  # type: ignore[attr-defined]
