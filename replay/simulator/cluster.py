@@ -17,7 +17,7 @@ from typing import Any
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.errors import WorkerError
 from replay.printable import counted
-from replay.simulator.cache_keys import kernels_of
+from replay.simulator.cache_keys import kernels_of, say_unlike
 from replay.simulator.cluster_nodes import GPUS, THREADS, Nodes, check_cluster_device, get, needed_for, options_of
 from replay.simulator.connection import check_address, connected
 from replay.simulator.replayer import HeadSource, Job, Replayer
@@ -206,8 +206,7 @@ def _given_gpu(given: Sequence[str]) -> str:
 
 def _check_kernels(expected: tuple[str | int, ...], found: tuple[str | int, ...]) -> None:
     if found != expected:
-        differ = ", ".join(f"{a} and {b}" for a, b in zip(expected, found, strict=False) if a != b)
         raise WorkerError(
-            f"workers of the Ray cluster round differently ({differ}), so that rounds would depend on which of them "
-            "replays; use nodes and GPUs that are alike"
+            f"workers of the Ray cluster round differently ({say_unlike(expected, found)}), so that rounds would "
+            "depend on which of them replays; use nodes and GPUs that are alike"
         )

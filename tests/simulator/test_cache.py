@@ -17,14 +17,17 @@ from support.served_maker import make_checkpoint, make_served
 from support.trace_maker import H, V, make_four, make_header, make_requests, make_weights, write_trace
 
 import replay
+from replay import narrow_products
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.cli.app import cli
 from replay.errors import OutputError, UsageError, WiringError
+from replay.narrow_products import has_kernels
 from replay.simulator import cache as module
+from replay.simulator import cache_keys as keys
 from replay.simulator.agreement import with_agreement
 from replay.simulator.cache import check_cache_folder, open_cache, simulate_cached
 from replay.simulator.cache_files import Entries
-from replay.simulator.cache_keys import kernels_of, trace_sha256
+from replay.simulator.cache_keys import instructions, kernels_of, trace_sha256
 from replay.simulator.variant import Variant
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
@@ -325,6 +328,27 @@ def test_kernels_that_an_environment_narrows_are_others(monkeypatch: pytest.Monk
     found = {kernels_of("cpu"), kernels_of("cpu", torch.get_num_threads() + 1)}
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert len(found | {kernels_of("cpu")}) == 3
+
+
+def test_instructions_that_torch_does_not_tell_apart_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An AVX512 CPU with and without products of bf16; one that tells nothing is called as the system calls it."""
+    found = {kernels_of("cpu")}
+    monkeypatch.setattr(keys, "instructions", lambda: "avx512_bf16 of another")
+    found.add(kernels_of("cpu"))
+    for other in (torch.bfloat16, torch.float16):
+        monkeypatch.setattr(narrow_products, "has_kernels", lambda dtype, o=other: has_kernels(dtype) != (dtype == o))
+        found.add(kernels_of("cpu"))
+    assert len(found) == 4
+    (tmp_path / "x86").write_text(
+        "model\t: fma\nflags\t: smep sse2 fma avx avx512_bf16 amx_tile avx2\n\nflags\t: avx\n"
+    )
+    (tmp_path / "arm").write_text("Features\t: fp asimd bf16 sve\n")
+    assert instructions(tmp_path / "x86") == "amx_tile avx avx2 avx512_bf16 fma"
+    assert instructions(tmp_path / "arm") == "bf16 sve"
+    monkeypatch.setattr("platform.processor", lambda: "a CPU")
+    assert instructions(tmp_path / "none") == "a CPU"
 
 
 def test_two_sweeps_may_write_one_entry_at_once(
