@@ -128,8 +128,10 @@ class _UnderWay:
     _waiting: deque[int] = field(default_factory=deque)
     _handed: dict[Any, tuple[int, frozenset[str]]] = field(default_factory=dict)
     _put_back: dict[int, int] = field(default_factory=dict)
+    _remote: Any = None
 
     def __post_init__(self) -> None:
+        self._remote = self.ray.remote(_replay)  # once: Ray sends each that is made to all nodes
         self._waiting.extend(range(len(self.tasks)))
 
     @property
@@ -142,7 +144,7 @@ class _UnderWay:
         if not nodes:
             return
         where = {"ray.io/node-id": f"in({','.join(sorted(nodes))})"}
-        remote = self.ray.remote(_replay).options(
+        remote = self._remote.options(
             max_retries=_RETRIES, scheduling_strategy="SPREAD", label_selector=where, **options_of(self.device)
         )
         while self._waiting and len(self._handed) < most:
