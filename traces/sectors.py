@@ -120,6 +120,11 @@ def mark_used(path: str) -> None:
         os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
 
 
+def is_at_work(told: os.stat_result) -> bool:
+    """Whether another process may be writing a temporary file still."""
+    return time.time_ns() - told.st_mtime_ns < _AT_WORK
+
+
 def bound() -> int:
     """Bytes that the cache may hold: $REPLAY_CACHE_GB, or 20 GB. Raises UsageError for no such number."""
     text = os.environ.get("REPLAY_CACHE_GB") or str(_DEFAULT_GB)
@@ -231,6 +236,6 @@ def _files(folder: str) -> Iterator[tuple[int, int, str]]:
                 told = os.lstat(path)
             except OSError:
                 continue
-            if name.endswith(_TEMPORARY) and time.time_ns() - told.st_mtime_ns < _AT_WORK:
-                continue  # another process writes it
+            if name.endswith(_TEMPORARY) and is_at_work(told):
+                continue
             yield told.st_atime_ns, told.st_size, path

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from replay.errors import TraceError
 from replay.traces import files
-from replay.traces.sectors import bound, mark_used
+from replay.traces.sectors import bound, is_at_work, mark_used
 
 _NAME = re.compile(r"([0-9a-f]{64})\.(parquet|npz|sha256)", re.ASCII)  # what else lies there is not ours
+# Of a writer, who removes it unless somebody kills it: files.py and rounds_file.py name them so.
+_TEMPORARY = re.compile(r"\.?[0-9a-f]{64}\.(parquet|npz|sha256)\.[0-9]+\.[0-9a-f]{8}\.(part|tmp)", re.ASCII)
 _SHARE = 20  # of its bound so much (1/20) is written before the entries are counted again
 
 
@@ -59,29 +61,33 @@ class Entries:
         self.written = 0
         found = sorted(_entries(self.folder))
         held = sum(size for _, size, _ in found)
-        for _, size, name in found:
+        for _, size, paths in found:
             if held <= most - most // _SHARE * 2:
                 return
-            _delete(self.folder / name[:2] / name)
+            for path in paths:
+                with suppress(OSError):  # another process was first
+                    os.unlink(path)
             held -= size
 
 
-def _entries(folder: Path) -> Iterator[tuple[int, int, str]]:
-    """Of each entry when it was used, its bytes and its name without an ending."""
-    used: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+def _entries(folder: Path) -> Iterator[tuple[int, int, list[Path]]]:
+    """Of each entry when it was used, its bytes and its files, the checksum first; so of what a killed writer left."""
+    found: dict[str, list[tuple[int, int, Path]]] = {}
     for place in folder.glob("[0-9a-f][0-9a-f]"):
         for path in place.iterdir() if place.is_dir() else ():
-            found = _NAME.fullmatch(path.name)
             with suppress(OSError):  # another process was first
                 told = os.lstat(path)
-                if found is not None:
-                    used[found[1]] = max(used.get(found[1], 0), told.st_atime_ns)
-                    sizes[found[1]] = sizes.get(found[1], 0) + told.st_size
-    yield from ((used[name], sizes[name], name) for name in used)
+                name = _name_of(path.name, told)
+                if name is not None:
+                    found.setdefault(name, []).append((told.st_atime_ns, told.st_size, path))
+    for parts in found.values():
+        times, sizes, paths = zip(*parts, strict=True)
+        yield max(times), sum(sizes), sorted(paths, key=lambda path: path.suffix != ".sha256")
 
 
-def _delete(entry: Path) -> None:
-    for ending in (".sha256", ".npz", ".parquet"):
-        with suppress(OSError):
-            os.unlink(entry.with_suffix(ending))
+def _name_of(name: str, told: os.stat_result) -> str | None:
+    """What a file counts to: an entry, or itself if its writer was killed; None for what is not ours to delete."""
+    entry = _NAME.fullmatch(name)
+    if entry is not None:
+        return entry[1]
+    return name if _TEMPORARY.fullmatch(name) and not is_at_work(told) else None

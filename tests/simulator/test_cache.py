@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +170,35 @@ def test_a_cache_keeps_its_bound_and_what_was_used_last(
     none = simulate_cached(None, trace, {"h": head}, variants(), agreement=False)
     assert plain(cached(folder, trace, head, variants())) == plain(none)
     assert sorted(path.stat().st_size for path in folder.rglob("*.*"))[-3:] == [10 * size] * 3
+
+
+def test_what_killed_writers_left_counts_and_goes(
+    tmp_path: Path, trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may be somebody's for an hour. The names are those that the writers give."""
+    names, real = list[str](), os.replace
+
+    def replaced(source: Path, target: Path) -> None:
+        names.append(Path(source).name)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    cached(tmp_path / "c", trace, head, variants()[:1])
+    monkeypatch.setattr(os, "replace", real)
+    assert len(names) == 2
+    for age, folder in ((3000, tmp_path / "young"), (4000, tmp_path / "old")):
+        for name in (*names, "notes.part"):
+            (folder / "ab").mkdir(parents=True, exist_ok=True)
+            (folder / "ab" / name).write_bytes(bytes(1000))
+            then = time.time() - age
+            os.utime(folder / "ab" / name, (then, then))
+    monkeypatch.setenv("REPLAY_CACHE_GB", f"{1100 / 1e9}")
+    for folder, stay in ((tmp_path / "young", [*names, "notes.part"]), (tmp_path / "old", ["notes.part"])):
+        (folder / "cd").mkdir()
+        entry = folder / "cd" / f"{'0' * 64}.npz"
+        entry.write_bytes(bytes(100))
+        Entries(folder).count(entry)
+        assert sorted(one.name for one in (folder / "ab").iterdir()) == sorted(stay) and entry.exists()
 
 
 def test_an_entry_that_another_process_deletes_is_replayed_again(
