@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -79,11 +80,20 @@ class Cache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
-            self.write_bytes(path.with_suffix(".sha256"), files.sha256_of(path).encode())
+            self._write_sum(path)
             self.entries.count(path)
         except OSError as error:
             folder = self.entries.folder
             raise OutputError(f"cannot write to {folder}: {error.strerror}; choose another --cache") from error
+
+    def _write_sum(self, path: Path) -> None:
+        """Where two write an entry at once, the checksum of one may come after the file of the other: whoever wrote a
+        checksum last looks again, so that in the end the two belong together. Raises OSError."""
+        written = ""
+        with suppress(TraceError):  # another process has deleted the file
+            while (found := files.sha256_of(path)) != written:
+                written = found
+                self.write_bytes(path.with_suffix(".sha256"), written.encode())
 
     def write_bytes(self, path: Path, data: bytes) -> None:
         """A file of an entry, whoever else writes the same one at once. Raises OSError."""

@@ -6,6 +6,7 @@ not there whole is replayed again.
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from replay.traces.sectors import bound, is_at_work, mark_used
 _NAME = re.compile(r"([0-9a-f]{64})\.(parquet|npz|sha256)", re.ASCII)  # what else lies there is not ours
 # Of a writer, who removes it unless somebody kills it: files.py and rounds_file.py name them so.
 _TEMPORARY = re.compile(r"\.?[0-9a-f]{64}\.(parquet|npz|sha256)\.[0-9]+\.[0-9a-f]{8}\.(part|tmp)", re.ASCII)
+_NEW = 60.0  # seconds in which whoever wrote an entry's file may not have written its checksum
+_PAUSE = 0.1  # seconds, many times what a checksum takes
 _SHARE = 20  # of its bound so much (1/20) is written before the entries are counted again
 
 
@@ -36,8 +39,7 @@ class Entries:
     def holds(self, path: Path) -> bool:
         """Whether an entry's file is there with the bytes that its checksum names: it counts as used now."""
         try:
-            expected = files.read_small(path.with_suffix(".sha256"), 64).decode("ascii", "replace")
-            whole = files.sha256_of(path) == expected
+            whole = _belong(path) or (_is_new(path) and _belong(path))
         except TraceError:
             return False  # not there, or not any more
         if whole:
@@ -68,6 +70,21 @@ class Entries:
                 with suppress(OSError):  # another process was first
                     os.unlink(path)
             held -= size
+
+
+def _belong(path: Path) -> bool:
+    """Whether an entry's file is that of its checksum. Raises TraceError."""
+    expected = files.read_small(path.with_suffix(".sha256"), 64).decode("ascii", "replace")
+    return files.sha256_of(path) == expected
+
+
+def _is_new(path: Path) -> bool:
+    """Whether another sweep may be between an entry's file and its checksum; after time enough for it."""
+    with suppress(OSError):
+        if time.time() - os.stat(path).st_mtime < _NEW:
+            time.sleep(_PAUSE)
+            return True
+    return False
 
 
 def _entries(folder: Path) -> Iterator[tuple[int, int, list[Path]]]:

@@ -30,6 +30,7 @@ from replay.simulator.cache import check_cache_folder, open_cache, simulate_cach
 from replay.simulator.cache_files import Entries
 from replay.simulator.cache_keys import instructions, kernels_of, trace_sha256
 from replay.simulator.variant import Variant
+from replay.traces import files
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
@@ -397,6 +398,48 @@ def test_two_sweeps_may_write_one_entry_at_once(
     monkeypatch.setattr(os, "fsync", fsync)
     cache.write_bytes(tmp_path / "c" / "entry", b"mine")
     assert [(one.name, one.read_bytes()) for one in (tmp_path / "c").iterdir()] == [("entry", b"mine")]
+
+
+def test_two_sweeps_that_write_one_entry_leave_it_whole(
+    tmp_path: Path, trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other writes file and checksum after this one took its own file's checksum, and before it writes that."""
+    cache = open_cache(tmp_path / "c", trace, {"h": head}, "cpu", agreement=False)
+    assert cache is not None
+    path = tmp_path / "c" / "ab" / f"{'0' * 64}.npz"
+    real, others = files.sha256_of, [b"other"]
+
+    def sha256_of(asked: Path) -> str:
+        found = real(asked)
+        if others:
+            data = others.pop()
+            cache.write(path, lambda: cache.write_bytes(path, data))
+        return found
+
+    monkeypatch.setattr(files, "sha256_of", sha256_of)
+    cache.write(path, lambda: cache.write_bytes(path, b"mine"))
+    assert path.read_bytes() == b"other" and not others and cache.entries.holds(path)
+    cache.write(path.with_suffix(".parquet"), lambda: None)  # a third process has deleted its file
+    assert not cache.entries.holds(path.with_suffix(".parquet"))
+
+
+def test_an_entry_that_is_being_written_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is there anew, and its checksum comes while this process waits; an old one is damaged at once."""
+    said, slept = list[str](), list[float]()
+    path = tmp_path / f"{'0' * 64}.npz"
+    path.write_bytes(b"new")
+    total = path.with_suffix(".sha256")
+    total.write_text("0" * 64)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        total.write_text(files.sha256_of(path))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert Entries(tmp_path, said.append).holds(path) and slept and not said
+    os.utime(path, (0, 0))
+    path.with_suffix(".sha256").write_text("0" * 64)
+    assert not Entries(tmp_path, said.append).holds(path) and len(slept) == len(said) == 1
 
 
 def test_a_trace_that_is_recorded_still_is_not_kept(tmp_path: Path, head: Checkpoint) -> None:
