@@ -14,7 +14,7 @@ from typing import Any
 from replay.traces.addresses import address_of, is_address, parse_address, place_of
 from replay.traces.files import as_path
 from replay.traces.object_store import Entry, list_folder, read_range
-from replay.traces.sectors import SECTOR, check_same, mark_used, unwritable, write_file
+from replay.traces.sectors import SECTOR, check_room, check_same, mark_used, unwritable, write_file
 
 _TENSORS = (".safetensors", ".bin")  # of files that are read by ranges, or whole when they are loaded
 _FILES = (".json", ".parquet", ".lock", *_TENSORS)
@@ -73,8 +73,11 @@ class _Folder:
         sizes = (0, entry.size) if _has_tensors(place) else (entry.size,)
         if told is not None and told.st_size in sizes and told.st_mtime_ns == _stamp(entry):
             mark_used(place)
+        elif _has_tensors(place):
+            write_file(place, (), stamp=_stamp(entry))
         else:
-            write_file(place, () if _has_tensors(place) else _whole(entry), stamp=_stamp(entry))
+            check_room(entry)
+            write_file(place, _whole(entry), stamp=_stamp(entry))
 
     def _clear(self, kept: Collection[str]) -> None:
         """Make the folder, without files that do not lie there any more."""
@@ -120,13 +123,15 @@ def entry_of(path: "str | os.PathLike[str]") -> Entry | None:
 
 
 def local_file(path: Path) -> Path:
-    """``path`` itself, or the whole of a file elsewhere in the cache. Raises StorageError, OutputError."""
+    """``path`` itself, or the whole of a file elsewhere in the cache. Raises StorageError, and OutputError where the
+    cache has no room for it."""
     entry = entry_of(path)
     if entry is None:
         return path
     place = place_of(entry.address)
     os.fspath(path)
     if not _is_whole(place, entry):
+        check_room(entry)
         write_file(place, _whole(entry), stamp=_stamp(entry), sync=True)
     mark_used(place)
     return path

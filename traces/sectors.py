@@ -120,6 +120,21 @@ def mark_used(path: str) -> None:
         os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
 
 
+def check_room(entry: Entry) -> None:
+    """Raises OutputError for a file that the cache would have to delete as soon as all of it is there."""
+    room = _room(bound())
+    if entry.size > room:
+        raise OutputError(
+            f"{entry.address} holds {entry.size / 1e9:.3g} GB and is needed whole, and the local cache keeps "
+            f"{room / 1e9:.3g} GB at most; set REPLAY_CACHE_GB to {entry.size * 1.15 / 1e9:.3g} or more"
+        )
+
+
+def is_at_work(told: os.stat_result) -> bool:
+    """Whether another process may be writing a temporary file still."""
+    return time.time_ns() - told.st_mtime_ns < _AT_WORK
+
+
 def bound() -> int:
     """Bytes that the cache may hold: $REPLAY_CACHE_GB, or 20 GB. Raises UsageError for no such number."""
     text = os.environ.get("REPLAY_CACHE_GB") or str(_DEFAULT_GB)
@@ -215,11 +230,16 @@ def _count(size: int) -> None:
     found = sorted(_files(folder))
     held = sum(size for _, size, _ in found)
     for _, size, path in found:
-        if held <= most - most // _SHARE * 2:
+        if held <= _room(most):
             return
         with suppress(OSError):  # another process was first
             os.unlink(path)
         held -= size
+
+
+def _room(most: int) -> int:
+    """What may stay of ``most`` bytes, so that several processes can write before they count again."""
+    return most - most // _SHARE * 2
 
 
 def _files(folder: str) -> Iterator[tuple[int, int, str]]:
@@ -231,6 +251,6 @@ def _files(folder: str) -> Iterator[tuple[int, int, str]]:
                 told = os.lstat(path)
             except OSError:
                 continue
-            if name.endswith(_TEMPORARY) and time.time_ns() - told.st_mtime_ns < _AT_WORK:
-                continue  # another process writes it
+            if name.endswith(_TEMPORARY) and is_at_work(told):
+                continue
             yield told.st_atime_ns, told.st_size, path

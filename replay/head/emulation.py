@@ -7,7 +7,6 @@ and up, are one product in a server: they share its input, and a scale per tenso
 Suffixes as in model.py.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +24,7 @@ from replay.head.products import Execution, ProductSizes, multiply
 from replay.head.quantise import LARGEST, largest_magnitude, quantise, quantise_weight
 
 _NOT_FINITE = "rows of logits are not finite (there argmax drafts the first NaN, as in a server)"
+_OF_DTYPE = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class _Product:
 
 
 class Emulation:
-    """The precision of one head, and counts of what it did to the numbers."""
+    """The precision of one head, and what it did to the numbers that they cannot bear."""
 
     def __init__(self, precision: Precision, config: HeadConfig, profile: EngineProfile, dtype: torch.dtype) -> None:
         """``dtype`` is what the head runs in. A format that is this dtype's own grid changes nothing and is dropped."""
@@ -47,12 +47,12 @@ class Emulation:
         logits = precision.logits
         self.logits_dtype = dtype if logits is None else getattr(torch, PRECISIONS[logits.grid])
         self._products = self._plan_products()
-        # Counting reads every number once more, and in fp32 and bf16 nothing overflows that was finite in the trace.
-        self._counts = dtype == torch.float16 or bool(precision.rules or precision.features or precision.kv)
-        # Sums stay on the device until somebody asks: to read one would wait for all that was started there.
-        self._beyond: dict[str, Tensor] = {}
-        self._overflowed: dict[str, Tensor] = {}
-        self._rows: Counter[str] = Counter()
+        # To look reads every number once more, and in fp32 and bf16 nothing overflows that was finite in the trace.
+        self._looks = dtype == torch.float16 or bool(precision.rules or precision.features or precision.kv)
+        # Whether it happened stays on the device until somebody asks: to read it would wait for all that was started
+        # there. How often depends on the passes that variants share, and on who else replays.
+        self._of_weights: dict[str, Tensor] = {}
+        self._in_passes: dict[str, Tensor] = {}
         self._short_groups: list[str] = []
 
     def _needed(self, form: Format | None) -> Format | None:
@@ -100,12 +100,13 @@ class Emulation:
         form = self._form(name)
         if form is not None:
             self._note_short_group(name, weight.shape[-1], form)
-            self._count_beyond(name, weight, form)
+            self._note_beyond(self._of_weights, name, weight, form)
             how = (form, dtype, device, *map(id, together))
             return held.ready(weight, how, lambda: _quantised(weight.to(device), form, dtype, together))
         cast = weight.to(device=device, dtype=self._dtype) if self._dtype == torch.float16 else weight
         if self._dtype == torch.float16:
-            _count(self._beyond, f"values of {name} became infinite in fp16", cast.isinf() & ~weight.to(device).isinf())
+            infinite = cast.isinf() & ~weight.to(device).isinf()
+            _note(self._of_weights, f"values of {name} became infinite in fp16", infinite)
         return held.ready(
             weight, (self._dtype, dtype, device), lambda: cast.to(device=device, dtype=self._dtype).to(dtype)
         )
@@ -136,18 +137,18 @@ class Emulation:
         """Features as they are handed over: each tap of a row has a scale of its own."""
         out_RKD = features_RKD
         if self._features is not None:
-            self._count_beyond("the features", features_RKD, self._features)
+            self._note_beyond(self._in_passes, "the features", features_RKD, self._features)
             taps = features_RKD.unflatten(-1, (-1, self._config.target_hidden_size))
             out_RKD = quantise(taps, self._features).flatten(-2)
         out_RKD = out_RKD.to(self._dtype)
-        self._count_overflow("the features", features_RKD, out_RKD)
+        self._note_overflow("the features", features_RKD, out_RKD)
         return out_RKD
 
     def entering(self, product: str, x_RI: Tensor) -> Tensor:
         """The input of a product as its kernel takes it, in the dtype in which it is summed."""
         planned = self._products[product]
         if planned.entering is not None:
-            self._count_beyond(f"the input of {product}", x_RI, planned.entering)
+            self._note_beyond(self._in_passes, f"the input of {product}", x_RI, planned.entering)
             x_RI = quantise(x_RI, planned.entering)
         return x_RI.to(planned.dtype)
 
@@ -156,9 +157,9 @@ class Emulation:
         out_RO = out_RO.to(self.logits_dtype if product == "lm_head" else self._dtype)
         if product == "lm_head":
             # A row with NaN has nothing but NaN logits. Where nothing overflows, its input tells that at no cost.
-            finite_R = _finite_rows(out_RO if self._counts else x_RI)
-            _count(self._beyond, _NOT_FINITE, ~finite_R)
-        self._count_overflow(product, x_RI, out_RO)
+            finite_R = _finite_rows(out_RO if self._looks else x_RI)
+            _note(self._in_passes, _NOT_FINITE, ~finite_R)
+        self._note_overflow(product, x_RI, out_RO)
         return out_RO
 
     def stored(self, kv_RMH: Tensor) -> Tensor:
@@ -169,40 +170,41 @@ class Emulation:
         """
         if self._kv is None:
             return kv_RMH
-        self._count_beyond("keys and values", kv_RMH, self._kv)
+        self._note_beyond(self._in_passes, "keys and values", kv_RMH, self._kv)
         return quantise(kv_RMH, self._kv).to(kv_RMH.dtype)
 
-    # ---- counts ----
+    # ---- notes ----
 
-    def _count_beyond(self, what: str, x: Tensor, form: Format) -> None:
+    def _note_beyond(self, notes: dict[str, Tensor], what: str, x: Tensor, form: Format) -> None:
         if form.is_dtype:
             infinite = x.to(getattr(torch, PRECISIONS[form.grid])).isinf() & ~x.isinf()
-            _count(self._beyond, f"values of {what} became infinite in {form.grid}", infinite)
+            _note(notes, f"values of {what} became infinite in {form.grid}", infinite)
         elif form.fixed is not None:
             top = LARGEST[form.grid] * form.fixed
-            said = f"values of {what} lay beyond {top:g} and were clipped in {form.grid}"
-            _count(self._beyond, said, x.abs() > top)
+            _note(notes, f"values of {what} lay beyond {top:g} and were clipped to it in {form.grid}", x.abs() > top)
 
-    def _count_overflow(self, what: str, before_RI: Tensor, after_RO: Tensor) -> None:
-        if self._counts:
-            finite_R = _finite_rows(after_RO)
-            self._rows[what] += len(after_RO)
-            _count(self._overflowed, what, ~finite_R & _finite_rows(before_RI))
+    def _note_overflow(self, what: str, before_RI: Tensor, after_RO: Tensor) -> None:
+        if self._looks:
+            dtype = str(after_RO.dtype).removeprefix("torch.")
+            said = f"{what} overflowed in {_OF_DTYPE.get(dtype, dtype)}: finite rows became infinite or NaN"
+            _note(self._in_passes, said, ~_finite_rows(after_RO) & _finite_rows(before_RI))
+
+    def forget_passes(self) -> None:
+        """From here on notes say nothing of the rows that passed before."""
+        self._in_passes.clear()
 
     def notes(self) -> list[str]:
-        """What was clipped or became infinite so far and which groups are short, in words; often nothing."""
-        said = []
+        """That something was clipped or became infinite, and which groups are short, in words; often nothing.
+
+        Not how often, so that it is the same whoever replays with whom; in sorted order.
+        """
+        said = [what for notes in (self._of_weights, self._in_passes) for what, seen in notes.items() if seen]
         if self._short_groups:
             said.append(
-                f"{self._precision}: the inputs of {', '.join(self._short_groups)} are no multiple of the group, whose "
-                "last one is shorter, as GPTQ makes it; many kernels refuse such a weight"
+                f"the inputs of {', '.join(self._short_groups)} are no multiple of the group, whose last one is "
+                "shorter, as GPTQ makes it; many kernels refuse such a weight"
             )
-        beyond, overflowed = _read(self._beyond), _read(self._overflowed)
-        said += [f"{self._precision}: {count:,} {what}" for what, count in beyond.items()]
-        return said + [
-            f"{self._precision}: {what} overflowed in {count:,} of {self._rows[what]:,} rows"
-            for what, count in overflowed.items()
-        ]
+        return [f"{self._precision}: {what}" for what in sorted(said)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +229,10 @@ def _quantised(weight: Tensor, form: Format, dtype: torch.dtype, together: Seque
     return quantise_weight(weight, form, dtype, None if largest is None else largest.to(weight.device))
 
 
-def _count(counts: dict[str, Tensor], what: str, found: Tensor) -> None:
-    """Add how many of ``found`` are true; no synchronisation with a GPU."""
-    number, earlier = found.sum(), counts.get(what)
-    counts[what] = number if earlier is None else earlier + number.to(earlier.device)
-
-
-def _read(counts: Mapping[str, Tensor]) -> dict[str, int]:
-    """Those that are not 0."""
-    return {what: number for what, count in counts.items() if (number := int(count))}
+def _note(notes: dict[str, Tensor], what: str, found: Tensor) -> None:
+    """Note ``what`` if any of ``found`` is true; no synchronisation with a GPU."""
+    seen, earlier = found.any(), notes.get(what)
+    notes[what] = seen if earlier is None else seen | earlier.to(seen.device)
 
 
 def _finite_rows(x_RN: Tensor) -> Tensor:

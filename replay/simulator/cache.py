@@ -8,11 +8,12 @@ with its kernels. So it never grows stale, and may be thrown away at any time, a
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.checkpoint.hub import step_of
@@ -31,7 +32,7 @@ from replay.simulator.cache_keys import (
 from replay.simulator.groups import check_variants, without_drafting
 from replay.simulator.held import requests_with_taps
 from replay.simulator.progress import ReplayProgress
-from replay.simulator.results import describe_trace, describe_wirings
+from replay.simulator.results import describe_trace, describe_wirings, join_notes
 from replay.simulator.simulation import simulate
 from replay.simulator.tasks import Workers
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
@@ -79,11 +80,20 @@ class Cache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
-            self.write_bytes(path.with_suffix(".sha256"), files.sha256_of(path).encode())
+            self._write_sum(path)
             self.entries.count(path)
         except OSError as error:
             folder = self.entries.folder
             raise OutputError(f"cannot write to {folder}: {error.strerror}; choose another --cache") from error
+
+    def _write_sum(self, path: Path) -> None:
+        """Where two write an entry at once, the checksum of one may come after the file of the other: whoever wrote a
+        checksum last looks again, so that in the end the two belong together. Raises OSError."""
+        written = ""
+        with suppress(TraceError):  # another process has deleted the file
+            while (found := files.sha256_of(path)) != written:
+                written = found
+                self.write_bytes(path.with_suffix(".sha256"), written.encode())
 
     def write_bytes(self, path: Path, data: bytes) -> None:
         """A file of an entry, whoever else writes the same one at once. Raises OSError."""
@@ -278,7 +288,7 @@ def _together(
         for name, variant, part in zip(names, variants, parts, strict=True)
     ]
     tables = [part.table.with_columns(variant=pl.lit(name)) for name, part in zip(names, parts, strict=True)]
-    heads: dict[str, list[Mapping[str, object]]] = {}
+    heads: dict[str, list[Mapping[str, Any]]] = {}
     for variant, part in zip(variants, parts, strict=True):
         heads.setdefault(variant.draft, []).extend(part.drafts.values())
     return Rounds(
@@ -291,12 +301,8 @@ def _together(
                 **said[0],
                 "path": checkpoints[name].path,
                 "step": step_of(checkpoints[name].path),
-                "notes": _notes(said),
+                "notes": join_notes(checkpoints[name], (one["notes"] for one in said)),
             }
             for name, said in heads.items()
         },
     )
-
-
-def _notes(said: Iterable[Mapping[str, object]]) -> list[str]:
-    return list(dict.fromkeys(note for one in said for note in one["notes"]))  # type: ignore[attr-defined]

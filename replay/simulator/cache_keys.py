@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+import platform
 from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,17 +28,48 @@ _PACKAGES = ("replay", "replay.traces", "replay.analysis")
 _NARROWING = (
     "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR",
 )  # fmt: skip
+# Instructions that products are summed by, in another order each: as Linux calls them for x86 and for ARM.
+_INSTRUCTIONS = ("avx", "amx", "fma", "sve", "bf16", "i8mm")
+_CPU = Path("/proc/cpuinfo")
 
 
 def kernels_of(device: str, threads: int | None = None) -> tuple[str | int, ...]:
-    """What rounds differently elsewhere: torch, the CPU's instructions, what narrows them, the threads (None: of this
-    process), and a GPU where it runs on one."""
+    """What rounds differently elsewhere: torch, the CPU's instructions, what narrows them, which products oneDNN then
+    has kernels for, the threads (None: of this process), and a GPU where it runs on one."""
     import torch
+
+    from replay.narrow_products import has_kernels
 
     gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
     narrowed = (os.environ.get(name, "") for name in _NARROWING)
     capability = torch.backends.cpu.get_cpu_capability()
-    return torch.__version__, capability, threads or torch.get_num_threads(), gpu, *narrowed
+    narrow = {"bf16-products": torch.bfloat16, "fp16-products": torch.float16}
+    native = " ".join(name for name, dtype in narrow.items() if has_kernels(dtype))
+    return torch.__version__, capability, threads or torch.get_num_threads(), gpu, *narrowed, instructions(), native
+
+
+@cache
+def instructions(told: Path = _CPU) -> str:
+    """Those of the CPU that products may be summed by, in sorted order; what the system calls it where none is told.
+
+    torch tells AVX2 from AVX512, and not whether an AVX512 CPU has those for bf16 or AMX.
+    """
+    try:
+        lines = told.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    return " ".join(sorted(flag for flag in flags.split() if flag.startswith(_INSTRUCTIONS))) or platform.processor()
+
+
+def say_unlike(one: Iterable[str | int], other: Iterable[str | int]) -> str:
+    """In which of the words of ``kernels_of`` two differ; none where one lacks what the other has."""
+    pairs = [(str(a).split(), str(b).split()) for a, b in zip(one, other, strict=False) if a != b]
+    return ", ".join(f"{_lacking(b, a)} and {_lacking(a, b)}" for a, b in pairs)
+
+
+def _lacking(words: list[str], of: list[str]) -> str:
+    return " ".join(word for word in of if word not in words) or "none"
 
 
 def rows_sha256(table: "pl.DataFrame | None") -> str:

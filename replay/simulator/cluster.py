@@ -17,7 +17,7 @@ from typing import Any
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.errors import WorkerError
 from replay.printable import counted
-from replay.simulator.cache_keys import kernels_of
+from replay.simulator.cache_keys import kernels_of, say_unlike
 from replay.simulator.cluster_nodes import GPUS, THREADS, Nodes, check_cluster_device, get, needed_for, options_of
 from replay.simulator.connection import check_address, connected
 from replay.simulator.replayer import HeadSource, Job, Replayer
@@ -128,8 +128,10 @@ class _UnderWay:
     _waiting: deque[int] = field(default_factory=deque)
     _handed: dict[Any, tuple[int, frozenset[str]]] = field(default_factory=dict)
     _put_back: dict[int, int] = field(default_factory=dict)
+    _remote: Any = None
 
     def __post_init__(self) -> None:
+        self._remote = self.ray.remote(_replay)  # once: Ray sends each that is made to all nodes
         self._waiting.extend(range(len(self.tasks)))
 
     @property
@@ -142,7 +144,7 @@ class _UnderWay:
         if not nodes:
             return
         where = {"ray.io/node-id": f"in({','.join(sorted(nodes))})"}
-        remote = self.ray.remote(_replay).options(
+        remote = self._remote.options(
             max_retries=_RETRIES, scheduling_strategy="SPREAD", label_selector=where, **options_of(self.device)
         )
         while self._waiting and len(self._handed) < most:
@@ -206,8 +208,7 @@ def _given_gpu(given: Sequence[str]) -> str:
 
 def _check_kernels(expected: tuple[str | int, ...], found: tuple[str | int, ...]) -> None:
     if found != expected:
-        differ = ", ".join(f"{a} and {b}" for a, b in zip(expected, found, strict=False) if a != b)
         raise WorkerError(
-            f"workers of the Ray cluster round differently ({differ}), so that rounds would depend on which of them "
-            "replays; use nodes and GPUs that are alike"
+            f"workers of the Ray cluster round differently ({say_unlike(expected, found)}), so that rounds would "
+            "depend on which of them replays; use nodes and GPUs that are alike"
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from replay.errors import ReplayError, TraceError, UsageError, WorkerError
-from replay.simulator.cache_keys import kernels_of, program_sha256
+from replay.simulator.cache_keys import kernels_of, program_sha256, say_unlike
 from replay.simulator.replayer import HeadSource, Job
 from replay.traces import files
 from replay.traces.remote import as_source
@@ -201,7 +201,7 @@ def why_unlike(first: str, like: Node, name: str, node: Node) -> str:
     if node.program != like.program:
         return f"node {name} of the Ray cluster has another replay than this; install the same there"
     if node.kernels != like.kernels:
-        differ = ", ".join(f"{a} and {b}" for a, b in zip(like.kernels, node.kernels, strict=False) if a != b)
+        differ = say_unlike(like.kernels, node.kernels)
         return (
             f"nodes {first} and {name} of the Ray cluster round differently ({differ}), so that rounds would "
             "depend on which of them replays; use nodes that are alike"

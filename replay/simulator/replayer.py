@@ -117,6 +117,8 @@ class Replayer:
         """Of each variant of the task what it did. Raises as ``simulate``."""
         with torch.inference_mode():
             groups = self._group(task)
+            for group in groups:  # what a head did in other tasks is theirs to say
+                group.head.emulation.forget_passes()
             if task.confidence:
                 return [self._draft(task, group) for group in groups]
             return self._simulate(task, groups) if task.scales is None else self._follow(task, groups, task.scales)

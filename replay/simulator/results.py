@@ -160,7 +160,6 @@ def describe_head(
 ) -> dict[str, Any]:
     """What a report says of a head, and the notes of all its variants: ``said`` pairs one variant's place with them."""
     config = checkpoint.config
-    notes = [note for place, told in said if variants[place].draft == name for note in told]
     return {
         "family": FAMILY_NAMES[config.family],
         "path": checkpoint.path,
@@ -172,8 +171,14 @@ def describe_head(
         "layer_ids": None if config.layer_ids is None else list(config.layer_ids),
         "stated_wiring": _stated(name, checkpoint, variants, trace),
         "dtype": config.dtype,
-        "notes": list(dict.fromkeys([*checkpoint.notes, *notes])),
+        "notes": join_notes(checkpoint, (told for place, told in said if variants[place].draft == name)),
     }
+
+
+def join_notes(checkpoint: Checkpoint, said: Iterable[Iterable[str]]) -> list[str]:
+    """The notes of a head, and those of all its replays in sorted order: the same whoever replayed which part."""
+    own = dict.fromkeys(checkpoint.notes)
+    return [*own, *sorted({note for told in said for note in told}.difference(own))]
 
 
 def _stated(name: str, checkpoint: Checkpoint, variants: Sequence[ResolvedVariant], trace: Trace) -> list[str] | None:

@@ -89,7 +89,7 @@ def simulate(
             )  # fmt: skip
             check_follow(follow, planned.sampled)
             notes = _take(replay_tasks(hands, planned, on_event), tallies, table)
-            said = [(place, notes.get(place, ())) for place in planned.leading]
+            said = [(place, sorted(notes.get(place, ()))) for place in planned.leading]
     texts = _texts(trace, requests_of(follow, only))
     played_variants = zip(names, resolved, tallies, strict=True)
     return Rounds(
@@ -154,17 +154,15 @@ def _replay_here(
     return [(group.members[0], notes_of(group)) for group in groups]
 
 
-def _take(
-    results: Iterable[tuple[Task, Result]], tallies: Sequence[Tally], table: RoundsTable
-) -> dict[int, tuple[str, ...]]:
-    """Put together what workers did; by variant what its head's notes say."""
-    notes = {}
+def _take(results: Iterable[tuple[Task, Result]], tallies: Sequence[Tally], table: RoundsTable) -> dict[int, set[str]]:
+    """Put together what workers did; by variant what its head's notes say in any of its tasks."""
+    notes: dict[int, set[str]] = {}
     for task, result in results:
         for member, one in zip(task.members, result, strict=True):
             assert isinstance(one, Played)
             tallies[member].take(one)
             table.take(member, one.table)
-            notes[member] = one.notes
+            notes.setdefault(member, set()).update(one.notes)
     return notes
 
 

@@ -357,17 +357,23 @@ def test_trees_agree_with_their_twin(text: str) -> None:
 # ---- what it says of the numbers ----
 
 
-def test_what_fp16_cannot_hold_is_counted() -> None:
+def test_what_fp16_cannot_hold_is_told() -> None:
     checkpoint = tiny_checkpoint()
     weight = checkpoint.tensors["fc.weight"].clone()
     weight[0, :2] = 1e6
     tensors = {**checkpoint.tensors, "fc.weight": weight}
     head = head_in("fp16", dtype=torch.float16, checkpoint=replace(checkpoint, tensors=tensors))
     first_logits(head)
-    notes = "\n".join(head.emulation.notes())
-    assert "fp16: 2 values of fc.weight became infinite in fp16" in notes
-    assert "fp16: fc overflowed in 10 of 10 rows" in notes
-    assert "8 rows of logits are not finite" in notes
+    notes = head.emulation.notes()
+    assert notes == sorted(notes) and {
+        "fp16: values of fc.weight became infinite in fp16",
+        "fp16: fc overflowed in fp16: finite rows became infinite or NaN",
+        "fp16: rows of logits are not finite (there argmax drafts the first NaN, as in a server)",
+    } <= {*notes}
+    first_logits(head)
+    assert head.emulation.notes() == notes
+    head.emulation.forget_passes()
+    assert head.emulation.notes() == ["fp16: values of fc.weight became infinite in fp16"]
     sound = head_in("fp16", dtype=torch.float16)
     first_logits(sound)
     assert sound.emulation.notes() == []
@@ -379,27 +385,32 @@ def test_nan_is_told_in_every_dtype() -> None:
     head = head_in("bf16", dtype=torch.bfloat16, checkpoint=replace(checkpoint, tensors=tensors))
     first_logits(head)
     (note,) = head.emulation.notes()
-    assert note.startswith("bf16: 8 rows of logits are not finite")
+    assert note.startswith("bf16: rows of logits are not finite")
 
 
-def test_features_and_sums_beyond_fp16_are_counted() -> None:
+def test_features_and_sums_beyond_fp16_are_told() -> None:
     head = head_in("fp16", dtype=torch.float16)
     x = request_for(head).features_RKD
-    x[4, 7], x[5] = 1e5, 6e4
+    x[5] = 6e4
+    head.fuse(x)
+    assert head.emulation.notes() == ["fp16: fc overflowed in fp16: finite rows became infinite or NaN"]
+    x[4, 7] = 1e5
     head.fuse(x)
     assert head.emulation.notes() == [
-        "fp16: the features overflowed in 1 of 11 rows",
-        "fp16: fc overflowed in 1 of 11 rows",
+        "fp16: fc overflowed in fp16: finite rows became infinite or NaN",
+        "fp16: the features overflowed in fp16: finite rows became infinite or NaN",
     ]
 
 
-def test_what_a_fixed_scale_clips_is_counted() -> None:
-    head = head_in("kv=fp8:scale=0.001")
+def test_what_a_fixed_scale_clips_is_told() -> None:
+    head, wide = head_in("kv=fp8:scale=0.001"), head_in("kv=fp8:scale=1")
     ((k, v),) = first_pass(head_in("fp32"), [request_for(head)]).attention.committed_kv(0)
-    first_pass(head, [request_for(head)])
-    clipped = sum(int((part.abs() > 0.448).sum()) for part in (k, v))
-    assert clipped > 0
-    assert f"{clipped} values of keys and values lay beyond 0.448 and were clipped" in head.emulation.notes()[0]
+    assert 0.448 < max(float(part.abs().max()) for part in (k, v)) < 448
+    for one in (head, wide):
+        first_pass(one, [request_for(one)])
+    (note,) = head.emulation.notes()
+    assert note.endswith(": values of keys and values lay beyond 0.448 and were clipped to it in fp8_e4m3")
+    assert not wide.emulation.notes()
 
 
 def test_groups_that_do_not_divide_a_weight_are_told() -> None:

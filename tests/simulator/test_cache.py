@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +18,19 @@ from support.served_maker import make_checkpoint, make_served
 from support.trace_maker import H, V, make_four, make_header, make_requests, make_weights, write_trace
 
 import replay
+from replay import narrow_products
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.cli.app import cli
 from replay.errors import OutputError, UsageError, WiringError
+from replay.narrow_products import has_kernels
 from replay.simulator import cache as module
+from replay.simulator import cache_keys as keys
 from replay.simulator.agreement import with_agreement
 from replay.simulator.cache import check_cache_folder, open_cache, simulate_cached
 from replay.simulator.cache_files import Entries
-from replay.simulator.cache_keys import kernels_of, trace_sha256
+from replay.simulator.cache_keys import instructions, kernels_of, trace_sha256
 from replay.simulator.variant import Variant
+from replay.traces import files
 from replay.traces.parts import Part
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
@@ -166,6 +171,35 @@ def test_a_cache_keeps_its_bound_and_what_was_used_last(
     none = simulate_cached(None, trace, {"h": head}, variants(), agreement=False)
     assert plain(cached(folder, trace, head, variants())) == plain(none)
     assert sorted(path.stat().st_size for path in folder.rglob("*.*"))[-3:] == [10 * size] * 3
+
+
+def test_what_killed_writers_left_counts_and_goes(
+    tmp_path: Path, trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may be somebody's for an hour. The names are those that the writers give."""
+    names, real = list[str](), os.replace
+
+    def replaced(source: Path, target: Path) -> None:
+        names.append(Path(source).name)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    cached(tmp_path / "c", trace, head, variants()[:1])
+    monkeypatch.setattr(os, "replace", real)
+    assert len(names) == 2
+    for age, folder in ((3000, tmp_path / "young"), (4000, tmp_path / "old")):
+        for name in (*names, "notes.part"):
+            (folder / "ab").mkdir(parents=True, exist_ok=True)
+            (folder / "ab" / name).write_bytes(bytes(1000))
+            then = time.time() - age
+            os.utime(folder / "ab" / name, (then, then))
+    monkeypatch.setenv("REPLAY_CACHE_GB", f"{1100 / 1e9}")
+    for folder, stay in ((tmp_path / "young", [*names, "notes.part"]), (tmp_path / "old", ["notes.part"])):
+        (folder / "cd").mkdir()
+        entry = folder / "cd" / f"{'0' * 64}.npz"
+        entry.write_bytes(bytes(100))
+        Entries(folder).count(entry)
+        assert sorted(one.name for one in (folder / "ab").iterdir()) == sorted(stay) and entry.exists()
 
 
 def test_an_entry_that_another_process_deletes_is_replayed_again(
@@ -327,6 +361,27 @@ def test_kernels_that_an_environment_narrows_are_others(monkeypatch: pytest.Monk
     assert len(found | {kernels_of("cpu")}) == 3
 
 
+def test_instructions_that_torch_does_not_tell_apart_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An AVX512 CPU with and without products of bf16; one that tells nothing is called as the system calls it."""
+    found = {kernels_of("cpu")}
+    monkeypatch.setattr(keys, "instructions", lambda: "avx512_bf16 of another")
+    found.add(kernels_of("cpu"))
+    for other in (torch.bfloat16, torch.float16):
+        monkeypatch.setattr(narrow_products, "has_kernels", lambda dtype, o=other: has_kernels(dtype) != (dtype == o))
+        found.add(kernels_of("cpu"))
+    assert len(found) == 4
+    (tmp_path / "x86").write_text(
+        "model\t: fma\nflags\t: smep sse2 fma avx avx512_bf16 amx_tile avx2\n\nflags\t: avx\n"
+    )
+    (tmp_path / "arm").write_text("Features\t: fp asimd bf16 sve\n")
+    assert instructions(tmp_path / "x86") == "amx_tile avx avx2 avx512_bf16 fma"
+    assert instructions(tmp_path / "arm") == "bf16 sve"
+    monkeypatch.setattr("platform.processor", lambda: "a CPU")
+    assert instructions(tmp_path / "none") == "a CPU"
+
+
 def test_two_sweeps_may_write_one_entry_at_once(
     tmp_path: Path, trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +398,48 @@ def test_two_sweeps_may_write_one_entry_at_once(
     monkeypatch.setattr(os, "fsync", fsync)
     cache.write_bytes(tmp_path / "c" / "entry", b"mine")
     assert [(one.name, one.read_bytes()) for one in (tmp_path / "c").iterdir()] == [("entry", b"mine")]
+
+
+def test_two_sweeps_that_write_one_entry_leave_it_whole(
+    tmp_path: Path, trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other writes file and checksum after this one took its own file's checksum, and before it writes that."""
+    cache = open_cache(tmp_path / "c", trace, {"h": head}, "cpu", agreement=False)
+    assert cache is not None
+    path = tmp_path / "c" / "ab" / f"{'0' * 64}.npz"
+    real, others = files.sha256_of, [b"other"]
+
+    def sha256_of(asked: Path) -> str:
+        found = real(asked)
+        if others:
+            data = others.pop()
+            cache.write(path, lambda: cache.write_bytes(path, data))
+        return found
+
+    monkeypatch.setattr(files, "sha256_of", sha256_of)
+    cache.write(path, lambda: cache.write_bytes(path, b"mine"))
+    assert path.read_bytes() == b"other" and not others and cache.entries.holds(path)
+    cache.write(path.with_suffix(".parquet"), lambda: None)  # a third process has deleted its file
+    assert not cache.entries.holds(path.with_suffix(".parquet"))
+
+
+def test_an_entry_that_is_being_written_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is there anew, and its checksum comes while this process waits; an old one is damaged at once."""
+    said, slept = list[str](), list[float]()
+    path = tmp_path / f"{'0' * 64}.npz"
+    path.write_bytes(b"new")
+    total = path.with_suffix(".sha256")
+    total.write_text("0" * 64)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        total.write_text(files.sha256_of(path))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert Entries(tmp_path, said.append).holds(path) and slept and not said
+    os.utime(path, (0, 0))
+    path.with_suffix(".sha256").write_text("0" * 64)
+    assert not Entries(tmp_path, said.append).holds(path) and len(slept) == len(said) == 1
 
 
 def test_a_trace_that_is_recorded_still_is_not_kept(tmp_path: Path, head: Checkpoint) -> None:

@@ -25,7 +25,7 @@ from replay.cli.app import cli
 from replay.errors import CheckpointError, UsageError, WorkerError
 from replay.faults.table import parse_faults
 from replay.simulator.agreement import with_agreement
-from replay.simulator.cluster import ClusterWorkers, _check_kernels, _given_gpu, open_cluster
+from replay.simulator.cluster import ClusterWorkers, _check_kernels, _given_gpu, _UnderWay, open_cluster
 from replay.simulator.cluster_nodes import Needed, Node, Nodes, check_alike, header_sha256, lacking, options_of
 from replay.simulator.connection import AUTO, LOCAL, check_connected
 from replay.traces.reader import Trace
@@ -169,7 +169,7 @@ def test_nodes_join_and_one_is_lost_while_tasks_run(
         alike = machines.add_node(**NODE)
         wait_until(lambda: len(workers._nodes.meet()) == 3 and len(notes) == 1)
         assert "a node joined and is given no task: nodes " in notes[0]
-        assert f"({other.node_id[:8]}) of the Ray cluster round differently ( and AVX2)" in notes[0]
+        assert f"({other.node_id[:8]}) of the Ray cluster round differently (none and AVX2" in notes[0]
         assert workers._nodes.slots() == 3
 
         with held(workers._ray, cluster._nodes.meet() - {alike.node_id}, tmp_path) as free:  # so that it does them all
@@ -244,6 +244,32 @@ def test_the_gpu_of_a_task_is_found_among_those_that_are_seen(monkeypatch: pytes
     assert _given_gpu(["3"]) == "cuda:1"
     with pytest.raises(WorkerError, match=r"round differently \(H200 and A100\), so that rounds would depend"):
         _check_kernels(("2.13", "H200"), ("2.13", "A100"))
+
+
+def test_what_nodes_run_is_sent_to_them_once() -> None:
+    """Ray sends each remote function that is made to all nodes; where a task may go is an option of a call."""
+
+    class Fake:
+        made, wheres = list[Any](), list[Any]()
+
+        def remote(self, function: Any, *_: Any) -> Any:
+            if callable(function):
+                self.made.append(function)
+                return self
+            return len(self.wheres)
+
+        def options(self, **named: Any) -> Any:
+            self.wheres.append(named["label_selector"])
+            return self
+
+        def hex(self) -> str:
+            return ""
+
+    ray, tasks = Fake(), list[Any]([None] * 3)
+    under_way = _UnderWay(ray, ray, (), "cpu", tasks)
+    for number, node in enumerate("abc", start=1):
+        under_way.hand_out(frozenset({node}), number)
+    assert len(ray.made) == 1 and ray.wheres == [{"ray.io/node-id": f"in({node})"} for node in "abc"]
 
 
 @contextmanager
@@ -352,7 +378,11 @@ def test_nodes_that_differ_are_refused_by_name() -> None:
     for node, said in (
         (replace(good, lacks="has no trace at /t; put it"), "node b of the Ray cluster has no trace at /t; put it"),
         (replace(good, program="other"), "node b of the Ray cluster has another replay"),
-        (replace(good, kernels=("2.13", "AVX2")), r"nodes a and b .* round differently \(AVX512 and AVX2\)"),
+        (replace(good, kernels=("2.13", "AVX2")), r"nodes a and b .* round differently \(AVX512 and AVX2\), so"),
+        (
+            replace(good, kernels=("2.13", "AVX512 amx_bf16 amx_tile")),
+            r"round differently \(none and amx_bf16 amx_tile\)",
+        ),
     ):
         with pytest.raises(WorkerError, match=said):
             check_alike({"a": good, "b": node}, "replay")

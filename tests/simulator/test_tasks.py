@@ -1,6 +1,8 @@
 """How a sweep is cut into tasks: each pack under each variant once, and in an order in which heads are made seldom."""
 
+from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,13 @@ import replay
 from replay.head.held import address_of
 from replay.simulator import groups
 from replay.simulator.binding import resolve
+from replay.simulator.cache import open_cache, simulate_cached
 from replay.simulator.inputs import plan_packs
+from replay.simulator.kept import KeptWorkers
 from replay.simulator.tasks import MOST_LAID_OUT, plan_tasks
 from replay.traces.reader import Trace
+from replay.traces.rounds import Rounds
+from replay.traces.rounds_file import write_rounds
 
 HEAD = make_checkpoint()
 WRONG = replay.Wiring(("3", "5", "6"))
@@ -106,3 +112,40 @@ def test_tasks_make_the_same_rounds_in_whatever_order_they_end(trace: Trace) -> 
     one, other = (replay.simulate(trace, {"h": HEAD}, VARIANTS[:3], workers=by) for by in (None, hands))
     assert one.table.equals(other.table)
     assert [info.by_request for info in one.variants] == [info.by_request for info in other.variants]
+
+
+def file_of(rounds: Rounds, folder: Path) -> bytes:
+    """The file that is written of it, with the time that it took left out."""
+    timeless = replace(rounds, variants=tuple(replace(one, seconds=0.0) for one in rounds.variants))
+    write_rounds(timeless, folder / "rounds.parquet", force=True)
+    return (folder / "rounds.parquet").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("precision", "factor", "said"),
+    [("bf16+kv=fp8_e4m3:scale=0.0146", 1, "clipped to it in fp8_e4m3"), ("fp16", 3000, "down_proj overflowed in fp16")],
+)
+def test_notes_are_the_same_whoever_replays_what(
+    tmp_path: Path, trace: Trace, precision: str, factor: float, said: str
+) -> None:
+    """What is clipped or overflows does so in a few requests, so that not every task sees it."""
+    down = "layers.0.mlp.down_proj.weight"
+    heads = {"h": replace(HEAD, tensors={**HEAD.tensors, down: HEAD.tensors[down] * factor})}
+    asked = replay.sweep(draft=["h"], wiring=[WIRING], steps=[1, STEPS], precision=[precision, "bf16"])
+    alone = replay.simulate(trace, heads, asked)
+    assert said in "".join(alone.drafts["h"]["notes"])
+    hands = Here(trace, heads)
+    kept = open_cache(tmp_path / "c", trace, heads, "cpu", agreement=False)
+    assert kept is not None
+    found = [
+        replay.simulate(trace, heads, asked, workers=by)
+        for by in (hands, KeptWorkers(kept, hands), KeptWorkers(kept, hands))
+    ]
+    found += [simulate_cached(kept, trace, heads, asked, agreement=False) for _ in range(2)]
+    assert {file_of(one, tmp_path) for one in found} == {file_of(alone, tmp_path)}
+    rare = []
+    for only in ([one.request_id] for one in trace.records):
+        one, other = (replay.simulate(trace, heads, asked[:1], only=only, workers=by) for by in (None, hands))
+        assert one.drafts == other.drafts
+        rare.append(said in "".join(one.drafts["h"]["notes"]))
+    assert {*rare} == {False, True}

@@ -170,6 +170,26 @@ def test_the_cache_keeps_its_bound(
     assert sum(size for _, size in fetched) > 60_000
 
 
+def test_a_head_that_the_cache_cannot_hold_is_refused_before_it_is_fetched(
+    local: Path, there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (local / "head" / "model.safetensors").stat().st_size
+    monkeypatch.setenv("REPLAY_CACHE_GB", f"{size * 1.05 / 1e9}")  # a tenth of it stays free
+    with pytest.raises(
+        OutputError, match=rf"^{there}/head/model.safetensors holds .* set REPLAY_CACHE_GB to "
+    ) as error:
+        replay.load_head(f"{there}/head")
+    assert sum(path.stat().st_size for path in Path(remote_folder()).rglob("*") if path.is_file()) < size
+    monkeypatch.setenv("REPLAY_CACHE_GB", str(error.value).split()[-3])
+    near, far = (replay.load_head(f"{place}/head").tensors for place in (local, there))
+    assert all(tensor.equal(far[name]) for name, tensor in near.items())
+    monkeypatch.setenv("REPLAY_CACHE_GB", "0.0000001")
+    with pytest.raises(
+        OutputError, match=rf"^{there}/trace/trace.json holds .* the local cache keeps 9e-08 GB at most"
+    ):
+        Trace.open(f"{there}/trace")
+
+
 def test_a_damaged_sector_is_fetched_again(local: Path, there: str, fetched: list[tuple[str, int]]) -> None:
     path = as_source(f"{there}/trace") / SHARD
     right = sha256_of(local / "trace" / SHARD)
