@@ -272,6 +272,8 @@ def _entry(values: Fields) -> Entry:
         raise values.refuse("logits", f"at most its {entry.rows} rows")
     if entry.left_out > (entry.rows if entry.kind == "prefill" else 0):
         raise values.refuse("left_out", f"0, or of a prefill at most its {entry.rows} rows")
+    if 0 < entry.kept < entry.logits:  # where no row has taps, its client wants no more of this piece
+        raise values.refuse("logits", f"at most its {entry.kept} rows with taps")
     if entry.kind == "verify" and not entry.accepted + 1 == entry.rows == len(entry.chosen):
         raise values.refuse("accepted", f"one less than its {entry.rows} rows and {len(entry.chosen)} chosen tokens")
     if entry.kind == "prefill" and entry.forward_rows < entry.rows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from replay.capture.asked import Asked
 from replay.capture.client.answers import generate
-from replay.capture.client.api import RefusedError, ServerApi
+from replay.capture.client.api import RefusedError, ServerApi, TransientError
 from replay.capture.client.cached_prefixes import CachedPrefixes
 from replay.capture.client.join import Answer
 from replay.capture.client.spool_reader import rid_of
@@ -112,11 +112,14 @@ class Asker:
 
         def once(again: int) -> Answer:
             nonlocal rid
-            if again and self.prefixes is not None:  # the try before may have computed rows, and nobody knows which
-                self.prefixes.spoil(rid)
             rid = rid_of(self.client, tag, again)
             salt = None if self.prefixes is None else self.prefixes.salt_for(request, rid, attempt + again)
-            return generate(self.api, request, rid, self.options, logprobs=self.logprobs, salt=salt)
+            try:
+                return generate(self.api, request, rid, self.options, logprobs=self.logprobs, salt=salt)
+            except TransientError:
+                if self.prefixes is not None:  # it may have computed rows, and nobody knows which
+                    self.prefixes.spoil(rid)
+                raise
 
         answer = self.api.patiently(once)
         return Answered(request, rid, attempt, answer, time.monotonic())

@@ -54,6 +54,11 @@ class ServerFacts:
         return any(one.wiring for one in self.manifests)
 
     @property
+    def keeps_prefixes(self) -> bool:
+        """Whether it has a prefix cache, as far as it says."""
+        return not any(one.details.get("disable_radix_cache") == "true" for one in self.manifests)
+
+    @property
     def no_feed(self) -> str:
         """Why it does not record what the draft is fed; empty where it does, or has no draft."""
         return next((one.no_feed for one in self.manifests if one.no_feed), "")

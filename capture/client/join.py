@@ -216,7 +216,7 @@ def _stretches_of_final(stretches: Sequence[Stretch], first_output: int) -> Iter
     """Of ``stretches``, the prompt's rows and those with logits: an output row without them is a prefill's."""
     for one, start, end in stretches:
         first = one.first_with_logits
-        for low, high in ((start, min(first, first_output)), (first, end)):
+        for low, high in ((start, min(first, first_output)), (max(start, first), end)):
             if low < high:
                 yield one, low, high
 
@@ -257,7 +257,8 @@ def _check_taps(name: str, stretches: Iterable[Stretch], taps: Sequence[str]) ->
         lacking = [tap for tap in taps if tap not in one.file.taps]
         if lacking:
             raise CaptureError(
-                f"{name}: the server recorded {', '.join(one.file.taps)} of position {low}, and not {lacking[0]}"
+                f"{name}: the server recorded {', '.join(one.file.taps)} of position {low}, and not {lacking[0]}: "
+                "start it anew by replay serve, and type the same command with --resume"
             )
 
 

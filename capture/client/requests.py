@@ -51,13 +51,15 @@ class ServerClient:
         on_event: Callable[[Event], None],
     ) -> None:
         self.options, self.api, self.facts, self.spool, self.on_event = options, api, facts, spool, on_event
-        self.prefixes = CachedPrefixes(spool, facts.drafts) if options.server_cache == SHARED else None
+        shares = options.server_cache == SHARED and facts.keeps_prefixes
+        self.prefixes = CachedPrefixes(spool, facts.drafts) if shares else None
         self.turns: Turns | None = None
         self.asker = Asker(api, options, spool.client, logprobs=False, prefixes=self.prefixes)
         self.refused: dict[str, str] = {}
         self.watch = RecordingWatch(api, spool.folder, facts.no_feed)
         self.started = self.told = time.monotonic()
         self.output_tokens = self.most_left = self.differing = self.cached = self.unfed = 0
+        self.begun_cached = 0  # requests without a feed, because the server had their first rows
 
     def probe(self, request: EncodedRequest) -> JoinedRequest:
         """Rows of a short prompt, all the way: the server, its plugin, the folder and this process work together."""
@@ -120,6 +122,9 @@ class ServerClient:
     def _start(self, todo: Sequence[EncodedRequest], kept: Kept) -> None:
         """Ask for all; where they share a cache, for each in its turn, and for rows that any other may need."""
         if self.prefixes is None:
+            if self.options.server_cache == SHARED:
+                note = f"--server-cache {SHARED} changes nothing: the server keeps no prefixes (--disable-radix-cache)"
+                self.on_event(Noted(note))
             self.asker.start(todo, kept.asked)
             return
         self.turns = Turns(todo, self.options.concurrency)
@@ -220,7 +225,8 @@ class ServerClient:
         if not same_histogram(histogram_of(joined.rounds), answer.counters.histogram):
             self.differing += 1
         self.cached += answer.counters.cached_tokens > cached
-        self.unfed += self.facts.drafts and joined.feed is None and not cached
+        if self.facts.drafts and joined.feed is None:
+            self.begun_cached, self.unfed = self.begun_cached + (cached > 0), self.unfed + (cached == 0)
         shard.add(one, joined)
         self.output_tokens += len(answer.output_ids)
         self.most_left -= request.max_new_tokens
@@ -287,6 +293,9 @@ class ServerClient:
         if self.unfed:
             why = f" ({self.watch.no_feed})" if self.watch.no_feed else ""
             doubts.append(f"{counted(self.unfed, 'request')} of which it was not recorded what the draft was fed{why}")
+        if self.begun_cached:
+            without = counted(self.begun_cached, "request")
+            doubts.append(f"{without} without a feed: the server's cache had the first rows")
         doubts += [note for note in self.facts.notes if note not in writer.header.missing]
         for text in doubts:
             self.on_event(Noted(text))

@@ -432,6 +432,29 @@ def test_entries_that_disagree_are_refused(tmp_path: Path, entry: Entry) -> None
         read_row_file(tmp_path / row_file_names(tmp_path)[0], TAPS, WIDTH)
 
 
+def test_rows_with_logits_have_taps_unless_none_has(tmp_path: Path) -> None:
+    """A client wants the last rows of a prompt: a row that it does not want cannot have chosen an output token."""
+    for number, left_out in enumerate((2, 3, 4)):
+        _, tensors = prefill_rows([("r", 0, 4, left_out)], 4, TAPS, WIDTH, forward(4, 2))
+        kept = {name: [part[left_out:] if name.startswith("tap.") else part] for name, part in tensors.items()}
+        entry = Entry("r", "prefill", 0, 4, 2, forward_rows=4, left_out=left_out)
+        write_row_file(tmp_path, 3, number, [entry], kept)
+    first, second, third = (tmp_path / name for name in row_file_names(tmp_path))
+    assert read_row_file(first, TAPS, WIDTH).entries[0].kept == 2 and read_row_file(third, TAPS, WIDTH)
+    with pytest.raises(TraceCorruptError, match="logits is 2, must be at most its 1 rows with taps"):
+        read_row_file(second, TAPS, WIDTH)
+
+
+def test_final_begins_where_the_rows_that_are_kept_begin(tmp_path: Path) -> None:
+    """The last 3 of 6 rows have logits, and the last 2 alone are wanted."""
+    _, tensors = prefill_rows([("r", 0, 6, 0)], 6, TAPS, WIDTH, forward(6, 3))
+    entry = Entry("r", "prefill", 0, 6, 3, forward_rows=6)
+    write_row_file(tmp_path, 3, 1, [entry], {name: [part] for name, part in tensors.items()})
+    file = read_row_file(tmp_path / row_file_names(tmp_path)[0], (*TAPS, "final"), WIDTH)
+    joined = join("r", [0, 1, 2, 3, 4, 5], [6], [Recorded(file, 0)], ("2", "final"), 4)
+    assert joined.taps["final"][:, 0].tolist() == [4, 5] and joined.taps["2"][:, 0].tolist() == [104, 105]
+
+
 def test_manifest_goes_and_comes(tmp_path: Path) -> None:
     manifest = Manifest("0" * 16, 12, "host", "recording", True, no_feed="x", wiring=("embed", "3"), details={"a": "b"})
     write_manifest(tmp_path, manifest)

@@ -5,15 +5,17 @@ Against the stand-in whose every row is known. The real server is in tests/whole
 
 import json
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from support.fake_server import VOCABULARY, FakeServer, fake_server, make_target, next_token
+from support.fake_server import STEPS, VOCABULARY, FakeServer, fake_server, make_target, next_token
 from support.trace_maker import make_header
 
 from replay.capture.asked import Asked, asked_of
@@ -43,6 +45,7 @@ from replay.traces.taps import FINAL
 from replay.traces.writer import TraceWriter
 
 NEW = 9
+UNFED = "{} requests without a feed: the server's cache had the first rows"
 SYSTEM = [(3 * i * i + i + 1) % VOCABULARY for i in range(40)]
 
 
@@ -122,7 +125,7 @@ def test_the_trace_is_that_of_a_server_that_computes_all(
             "r4": len(PROMPTS[0]) + NEW - 1,
         }
     assert cached["r0"] == cached["r3"] == 0 and min(cached["r1"], cached["r2"], cached["r4"]) >= len(SYSTEM) - 1
-    assert notes == [] and not [text for text in shared.header.missing if "cache" in text]
+    assert notes == [UNFED.format(3)] == [text for text in shared.header.missing if "cache" in text]
     own, _ = capture(replace(options, server_cache="own", out=tmp_path / "own"))
     assert [record.server_cached_tokens for record in own.records] == [0] * len(PROMPTS)
     assert_same_rows(shared, own)
@@ -135,7 +138,7 @@ def test_a_server_that_writes_what_is_asked_for_is_asked_for_what_any_request_ke
     server.choosing = True
     tiered = replace(options, concurrency=1, taps_for=1, then_taps="embed")
     shared, notes = capture(replace(tiered, out=tmp_path / "tiered"))
-    assert notes == [] and {one.request_id: one.taps for one in shared.records}["r4"] == (FINAL,)
+    assert notes == [UNFED.format(3)] and {one.request_id: one.taps for one in shared.records}["r4"] == (FINAL,)
     assert sum((one.server_cached_tokens or 0) > 0 for one in shared.records) == 3
     asked = [asked_of(body["rid"]) for body in server.asked]
     assert asked[0] is None and set(asked[1:]) == {Asked(("2",))}  # the probe first
@@ -175,6 +178,7 @@ def test_rows_with_other_bits_are_not_guessed(options: ServerOptions, server: Fa
     """The cache forgot, the second request computed the prefix otherwise: whose rows the third got nobody can say."""
     server.evicts, server.drift = (3,), 0.5  # the probe is the first generation
     trace, notes = capture(options)
+    notes = [note for note in notes if "without a feed" not in note]
     assert notes and all("is not sure (" in note for note in notes)
     assert [note for note in notes if "two requests computed its rows from 0 on, and not with the same bits" in note]
     alone = {body["rid"] for body in server.asked if body["extra_key"] == body["rid"]}
@@ -184,8 +188,19 @@ def test_rows_with_other_bits_are_not_guessed(options: ServerOptions, server: Fa
     assert [trace.records[place_of(trace, name)].server_cached_tokens for name in ("r1", "r2")] == [0, 0]
 
 
+def test_a_server_without_a_cache_shares_nothing(options: ServerOptions, server: FakeServer) -> None:
+    """Its second request has other bits, and nobody was given them."""
+    server.manifest(details={"speculative_num_steps": str(STEPS), "disable_radix_cache": "true"})
+    server.caches, server.evicts, server.drift = False, (3,), 0.5
+    trace, notes = capture(options)
+    assert notes == ["--server-cache shared changes nothing: the server keeps no prefixes (--disable-radix-cache)"]
+    assert all(body["extra_key"] == body["rid"] for body in server.asked) and len(server.asked) == 1 + len(PROMPTS)
+    assert [record.cached for record in trace.records] == [()] * len(PROMPTS)
+
+
 def prompts_alike(options: ServerOptions, count: int) -> ServerOptions:
-    rows = [{"id": f"r{i}", "input_ids": [*SYSTEM, *[15] * i, 1]} for i in range(count)]
+    """Prompts that have SYSTEM in common and nothing more; no two rows of them are equal by chance."""
+    rows = [{"id": f"r{i}", "input_ids": [*SYSTEM, 3 + i, *[15] * i, 1]} for i in range(count)]
     options.prompts.write_text("\n".join(map(json.dumps, rows)))
     return options
 
@@ -204,24 +219,36 @@ def test_one_request_that_is_not_sure_does_not_make_all_later_ones_so(
     assert cached_requests(trace)[-2:] == ["r4", "r5"]
 
 
-@pytest.mark.parametrize(("busy", "least"), [(2, 6), (3, 3)])
+@pytest.mark.parametrize(("busy", "again", "cached"), [(0, {0}, 6), (1, {1, 2, 3}, 3)])
 def test_one_try_that_failed_costs_those_in_flight_alone(
-    options: ServerOptions, server: FakeServer, busy: int, least: int
+    options: ServerOptions, server: FakeServer, busy: int, again: set[int], cached: int
 ) -> None:
-    """Of 8 prompts alike r0 or r1 is answered 503, so its salt is left; the next one computes what all share anew."""
-    answer = server.answer
+    """Of 8 prompts alike r0 or r1 is answered 503, so its salt is left, and the next one computes anew what all share.
 
-    def troubled(body: dict[str, object]) -> object:
-        with server.lock:
-            server.unavailable += len(server.asked) == busy - 1
+    r0 goes by itself; beside r1 go r2 and r3, which are answered when it is asked again.
+    """
+    beside, gone, answer = threading.Semaphore(0), threading.Event(), server.answer
+
+    def number_of(body: dict[str, Any]) -> int:
+        return len(body["input_ids"]) - len(SYSTEM) - 2
+
+    def troubled(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        number, shares = number_of(body), body["extra_key"] != body["rid"]
+        if number == busy and shares:
+            assert all(beside.acquire(timeout=20) for _ in range(len(again) - 1))
+            return 503, {"error": "busy"}
+        if number == busy:
+            gone.set()
+        elif number in again and shares:
+            beside.release()
+            assert gone.wait(20)
         return answer(body)
 
-    server.answer = troubled  # type: ignore[method-assign, assignment]
+    server.answer = troubled  # type: ignore[method-assign]
     trace, _ = capture(replace(prompts_alike(options, 8), concurrency=3))
-    assert len(cached_requests(trace)) >= least
-    again = [body for body in server.asked if body["extra_key"] == body["rid"]]
-    assert 2 <= len(again) <= 1 + (1 if busy == 2 else 3), "the probe, the one that failed, and those beside it"
-    assert len({str(body["extra_key"]) for body in server.asked if body not in again}) == 2
+    assert cached_requests(trace) == [f"r{number}" for number in range(8 - cached, 8)]
+    alone = [number_of(body) for body in server.asked if body["extra_key"] == body["rid"]]
+    assert alone[0] == 0 and sorted(alone[1:]) == sorted(again), "the probe, and what was asked again"
 
 
 def test_the_same_bits_from_several_requests_will_do(
