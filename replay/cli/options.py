@@ -78,7 +78,11 @@ no_verify_option = click.option(
     help="Read trace.json and the rows of the trace as they are, without a look at their checksums.",
 )
 cache_option = click.option(
-    "--cache", type=PATH, metavar="DIR", help="Keep what was replayed here, and replay nothing twice. Safe to delete."
+    "--cache",
+    type=PATH,
+    metavar="DIR",
+    help="Keep what was replayed here, and replay nothing twice. It holds at most 20 GB, or REPLAY_CACHE_GB. Safe to "
+    "delete.",
 )
 sort_option = click.option(
     "--sort",
