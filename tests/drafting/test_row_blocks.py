@@ -19,6 +19,7 @@ from replay.drafting.first_pass import FirstPass, first_pass
 from replay.drafting.row_blocks import BLOCK_ROWS, overlaps, row_blocks
 from replay.drafting.rows import DraftInput
 from replay.drafting.trees import TreeSize, draft_every_tree
+from replay.head.attention import KeyValues, Sight, attend_committed_and_chain
 from replay.head.model import Head, TargetTables
 from replay.head.products import FP32_ON_CPU, WHOLE_PROMPTS, Execution
 
@@ -121,14 +122,29 @@ def test_a_context_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(states(), whole)
 
 
-def test_a_request_that_fits_keeps_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, keys and values are those of one pass, without a copy."""
-    head = make_head("two layers", execution=Execution(torch.bfloat16))
-    inputs = requests(head, SHAPES)
-    rows = sum(item.rows for item in inputs)
-    whole = tensors(first_pass(head, inputs), 2)
-    in_blocks(monkeypatch, rows)
-    assert all(map(torch.equal, tensors(first_pass(head, inputs), 2), whole))
+@pytest.mark.parametrize("name", ["plain", "two layers", "latent"])
+def test_a_request_that_fits_keeps_every_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the head's forward over all rows, each of which sees those before it."""
+    head = make_head(name, execution=Execution(torch.bfloat16))
+    (item,) = requests(head, SHAPES[:1])
+    in_blocks(monkeypatch, item.rows)
+    found = first_pass(head, [item])
+    made: list[Tensor] = []
+
+    def attend(layer: int, q_RNH: Tensor, k_RMH: Tensor, v_RMH: Tensor) -> Tensor:
+        """The last layer is asked for the anchors' rows alone."""
+        made.extend((k_RMH, v_RMH))
+        reach_A = torch.arange(1, item.rows + 1) if len(q_RNH) == item.rows else item.anchors_A
+        drafted = KeyValues(*(part.new_empty((0, len(q_RNH), *part.shape[1:])) for part in (k_RMH, v_RMH)))
+        sight = Sight(None, None, reach_A - 1)
+        return attend_committed_and_chain(q_RNH, KeyValues(k_RMH, v_RMH), reach_A, drafted, head.numerics, sight)
+
+    rows_R, anchors_A, layers = torch.arange(item.rows), item.anchors_A - 1, head.config.num_layers
+    state_RE = head.fuse(item.features_RKD[: item.rows])
+    whole = head.forward(head.embed(item.tokens_T[1 : item.rows + 1]), state_RE, rows_R, attend, anchors_A)
+    expected = [whole.normed_RE, whole.feedback_RE, anchors_A, *made]
+    assert len(made) == 2 * layers and len(whole.normed_RE) == item.anchors
+    assert all(map(torch.equal, tensors(found, layers), expected))
 
 
 def test_products_as_large_as_a_servers_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,30 @@ def test_a_cpu_with_kernels_takes_torchs_own(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(narrow_products.linear(x, weight), functional.linear(x, weight))
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """As many as before, afterwards."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("no_kernels", "threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 13, 33])
+def test_bits_are_the_same_on_any_number_of_threads(dtype: torch.dtype, rows: int) -> None:
+    """Each worker has its share of the cores, and rounds as one process does."""
+    x, weight, bias = some(rows, 2048, dtype=dtype), some(600, 2048, dtype=dtype), some(600, dtype=dtype)
+    by_head, weights = some(rows, 2, 64, dtype=dtype), some(2, 64, 96, dtype=dtype)
+    free, narrow, found = Execution(dtype), Execution(torch.bfloat16), list[list[torch.Tensor]]()
+    for count in (1, 2, 3, 4):
+        torch.set_num_threads(count)
+        found.append([multiply(x, weight, bias, one, None) for one in (free, narrow)])
+        found[-1].append(multiply_heads(by_head, weights, free, None))
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
 @pytest.mark.usefixtures("no_kernels")
 def test_gradients_pass() -> None:
     x, weight = some(8, 16).requires_grad_(), some(300, 16).requires_grad_()

@@ -7,6 +7,7 @@ import torch
 from support.products import products_seen
 from support.random_heads import FP64, make_head, requests
 
+from replay import narrow_products
 from replay.head.attention import KeyValues, attend_committed_and_chain
 from replay.head.products import Execution, ProductSizes, filled_rows, group_by_size
 
@@ -52,6 +53,7 @@ def test_products_of_16_bits_run_over_few_numbers_of_rows(monkeypatch: pytest.Mo
     assert [filled_rows(rows) for rows in (1, 32, 33, 2047, 2048, 2049)] == [1, 32, 36, 2048, 2048, 2304]
     head = make_head("plain", execution=Execution(torch.bfloat16))
     x_RE = torch.randn(3, head.config.hidden_size).bfloat16()
+    monkeypatch.setattr(narrow_products, "has_kernels", lambda _: True)
     alone = head.logits(x_RE)
     seen = products_seen(monkeypatch)
     for rows in range(1000, 1200):
