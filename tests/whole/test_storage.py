@@ -346,7 +346,7 @@ def test_nothing_is_written_elsewhere(line: tuple[str, ...]) -> None:
         r"replay: an address \((s3|gs)://\.\.\.\) was given where a path of this machine belongs; .*\n", result.stderr
     )
     with pytest.raises(UsageError, match="an address"):
-        write_rounds(None, Path("s3://b/r"))  # type: ignore[arg-type]
+        write_rounds(Rounds(pl.DataFrame(), (), (), {}, {}), Path("s3://b/r"))
 
 
 def test_every_command_reads_it(local: Path, there: str, store: Any, tmp_path: Path) -> None:
