@@ -42,7 +42,8 @@ def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
         functional.linear(wide_RI, weight_PI.float(), bias_P).to(x_RI.dtype)
         for weight_PI, bias_P in zip(weight_OI.split(step), biases_P, strict=True)
     ]
-    return torch.cat(outputs_RP, dim=-1)[:rows].unflatten(0, x_RI.shape[:-1])
+    out_RO: Tensor = torch.cat(outputs_RP, dim=-1)[:rows].unflatten(0, x_RI.shape[:-1])
+    return out_RO
 
 
 def in_fours(x_RI: Tensor) -> Tensor:

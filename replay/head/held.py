@@ -94,7 +94,8 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
 
 def split_rows(joined: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The rows of each part in what was joined of all."""
-    return joined.split([len(part) for part in parts])
+    rows: tuple[Tensor, ...] = joined.split([len(part) for part in parts])
+    return rows
 
 
 def address_of(tensor: Tensor) -> int:
