@@ -113,11 +113,11 @@ def load_target(files: TargetFiles, *, dtype: str, device: str) -> LocalTarget:
         model, told = loaded
         _check_whole(files.folder, told)
         model.to(torch_device).eval()
-    _use_fast_products(model)
+    use_fast_products(model)
     return _dissect(model, files, torch_device)
 
 
-def _use_fast_products(model: Any) -> None:
+def use_fast_products(model: Any) -> None:
     """Let the model's linear layers take products in fp32 where this CPU has no kernels for their dtype."""
     from torch import nn
 

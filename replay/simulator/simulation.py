@@ -71,6 +71,7 @@ def simulate(
         raise UsageError(f"the trace is {show(trace)}; open one by Trace.open")
     _check_heads(variants, checkpoints)
     _check_place(device, follow, only)
+    check_given("served_products", served_products, bool, "True or False was expected")
     check_callable("on_event", on_event, "a function that takes an event was expected; leave it out")
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     trace = requests_with_taps(trace, resolved, checkpoints)

@@ -16,6 +16,7 @@ from replay.capture.events import CaptureProgress, Event, Finished, Planned
 from replay.capture.local import record
 from replay.capture.local.record import capture_local, plan_batches
 from replay.capture.local.sampling import Sampling, choose
+from replay.capture.local.target import use_fast_products
 from replay.capture.logits import summarise_logits
 from replay.capture.options import CaptureOptions
 from replay.errors import CaptureError, OutputError, PromptError, TraceError, UsageError
@@ -164,7 +165,10 @@ def test_header_and_events_tell_what_was_done(
 
 
 def test_bfloat16_rows_are_the_targets_bits(tmp_path: Path, target_dir: Path) -> None:
-    """The prompt's rows of a lone request are computed in one pass, as the plain pass computes them: bit for bit."""
+    """The prompt's rows of a lone request are computed in one pass, as the plain pass computes them: bit for bit.
+
+    Both take the same products on a CPU that has no kernels for bf16 (narrow_products.py).
+    """
     options = CaptureOptions(
         model=str(target_dir),
         prompts=write(tmp_path / "prompts.jsonl", ROWS[:1]),
@@ -175,6 +179,7 @@ def test_bfloat16_rows_are_the_targets_bits(tmp_path: Path, target_dir: Path) ->
     trace, _ = capture(options)
     rows = trace.read(0, ["1", "15", "final"])
     model = load(target_dir, torch.bfloat16)
+    use_fast_products(model)
     with torch.inference_mode():
         states = model(input_ids=rows.tokens[None, : rows.prompt_tokens], output_hidden_states=True).hidden_states
     for tap, state in (("1", states[1]), ("15", states[15]), ("final", states[30])):

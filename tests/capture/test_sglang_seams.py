@@ -335,7 +335,8 @@ def verified(topk: int, told: Any, sampled: Any) -> dict[str, torch.Tensor]:
     tree = torch.full((2, 3), -1)
     spec = SimpleNamespace(topk=topk, draft_token=torch.arange(6), retrieve_next_token=tree, retrieve_next_sibling=tree)
     batch = SimpleNamespace(spec_info=spec, reqs=[SimpleNamespace(rid="replay-a")] * 2)
-    return copy_verify(held, result, batch, Columns((0,), (0,), 1, 16), 0, sampled)[0]
+    ((tensors, _),) = copy_verify(held, result, batch, Columns((0,), (0,), 1, 16), 0, sampled)
+    return tensors
 
 
 def test_accepted_nodes_are_told_by_the_result_by_sampling_or_by_a_chain() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from replay import narrow_products
-from replay.capture.local.target import _use_fast_products
+from replay.capture.local.target import use_fast_products
 from replay.head.products import Execution, multiply, multiply_heads
 
 
@@ -108,7 +108,7 @@ def test_a_targets_linear_layers_take_them() -> None:
 
     model = nn.Sequential(nn.Linear(16, 8, dtype=torch.bfloat16), Own(8, 4, dtype=torch.bfloat16)).eval()
     before = model.state_dict()
-    _use_fast_products(model)
+    use_fast_products(model)
     assert "forward" in vars(model[0]) and "forward" not in vars(model[1])
     x = some(9, 16)
     with torch.inference_mode():
