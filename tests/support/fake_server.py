@@ -76,6 +76,7 @@ class FakeServer:
     numbers: int = 0
     passes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    forwards: threading.Lock = field(default_factory=threading.Lock)
 
     def manifest(self, **changes: Any) -> None:
         """(Re)write the one manifest of its one process."""
@@ -107,6 +108,12 @@ class FakeServer:
 
     def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Status and JSON of one generation."""
+        if not self.caches:
+            return self._answer(body)
+        with self.forwards:  # a server's process hands rows over in the order of its forwards: the cached ones first
+            return self._answer(body)
+
+    def _answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         with self.lock:
             self.asked.append(body)
             if self.unavailable:

@@ -24,6 +24,7 @@ from support.near_ties import (
 from support.served_traces import served_trace
 
 import replay
+from replay.analysis.diagnosis.evidence import outliers_allowed
 from replay.traces.sample_files import sample_head
 
 PROMPTS = 4
@@ -73,15 +74,18 @@ def test_trees_in_sglangs_layout_are_the_servers(
 
 
 def test_the_simulation_says_so_itself(trace: replay.Trace, grown: dict[str, dict[Anchor, Grown]]) -> None:
-    """What `replay simulate` counts: as many alike as here, in every order none unexplained, in another layout some."""
+    """What `replay simulate` counts: as many alike as here, in the server's order none unexplained, in another order no
+    more than a diagnosis allows for (on an AVX2 CPU one of 53 in fp32), in another layout many."""
     orders: dict[str, dict[str, Any]] = {"served": {}, "fp32": {"precision": "fp32"}, "hf": {"numerics": "hf"}}
     variants = [variant(**changes) for changes in (*orders.values(), {"kv": "path"})]
+    allowed = outliers_allowed(len(trace.served_rounds()))
     *found, path = count_in_production(trace, sample_head(), variants)
     for order, one in zip(orders, found, strict=True):
         judged = judge(trace, grown, order)
-        assert (one.rounds, one.alike, one.unexplained) == (judged.rounds, judged.alike, 0)
-        assert one.near_tie == len(judged.parted)
-    assert path.unexplained > 0
+        assert (one.rounds, one.alike) == (judged.rounds, judged.alike)
+        assert one.near_tie + one.unexplained == len(judged.parted)
+        assert one.unexplained <= (0 if order == "served" else allowed)
+    assert path.unexplained > 2 * allowed
 
 
 def test_branches_are_the_servers(trace: replay.Trace, grown: dict[str, dict[Anchor, Grown]]) -> None:
