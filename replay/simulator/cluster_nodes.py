@@ -145,9 +145,8 @@ class Nodes:
 
         where = NodeAffinitySchedulingStrategy(identity, soft=False)
         asked = {"runtime_env": _ALL_GPUS} if self._needed.device == GPUS else {}
-        remote = self._ray.remote(look_around).options(
-            num_cpus=0, scheduling_strategy=where, **asked
-        )  # all may be taken
+        # It asks for no core, because all may be taken.
+        remote = self._ray.remote(look_around).options(num_cpus=0, scheduling_strategy=where, **asked)
         return remote.remote(self._needed)
 
     def _await(self, looks: Mapping[str, Any]) -> None:
@@ -164,12 +163,13 @@ class Nodes:
     def _seen(self, name: str, look: Any) -> Node:
         """What a look has seen. Raises WorkerError where the node cannot look, and StorageError."""
         try:
-            return get(self._ray, look)  # type: ignore[no-any-return]
+            seen: Node = get(self._ray, look)
         except (self._ray.exceptions.RayError, ImportError) as error:
             raise WorkerError(
                 f"node {name} of the Ray cluster cannot run replay ({type(error).__name__}); install the same "
                 "replay there"
             ) from error
+        return seen
 
     def _cancel(self, looks: Collection[Any]) -> None:
         for one in looks:
