@@ -184,7 +184,7 @@ def _check_taps(request: CapturedRequest, header: TraceHeader, name: str) -> Non
         dtype = header.target.dtype if info.dtype == FP8 and tap not in request.scales else info.dtype
         _check_tensor(tensor, dtype, (rows, info.width), f"{name}: tap {tap}")
         if tap in request.scales:
-            _check_tensor(request.scales[tap], "float32", (rows,), f"{name}: the scales of tap {tap}")
+            _check_tensor(request.scales[tap], "float32", (rows,), f"{name}: scale of tap {tap}")
 
 
 def _check_logits(request: CapturedRequest, header: TraceHeader, name: str) -> None:

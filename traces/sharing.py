@@ -6,12 +6,12 @@ and the rows of every tap are bit for bit those that are stored. What stays in m
 each block, never a row.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from replay.traces.block_digests import digests_by_block
 from replay.traces.record_fields import MAX_PREFIXES
 from replay.traces.records import RequestRecord
 from replay.traces.stretches import TOKENS, prefix_of, stretches
@@ -87,7 +87,7 @@ class Sharing:
             if not tensors:
                 found.append((0, 0))
                 continue
-            digests = list(_digests(tensors[TOKENS]))
+            digests = _digests(tensors[TOKENS])
             owner, rows = _longest(self._alike(digests, new), tensors, stored)
             _remember(new, digests, number, rows, self._begins)
             found.append((owner, rows))
@@ -110,7 +110,7 @@ class Sharing:
             if record.first_row:
                 continue
             tokens_T = stored.read(number, TOKENS, 0, record.tokens)
-            _remember(self._begins, list(_digests(tokens_T)), number, record.shared)
+            _remember(self._begins, _digests(tokens_T), number, record.shared)
         self._known = len(stored.records)
 
     def _alike(self, digests: Sequence[bytes], new: Mapping[bytes, tuple[int, ...]]) -> list[int]:
@@ -129,14 +129,9 @@ def shared_record(bare: RequestRecord, before: Sequence[RequestRecord], owner: i
     return bare if len(requests) > MAX_PREFIXES else replace(bare, prefix_requests=requests, prefix_rows=lengths)
 
 
-def _digests(tokens_T: "Tensor") -> Iterator[bytes]:
+def _digests(tokens_T: "Tensor") -> list[bytes]:
     """One for each whole block of tokens that rows follow, of all tokens up to its end."""
-    data = tokens_T.numpy().tobytes()
-    size = BLOCK * tokens_T.element_size()
-    chain = hashlib.blake2b(digest_size=16)
-    for block in range((len(tokens_T) - 1) // BLOCK):
-        chain.update(data[block * size : (block + 1) * size])
-        yield chain.copy().digest()
+    return list(digests_by_block(tokens_T[:-1].numpy().tobytes(), BLOCK * tokens_T.element_size()))
 
 
 def _remember(

@@ -5,11 +5,12 @@ cache. A server would else prefill them together, each by itself. This order onl
 is found out by cached_prefixes.py. A server of several replicas has a cache for each, which is not known here.
 """
 
-import hashlib
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from replay.capture.encode import EncodedRequest
+from replay.traces.block_digests import digests_by_block
 
 BLOCK = 16  # tokens; prompts with fewer in common, beyond what is computed, are asked together
 
@@ -21,7 +22,7 @@ class Turns:
 
     def __init__(self, requests: Sequence[EncodedRequest], most: int) -> None:
         self._most = most
-        self._waiting = [(one, tuple(_digests(one.prompt_ids))) for one in requests]
+        self._waiting = [(one, _digests(one.prompt_ids)) for one in requests]
         self._in_flight: set[str] = set()
         self._prefilling: dict[str, Digests] = {}  # by request, what it computes
         self._computing: Counter[bytes] = Counter()
@@ -81,8 +82,6 @@ class Turns:
         return digests
 
 
-def _digests(prompt: Sequence[int]) -> Iterator[bytes]:
-    chain = hashlib.blake2b(digest_size=8)
-    for end in range(BLOCK, len(prompt) + 1, BLOCK):
-        chain.update(repr(prompt[end - BLOCK : end]).encode())
-        yield chain.copy().digest()
+def _digests(prompt: Sequence[int]) -> Digests:
+    tokens = array("q", prompt)
+    return tuple(digests_by_block(tokens.tobytes(), BLOCK * tokens.itemsize))

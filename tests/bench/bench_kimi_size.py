@@ -4,8 +4,9 @@
 
 Random weights. For each stage of the first pass it prints the seconds of the head, those of the bare products of the
 same shapes, and their ratio: fc, the projections with latent attention and MLP, and lm_head with its argmax. Both run
-in one process, in turns, after a warm-up; times are medians. Judge the ratios. Not part of ``make test``: it takes
-about 5 GiB and some minutes of a small machine.
+in one process, in turns, after a warm-up; times are medians. On a CPU without kernels for bf16 the bare products are in
+fp32, which is as fast as that CPU multiplies (replay/narrow_products.py). Judge the ratios. Not part of ``make test``:
+it takes about 5 GiB (9 in fp32) and some minutes of a small machine.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from replay.drafting.next_tokens import next_tokens
 from replay.drafting.rows import DraftInput
 from replay.head.model import Head, TargetTables
 from replay.head.products import Execution
+from replay.narrow_products import has_kernels
 
 
 def make_head() -> Head:
@@ -79,6 +81,11 @@ def products(head: Head, rows: int, anchors: int) -> list[tuple[Tensor, Tensor]]
     return found
 
 
+def fastest(x: Tensor) -> Tensor:
+    """``x`` in the dtype in which this CPU multiplies it fastest."""
+    return x if has_kernels(x.dtype) else x.float()
+
+
 def multiply(x: Tensor, matrix: Tensor) -> Tensor:
     """x times the transposed matrix, or head by head."""
     return torch.bmm(x, matrix) if x.ndim == 3 else functional.linear(x, matrix)
@@ -97,12 +104,12 @@ def main(rows: int, runs: int) -> None:
         features = torch.randn(rows, width).to(torch.bfloat16)
         item = DraftInput(tokens, features, prompt_tokens=rows // 2)
         state = torch.randn(rows, head.config.hidden_size).to(torch.bfloat16)
-        layer = products(head, rows, item.anchors)
-        fc, lm_head = head._weights["fc.weight"], head._lm_head_WE
+        layer = [(fastest(x), fastest(matrix)) for x, matrix in products(head, rows, item.anchors)]
+        fc, lm_head, wide, last = map(fastest, (head._weights["fc.weight"], head._lm_head_WE, features, state))
         whole, fused = seconds(runs, lambda: first_pass(head, [item]), lambda: head.fuse(features))
         stages = {
-            "fc": (lambda: head.fuse(features), lambda: functional.linear(features, fc)),
-            "lm_head and argmax": (lambda: next_tokens(head, state), lambda: functional.linear(state, lm_head)),
+            "fc": (lambda: head.fuse(features), lambda: functional.linear(wide, fc)),
+            "lm_head and argmax": (lambda: next_tokens(head, state), lambda: functional.linear(last, lm_head)),
         }
         parameters = sum(one.numel() for one in head._weights.values())
         print(f"{parameters / 1e9:.2f} billion parameters, {rows} rows, {torch.get_num_threads()} threads")

@@ -5,14 +5,14 @@
 
 The latent head has 0.9 billion parameters in one layer, the llama head 1.5 billion in two. ``--request-rows`` says how
 long a request is: with more than ``--rows`` times the last of ``--times`` each trace is one request, so that what grows
-with its length alone shows. ``--width`` takes a narrower head, for a machine on which the whole one takes hours.
+with its length alone shows. ``--width`` takes a narrower head.
 
 It writes a head and traces of random rows into a temporary folder (3 GiB and, at this width, 57 KB a row), and replays
 each trace in a process of its own. It prints the processor seconds of the passes, and the most memory that the process
 held: its own pages, and those of mapped files, which the kernel takes back where it needs room. Then, of the same run:
 the share of the matrix products, of all other operations, and of the host, which is what no operation of torch took.
-Last, the seconds of the same products by themselves, shape by shape. Judge the ratios. Not part of ``make test``: by
-arithmetic its defaults take minutes of a processor that multiplies bf16 in hardware, and hours of one that does not.
+Last, the seconds of the same products by themselves, shape by shape. Judge the ratios. Not part of ``make test``: the
+llama head takes 20 minutes of two cores with AVX2 alone.
 """
 
 import json

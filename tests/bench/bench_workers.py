@@ -8,7 +8,9 @@ and the median counts. N workers share the cores as threads, so the first comman
 worker alone: against it stands what workers gain. Against one process with the threads of all cores stands what a user
 gains, which is less the better its products run in threads. Printed are wall time, both ratios, seconds of all
 processors, and the most memory of a process: its share of all (Pss), and what it has for itself (anonymous), beside the
-bytes of the trace and of the head. The rounds have to be equal. Not part of ``make test``.
+bytes of the trace and of the head. The rounds have to be equal. ``--machine`` also runs the first command in as many
+copies at once, which share nothing: cores that share caches and memory are slower together, and no sweep can gain more
+than these do. Not part of ``make test``.
 """
 
 import os
@@ -18,9 +20,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 import psutil
@@ -104,6 +108,14 @@ def run(trace: Path, draft: Path, options: Sequence[str], workers: int, threads:
     return Run(wall, used.ru_utime + used.ru_stime, watch.named(), rounds)
 
 
+def at_once(copies: int, *asked: Any) -> float:
+    """Seconds until so many copies of a run have ended that began together; ``asked`` as in ``run``."""
+    *same_for_all, rounds = asked
+    with ThreadPoolExecutor(copies) as pool:
+        places = [rounds.with_name(f"{rounds.stem}-{copy}.parquet") for copy in range(copies)]
+        return max(one.wall for one in pool.map(lambda place: run(*same_for_all, place), places))
+
+
 def same(one: Path, other: Path) -> bool:
     """Whether two rounds files tell of the same rounds; the seconds that they took differ."""
     a, b = read_rounds(one), read_rounds(other)
@@ -139,9 +151,10 @@ def _report(kind: str, runs: dict[str, list[Run]]) -> None:
 @click.option("--kind", "kinds", type=click.Choice([*KINDS]), multiple=True, default=[*KINDS])
 @click.option("--limit", type=int, help="requests")
 @click.option("--runs", type=int, default=1)
+@click.option("--machine", is_flag=True, help="Also what copies gain that share nothing.")
 def main(
     trace: Path, draft: Path, counts: tuple[int, ...], wirings: tuple[str, ...], kinds: tuple[str, ...],
-    limit: int | None, runs: int,
+    limit: int | None, runs: int, machine: bool,
 ) -> None:  # fmt: skip
     """Print times, ratios and memory of each kind of sweep."""
     cores = len(os.sched_getaffinity(0))
@@ -159,6 +172,13 @@ def main(
                     rounds = Path(folder) / f"{kind}-{place}-{number}.parquet"
                     done[name].append(run(trace, draft, options, count, threads, rounds))
             _report(kind, done)
+            if machine:
+                alone, copies = median(one.wall for one in done["one worker"]), max(counts)
+                place, threads = Path(folder) / "copies.parquet", asked["one worker"][1]
+                together = at_once(copies, trace, draft, options, 1, threads, place)
+                gained = copies * alone / together
+                print(f"    {copies} copies of one worker at once: {together:.1f} s, so this machine gains "
+                      f"{gained:.2f} times at most", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -259,5 +259,5 @@ def test_a_row_that_is_no_number_is_still_seen(odd: float) -> None:
     header = replace(header, taps={**header.taps, "2": TapInfo(FP8, H)}, version=VERSION)
     check_request(rounded, header, ())
     scales[4] = quantise(rows)[1][1]
-    with pytest.raises(CaptureError, match="request 'r': the scales of tap 2 holds NaN or Inf, first in row 4"):
+    with pytest.raises(CaptureError, match="request 'r': scale of tap 2 holds NaN or Inf, first in row 4"):
         check_request(rounded, header, ())
