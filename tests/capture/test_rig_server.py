@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from rig.server import Generated, ServerError, start_server
+from support.this_cpu import prompts_for
 from torch import Tensor
 
 from replay.capture.client.rounds_timed import LEAST_ROUNDS
@@ -28,7 +29,7 @@ QUESTIONS = (
     "Count from one to twenty.",
     "Write a Python function that reverses a string.",
     "Name three animals that live in Africa.",
-)
+)[: prompts_for(6, 3)]
 NEW_TOKENS = 24
 LIKELY = 4  # tokens of a position whose leads over each other are measured
 # topk, steps, verified rows

@@ -11,12 +11,14 @@ import polars as pl
 import pytest
 from support.near_ties import Judged, chain_noise, follow_chains, judge_chains, report_judged
 from support.served_traces import served_trace
+from support.this_cpu import prompts_for
 
 import replay
 from replay.traces.sample_files import sample_head
 
-PROMPTS, NEW_TOKENS, STEPS = 12, 24, 3
+NEW_TOKENS, STEPS = 24, 3
 CHUNK, TOGETHER = 32, 4
+PROMPTS = prompts_for(12, TOGETHER)
 
 
 def serve(target_dir: Path, folder: Path, **env: str) -> replay.Trace:

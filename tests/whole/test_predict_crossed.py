@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from rig.injections import INJECTION_VARIABLE
 from support.served_traces import served_trace
+from support.this_cpu import prompts_for
 
 import replay
 from replay.simulator.agreement import with_agreement
 from replay.traces.agreement import Agreement
 from replay.traces.sample_files import sample_head
 
-PROMPTS, NEW_TOKENS, STEPS, TOGETHER = 8, 24, 4, 4
+NEW_TOKENS, STEPS, TOGETHER = 24, 4, 4
+PROMPTS = prompts_for(8, TOGETHER)
 FAULTS = ("none", "state.crossed=previous", "state.crossed=next", "state.crossed=previous:once")
 
 

@@ -22,6 +22,7 @@ from support.near_ties import (
     tree_noise,
 )
 from support.served_traces import served_trace
+from support.this_cpu import prompts_for
 
 import replay
 from replay.analysis.compare.compare import compare_variants
@@ -29,7 +30,7 @@ from replay.analysis.compare.pairing import pair_rounds
 from replay.analysis.compare.texts import Text
 from replay.traces.check import check_trace
 
-PROMPTS, NEW_TOKENS, STEPS = 8, 24, 3
+PROMPTS, NEW_TOKENS, STEPS = prompts_for(8, 4), 24, 3
 TOPK, NUM_DRAFT_TOKENS = 2, 6
 WIRING = "embed,2,4"
 NEVER_FED = {"eagle_aux_hidden_state_layer_ids": [-1, 1, 3], "use_aux_hidden_state": True}

@@ -23,6 +23,7 @@ from support.near_ties import (
     report_judged,
 )
 from support.served_traces import served_trace
+from support.this_cpu import prompts_for
 from twins.server_order import replay_in_order
 
 import replay
@@ -30,7 +31,7 @@ from replay.simulator.binding import build_head, resolve
 from replay.simulator.inputs import draft_input
 from replay.traces.sample_files import sample_head
 
-PROMPTS = 8
+PROMPTS = prompts_for(8)
 NEW_TOKENS = 32
 STEPS = 5
 RIGHT, WRONG = "embed,3,16", "3,16,28"

@@ -22,12 +22,13 @@ from support.near_ties import (
     tree_noise,
 )
 from support.served_traces import served_trace
+from support.this_cpu import prompts_for
 
 import replay
 from replay.analysis.diagnosis.evidence import outliers_allowed
 from replay.traces.sample_files import sample_head
 
-PROMPTS = 4
+PROMPTS = prompts_for(4)
 NEW_TOKENS = 32
 TOPK, STEPS, NUM_DRAFT_TOKENS = 8, 5, 32  # of (4, 3, 8) test_sglang_plugin.py has a trace
 
