@@ -12,7 +12,7 @@ from replay.traces import files
 from replay.traces.damage import ReadingTrace
 from replay.traces.fields import read_json, show
 from replay.traces.header import TraceHeader, WeightsInfo
-from replay.traces.remote import local_file
+from replay.traces.remote import entry_of, is_whole, local_file
 from replay.traces.taps import EMBED
 from replay.traces.tensors import Layout, map_rows, pack_header, parse_layout, tensor_bytes
 from replay.traces.verify import Verifier
@@ -60,9 +60,12 @@ class TargetWeights:
         return True
 
     def check_sums(self) -> None:
-        """Hold the sidecar against its checksum, where there is one. Raises TraceCorruptError."""
-        if self._verifier is not None and self._header.weights is not None:
-            self._verifier.check(self._folder / files.WEIGHTS, 0, self._header.weights.sha256)
+        """Hold the sidecar against its checksum, where there is one; one elsewhere once it is fetched, which is done
+        when it is needed. Raises TraceCorruptError."""
+        path = self._folder / files.WEIGHTS
+        fetched = entry_of(path) is None or is_whole(path)
+        if self._verifier is not None and self._header.weights is not None and fetched:
+            self._verifier.check(path, 0, self._header.weights.sha256)
 
     @ReadingTrace()
     def _load(self, which: str) -> "torch.Tensor":

@@ -46,13 +46,17 @@ def capture_engine(
     resume: bool = False,
     force: bool = False,
     recording: str | Path | None = None,
+    taps_for: int | None = None,
+    then_taps: str | None = None,
+    rows: str = "exact",
+    prompt_rows: int | None = None,
     server_cache: str = OWN,
 ) -> CaptureResult:
     """Capture every row of the file ``prompts`` from an ``sgl.Engine`` that records, into the folder ``out``.
 
     The engine records where REPLAY_RECORD named a folder before it was made. Options are those of ``replay capture
-    --server``, by the same names; ``taps`` are of those that the engine records, None for all. Other requests to the
-    engine are neither recorded nor disturbed; its event loop is busy meanwhile.
+    --server``, by the same names; ``taps`` are of those that the engine records, None for all; ``prompt_rows`` W is its
+    ``last:W``. Other requests to the engine are neither recorded nor disturbed; its event loop is busy meanwhile.
 
     Raises UsageError where its event loop runs in this very thread, as in a notebook; CaptureError where it does not
     record; what a capture from a server raises, with options as the command line calls them.
@@ -60,7 +64,8 @@ def capture_engine(
     options = ServerOptions(
         _NAME, as_path(prompts), as_path(out), taps=taps, max_new_tokens=max_new_tokens, temperature=temperature,
         top_p=top_p, top_k=top_k, raw=raw, concurrency=concurrency, weights=weights, resume=resume, force=force,
-        recording=None if recording is None else as_path(recording), server_cache=server_cache,
+        recording=None if recording is None else as_path(recording), taps_for=taps_for, then_taps=then_taps,
+        rows=rows, prompt_rows=prompt_rows, server_cache=server_cache,
     )  # fmt: skip
     check_options(options)
     check_callable("on_event", on_event, "a function that takes an event was expected; leave it out")

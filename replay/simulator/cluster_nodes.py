@@ -37,18 +37,20 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """What a node has to have: paths and a device, and the checksum of the trace's header."""
+    """What a node has to have: paths and a device, and the checksum of the trace's header. ``target`` is the folder of
+    the target's checkpoint where it was named."""
 
     trace: Path
     header_sha256: str
     heads: tuple[str, ...]
     device: str
+    target: Path | None = None
 
 
 def needed_for(job: Job) -> Needed:
     """What every node has to have for this job."""
     heads = tuple(one.path for one in job.heads.values() if isinstance(one, HeadSource))
-    return Needed(job.trace.path, header_sha256(job.trace.path), heads, job.device)
+    return Needed(job.trace.path, header_sha256(job.trace.path), heads, job.device, job.trace.target_folder)
 
 
 def header_sha256(folder: Path) -> str:
@@ -244,6 +246,8 @@ def lacking(needed: Needed) -> str:
     missing = next((head for head in needed.heads if not as_source(head).is_dir()), None)
     if missing is not None:
         return f"has no draft head at {missing}; {_DISK}"
+    if needed.target is not None and not as_source(needed.target).is_dir():
+        return f"has no target at {needed.target}; {_DISK}"
     try:
         torch.empty(1, device=needed.device)
     except (RuntimeError, AssertionError):

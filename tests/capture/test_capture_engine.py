@@ -51,6 +51,15 @@ def test_the_trace_is_that_of_a_server(engine: FakeEngine, prompts: Path, tmp_pa
     assert len(set(engine.salts)) == len(engine.salts)  # each prompt is computed, none taken from a cache
 
 
+def test_less_is_kept_as_of_a_server(engine: FakeEngine, prompts: Path, tmp_path: Path) -> None:
+    capture_engine(
+        engine, prompts, tmp_path / "trace", max_new_tokens=9, taps_for=1, then_taps="embed", rows="fp8", prompt_rows=2
+    )
+    less = Trace.open(tmp_path / "trace")
+    assert less.say_tiers() == "embed, 2, final (1 request); embed, final (3 requests)"
+    assert "2" in less.rounded_taps and less.prompt_rows == 2
+
+
 def test_the_engine_is_ones_own_again_after(engine: FakeEngine, prompts: Path, tmp_path: Path) -> None:
     capture_engine(engine, prompts, tmp_path / "trace", max_new_tokens=2)
     assert not engine.loop.is_running()

@@ -367,6 +367,7 @@ def test_what_a_node_lacks_is_named(tmp_path: Path, trace: Trace, head: Checkpoi
         ({"trace": tmp_path / "none"}, "has no trace at "),
         ({"trace": tmp_path}, "has another trace at "),
         ({"heads": ("/none",)}, "has no draft head at /none"),
+        ({"target": tmp_path / "none"}, "has no target at "),
         ({"device": "cuda:77"}, "has no device cuda:77"),
     ):
         assert lacking(replace(needed, **changes)).startswith(said)  # type: ignore[arg-type]
