@@ -8,13 +8,23 @@ are empty there, so that whoever reads them as plain files finds nothing and say
 import hashlib
 import os
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path, PosixPath, PurePath
 from typing import Any
 
 from replay.traces.addresses import address_of, is_address, parse_address, place_of
 from replay.traces.files import as_path
 from replay.traces.object_store import Entry, list_folder, read_range
-from replay.traces.sectors import SECTOR, check_room, check_same, mark_used, unwritable, write_file
+from replay.traces.sectors import (
+    SECTOR,
+    alone,
+    check_room,
+    check_same,
+    is_half_written,
+    mark_used,
+    unwritable,
+    write_file,
+)
 
 _TENSORS = (".safetensors", ".bin")  # of files that are read by ranges, or whole when they are loaded
 _FILES = (".json", ".parquet", ".lock", *_TENSORS)
@@ -76,8 +86,7 @@ class _Folder:
         elif _has_tensors(place):
             write_file(place, (), stamp=_stamp(entry))
         else:
-            check_room(entry)
-            write_file(place, _whole(entry), stamp=_stamp(entry))
+            _fetch_whole(place, entry)
 
     def _clear(self, kept: Collection[str]) -> None:
         """Make the folder, without files that do not lie there any more."""
@@ -89,8 +98,9 @@ class _Folder:
                 os.unlink(self.place)
             os.makedirs(self.place, exist_ok=True)
             for place in (os.path.join(self.place, name) for name in os.listdir(self.place)):
-                if place not in kept and os.path.isfile(place):
-                    os.unlink(place)
+                with suppress(FileNotFoundError):  # another process was first
+                    if place not in kept and os.path.isfile(place) and not is_half_written(place):
+                        os.unlink(place)
         except OSError as error:
             raise unwritable(error) from error
 
@@ -131,8 +141,7 @@ def local_file(path: Path) -> Path:
     place = place_of(entry.address)
     os.fspath(path)
     if not _is_whole(place, entry):
-        check_room(entry)
-        write_file(place, _whole(entry), stamp=_stamp(entry), sync=True)
+        _fetch_whole(place, entry, sync=True)
     mark_used(place)
     return path
 
@@ -165,6 +174,14 @@ def _is_whole(place: str, entry: Entry) -> bool:
     except OSError:
         return False
     return told.st_size == entry.size and told.st_mtime_ns == _stamp(entry)
+
+
+def _fetch_whole(place: str, entry: Entry, *, sync: bool = False) -> None:
+    """Bring a file that is not whole in the cache: of all processes and threads that want it at once, one does."""
+    check_room(entry)
+    with alone(entry):
+        if not _is_whole(place, entry):
+            write_file(place, _whole(entry), stamp=_stamp(entry), sync=sync)
 
 
 def _provide(place: str) -> None:

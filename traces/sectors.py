@@ -5,29 +5,29 @@ write or delete any sector at any time: one that is not there, or not whole, is 
 has the version of the file that it is of; what has changed is never taken for what was read before.
 """
 
+import fcntl
 import hashlib
 import math
 import os
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 
 from replay.errors import OutputError, StorageError, UsageError
 from replay.printable import one_line
 from replay.traces.addresses import remote_folder
-from replay.traces.object_store import Entry, look, read_range
+from replay.traces.object_store import Entry, ask_all, look, read_range
 
 HEAD = 1 << 16  # bytes of the first sector: more than most headers
 SECTOR = 1 << 20  # bytes of a sector
 _MOST_AT_ONCE = 32  # sectors of one question
-_SIDE_BY_SIDE = 16  # questions
 _CHECKSUM = 4
 _DEFAULT_GB = 20.0
 _SHARE = 20  # of its bound so much (1/20) is written before the cache is counted again
 _TEMPORARY = ".tmp"
+_LOCKS = "locks"  # a folder beside that of the sectors
 _AT_WORK = 3600 * 10**9  # nanoseconds after which a temporary file is nobody's any more
 
 
@@ -54,17 +54,15 @@ def read_bytes(entry: Entry, start: int, stop: int) -> bytearray:
 
 
 def fetch_ahead(wanted: Iterable[tuple[Entry, int, int]]) -> None:
-    """Bring ranges (file, start, stop) into the cache side by side: a storage far away answers many questions in the
-    time of one. Raises as ``read_bytes``."""
+    """Bring ranges (file, start, stop) into the cache side by side. Raises as ``read_bytes``, and as soon as one
+    fails."""
     missing: dict[Entry, set[int]] = {}
     for entry, start, stop in wanted:
         there = (number for number in _numbers(start, min(stop, entry.size)) if os.path.exists(_path(entry, number)))
         missing.setdefault(entry, set()).update(set(_numbers(start, min(stop, entry.size))).difference(there))
     runs = [(entry, run) for entry, numbers in missing.items() for run in _runs(sorted(numbers))]
     if len(runs) > 1:
-        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-            for one in [pool.submit(_keep, *each) for each in runs]:
-                one.result()
+        ask_all(lambda each: _keep(*each), runs)
 
 
 def _keep(entry: Entry, run: list[int]) -> None:
@@ -105,6 +103,20 @@ def write_file(path: str, parts: Iterable[bytes | bytearray], *, stamp: int | No
     _count(size)
 
 
+@contextmanager
+def alone(entry: Entry) -> Iterator[None]:
+    """No other process or thread is in a block for the same file; one that is killed there leaves it.
+
+    On a disk that has no locks all are in it at once, and each fetches the file for itself.
+    """
+    path = os.path.join(remote_folder(), _LOCKS, hashlib.sha256(os.fsencode(entry.address)).hexdigest()[:32])
+    with ExitStack() as stack:
+        with suppress(OSError):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fcntl.flock(stack.enter_context(open(path, "ab")), fcntl.LOCK_EX)
+        yield
+
+
 def unwritable(error: OSError) -> OutputError:
     """What is said of a local cache that refuses to be written."""
     reason = one_line(error.strerror or str(error))
@@ -133,6 +145,11 @@ def check_room(entry: Entry) -> None:
 def is_at_work(told: os.stat_result) -> bool:
     """Whether another process may be writing a temporary file still."""
     return time.time_ns() - told.st_mtime_ns < _AT_WORK
+
+
+def is_half_written(path: str) -> bool:
+    """Whether a file of the cache is one that another process may be writing still. Raises OSError."""
+    return path.endswith(_TEMPORARY) and is_at_work(os.lstat(path))
 
 
 def bound() -> int:
@@ -243,7 +260,7 @@ def _room(most: int) -> int:
 
 
 def _files(folder: str) -> Iterator[tuple[int, int, str]]:
-    """Of each file when it was used, its bytes and its path."""
+    """Of each file when it was used, its bytes and its path; those that are in use now are left out."""
     for place, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(place, name)
@@ -253,4 +270,15 @@ def _files(folder: str) -> Iterator[tuple[int, int, str]]:
                 continue
             if name.endswith(_TEMPORARY) and is_at_work(told):
                 continue
+            if place == os.path.join(folder, _LOCKS) and _is_held(path):
+                continue
             yield told.st_atime_ns, told.st_size, path
+
+
+def _is_held(lock: str) -> bool:
+    """Whether somebody is in a block of ``alone``. Who takes the lock in the moment before it is deleted may find
+    another one there, and a file is fetched twice."""
+    with suppress(OSError), open(lock, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two who ask do not meet
+        return False
+    return True

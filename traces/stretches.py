@@ -57,15 +57,18 @@ def prefix_of(records: Sequence[RequestRecord], number: int, rows: int) -> tuple
 def runs(
     records: Sequence[RequestRecord], wanted: Iterable[tuple[RequestRecord, Sequence[int]]], name: str
 ) -> list[tuple[str, list[int]]]:
-    """(shard, rows of its tensor ``name``) for the ``wanted`` positions of requests, in their order, shard by shard."""
+    """(shard, rows of its tensor ``name``) for the ``wanted`` positions of requests, in their order, shard by shard.
+
+    Where none is wanted, the shard of the first request with no rows: dtype and width are still those of its tensor.
+    """
     found: list[tuple[str, list[int]]] = []
+    own: list[tuple[str, list[int]]] = []
     for record, positions in wanted:
         where = stretches(records, record, 0, record.rows)
-        if not found:
-            found.append((record.shard, []))
+        own = own or [(record.shard, [])]
         for position in positions:
             one = next(one for one in where if position < one.stop)
-            if found[-1][0] != one.record.shard:
+            if not found or found[-1][0] != one.record.shard:
                 found.append((one.record.shard, []))
             found[-1][1].append(one.rows(name)[0] + position - one.start)
-    return found
+    return found or own

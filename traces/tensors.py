@@ -190,13 +190,16 @@ def fetch_rows(wanted: Iterable[tuple[Layout, str, int, int]]) -> None:
 
 
 def take_rows(layout: Layout, name: str, places: Sequence[int]) -> "torch.Tensor":
-    """Some rows of tensor ``name``, in their order: a copy. Of a file elsewhere no others are fetched.
+    """Some rows of tensor ``name``, in their order: a copy. Of a file elsewhere no others are fetched, for no places
+    none.
 
     Raises TraceCorruptError, StorageError.
     """
     import torch
 
-    if entry_of(layout.path) is not None and places:
+    if not places:
+        return map_rows(layout, name, 0, 0)
+    if entry_of(layout.path) is not None:
         return torch.cat([map_rows(layout, name, run[0], run[-1] + 1) for run in _runs(places)])
     values = map_rows(layout, name)
     if values.element_size() > 1:

@@ -35,17 +35,21 @@ def run_simulation(
 
     ``cache`` is a folder of variants that were replayed before, ``workers`` as ``read_workers`` gave them.
     """
+    from replay.simulator.binding import resolve
     from replay.simulator.cache import open_cache, simulate_cached
+    from replay.simulator.held import requests_with_taps
     from replay.simulator.kept import keep_tasks
     from replay.simulator.progress import ReplayProgress
     from replay.simulator.workers import use_workers
 
+    # Workers have the requests that are replayed, and no others: a rule may not go with these.
+    asked = requests_with_taps(trace, [resolve(one, checkpoints[one.draft], trace) for one in variants], checkpoints)
     with show_progress("replaying") as progress:
 
         def on_event(event: ReplayProgress) -> None:
             progress.update(event.stage, event.done + event.part, event.total, "requests")
 
-        with quiet_ray(workers), use_workers(workers, trace, checkpoints, device, progress.note) as hands:
+        with quiet_ray(workers), use_workers(workers, asked, checkpoints, device, progress.note) as hands:
             kernels = None if hands is None else hands.kernels
             kept = None
             if cache is not None:

@@ -200,8 +200,9 @@ class Emulation:
         """
         said = [what for notes in (self._of_weights, self._in_passes) for what, seen in notes.items() if seen]
         if self._short_groups:
+            short = ", ".join(sorted(self._short_groups))  # whatever order a worker has the tensors in
             said.append(
-                f"the inputs of {', '.join(self._short_groups)} are no multiple of the group, whose last one is "
+                f"the inputs of {short} are no multiple of the group, whose last one is "
                 "shorter, as GPTQ makes it; many kernels refuse such a weight"
             )
         return [f"{self._precision}: {what}" for what in sorted(said)]

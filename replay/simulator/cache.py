@@ -33,7 +33,7 @@ from replay.simulator.groups import check_variants, without_drafting
 from replay.simulator.held import requests_with_taps
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.results import describe_trace, describe_wirings, join_notes
-from replay.simulator.simulation import simulate
+from replay.simulator.simulation import simulate_with_notes
 from replay.simulator.tasks import Workers
 from replay.simulator.variant import ResolvedVariant, Variant, name_variants
 from replay.traces import files
@@ -179,15 +179,15 @@ def simulate_kept(
     if cache is not None:
         cache, trace = _of_those_with_taps(cache, trace, variants)
     ask = partial(
-        simulate, trace, checkpoints, device=device, follow=follow, only=only, served_products=served_products,
-        workers=workers, on_event=on_event,
+        simulate_with_notes, trace, checkpoints, device=device, follow=follow, only=only,
+        served_products=served_products, workers=workers, on_event=on_event,
     )  # fmt: skip
     if cache is None:
-        return ask(variants)
+        return ask(variants)[0]
     also = repr((rows_sha256(follow), None if only is None else sorted(only), served_products))
     found = {one: rounds for one in dict.fromkeys(variants) if (rounds := cache.find(one, also)) is not None}
     if missing := [one for one in dict.fromkeys(variants) if one not in found]:
-        for variant, rounds in zip(missing, _apart(ask(missing)), strict=True):
+        for variant, rounds in zip(missing, _apart(*ask(missing), checkpoints), strict=True):
             cache.keep(variant, rounds, also)
             found[variant] = rounds
     return _together(trace, checkpoints, variants, [found[one] for one in variants])
@@ -211,7 +211,7 @@ def simulate_cached(
     many were there. The rounds are those of a run without a cache. Raises as these, and OutputError.
     """
     if cache is None:
-        return _replay(trace, checkpoints, variants, device, agreement, workers, on_event)
+        return _replay(trace, checkpoints, variants, device, agreement, workers, on_event)[0]
     resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
     cache, trace = _of_those_with_taps(cache, trace, resolved)
     found = {variant: rounds for variant in dict.fromkeys(resolved) if (rounds := cache.find(variant)) is not None}
@@ -226,8 +226,8 @@ def simulate_cached(
         lots = [[variant for alike in lots for variant in alike]]
     for number, alike in enumerate(lots):
         told = _counted(on_event, number, len(lots))
-        played = _replay(trace, checkpoints, alike, device, agreement, workers, told)
-        for variant, rounds in zip(alike, _apart(played), strict=True):
+        played, notes = _replay(trace, checkpoints, alike, device, agreement, workers, told)
+        for variant, rounds in zip(alike, _apart(played, notes, checkpoints), strict=True):
             cache.keep(variant, rounds)
             found[variant] = rounds
     return _together(trace, checkpoints, resolved, [found[variant] for variant in resolved])
@@ -247,11 +247,15 @@ def _replay(
     agreement: bool,
     workers: Workers | None,
     on_event: Callable[[ReplayProgress], None],
-) -> Rounds:
-    rounds = simulate(trace, checkpoints, variants, device=device, workers=workers, on_event=on_event)
-    if not agreement:
-        return rounds
-    return with_agreement(rounds, trace, checkpoints, variants, device=device, workers=workers, on_event=on_event)
+) -> tuple[Rounds, list[Sequence[str]]]:
+    rounds, notes = simulate_with_notes(
+        trace, checkpoints, variants, device=device, workers=workers, on_event=on_event
+    )  # fmt: skip
+    if agreement:
+        rounds = with_agreement(
+            rounds, trace, checkpoints, variants, device=device, workers=workers, on_event=on_event
+        )  # fmt: skip
+    return rounds, notes
 
 
 def _counted(on_event: Callable[[ReplayProgress], None], number: int, lots: int) -> Callable[[ReplayProgress], None]:
@@ -259,17 +263,19 @@ def _counted(on_event: Callable[[ReplayProgress], None], number: int, lots: int)
     return lambda event: on_event(replace(event, done=number * event.total + event.done, total=lots * event.total))
 
 
-def _apart(rounds: Rounds) -> list[Rounds]:
-    """Each variant's rounds by themselves."""
+def _apart(
+    rounds: Rounds, notes: Sequence[Sequence[str]], checkpoints: Mapping[str, Checkpoint]
+) -> list[Rounds]:  # fmt: skip
+    """Each variant's rounds by themselves, with its own of the ``notes``."""
     tables = rounds.table.partition_by("variant", as_dict=True)
     return [
         replace(
             rounds,
             table=tables.get((info.name,), rounds.table.clear()),
             variants=(info,),
-            drafts={info.draft: rounds.drafts[info.draft]},
+            drafts={info.draft: rounds.drafts[info.draft] | {"notes": join_notes(checkpoints[info.draft], [told])}},
         )
-        for info in rounds.variants
+        for info, told in zip(rounds.variants, notes, strict=True)
     ]
 
 

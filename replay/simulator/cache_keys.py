@@ -24,28 +24,79 @@ if TYPE_CHECKING:
 _PACKAGES = ("replay", "replay.traces", "replay.analysis")
 
 
-# What narrows the instructions that kernels of products use (oneDNN's and MKL's guides), beside what the CPU has.
+# What narrows the instructions that kernels of products use, or says how exact these are (the guides of oneDNN, MKL,
+# CUDA and torch), beside what the CPU has.
 _NARROWING = (
-    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR",
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE",
+    "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
 # Instructions that products are summed by, in another order each: as Linux calls them for x86 and for ARM.
 _INSTRUCTIONS = ("avx", "amx", "fma", "sve", "bf16", "i8mm")
 _CPU = Path("/proc/cpuinfo")
+# Whose CPU it is, by which MKL chooses its code and oneDNN's is cut into blocks: as Linux says it for x86 and for ARM.
+_MAKE = {"vendor_id": "", "cpu family": "family ", "model": "model ", "CPU implementer": "maker ", "CPU part": "part "}
+# What torch.set_float32_matmul_precision sets, on the CPU and on GPUs, as torch 2.9 and later say it of each.
+_NAMED = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("bf16", "tf32")}
 
 
-def kernels_of(device: str, threads: int | None = None) -> tuple[str | int, ...]:
-    """What rounds differently elsewhere: torch, the CPU's instructions, what narrows them, which products oneDNN then
-    has kernels for, the threads (None: of this process), and a GPU where it runs on one."""
+def kernels_of(
+    device: str, threads: int | None = None, products: tuple[str, str] | None = None
+) -> tuple[str | int, ...]:
+    """What rounds differently elsewhere: torch, the CPU and its instructions, what narrows them, which products oneDNN
+    then has kernels for, the threads and ``fp32_products`` (None: of this process), and a GPU where it runs on one."""
+    import torch
+
+    on_gpu = torch.device(device).type == "cuda"
+    gpu = torch.cuda.get_device_name(device) if on_gpu else ""
+    narrowed = (f"{name}={os.environ[name]}" if os.environ.get(name) else "" for name in _NARROWING)
+    capability = torch.backends.cpu.get_cpu_capability()
+    products_here = _say_products(products or fp32_products(), on_gpu)
+    return (
+        torch.__version__, capability, threads or torch.get_num_threads(), gpu, *narrowed, cpu_make(), instructions(),
+        products_here,
+    )  # fmt: skip
+
+
+def _say_products(fp32: tuple[str, str], on_gpu: bool) -> str:
+    """Which products oneDNN has kernels for, and how exact those of fp32 are where it runs."""
     import torch
 
     from replay.narrow_products import has_kernels
 
-    gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
-    narrowed = (os.environ.get(name, "") for name in _NARROWING)
-    capability = torch.backends.cpu.get_cpu_capability()
     narrow = {"bf16-products": torch.bfloat16, "fp16-products": torch.float16}
-    native = " ".join(name for name, dtype in narrow.items() if has_kernels(dtype))
-    return torch.__version__, capability, threads or torch.get_num_threads(), gpu, *narrowed, instructions(), native
+    words = [name for name, dtype in narrow.items() if has_kernels(dtype)]
+    words += [f"fp32-products-on-cpu={fp32[0]}", *([f"fp32-products-on-gpu={fp32[1]}"] if on_gpu else [])]
+    return " ".join(words)
+
+
+def fp32_products() -> tuple[str, str]:
+    """How exact this process takes products of fp32 on the CPU and on GPUs: ieee, tf32 or bf16.
+
+    A program may set one for both, as by torch.set_float32_matmul_precision, or each by itself; torch then no longer
+    says the one.
+    """
+    import torch
+
+    if not hasattr(torch.backends.mkldnn, "matmul"):  # before torch 2.9
+        return _NAMED[torch.get_float32_matmul_precision()]
+    cpu, gpu = torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    return _or_exact(cpu), _or_exact(gpu)
+
+
+def _or_exact(precision: str) -> str:
+    return "ieee" if precision == "none" else precision  # where nothing was set
+
+
+def set_fp32_products(wanted: tuple[str, str]) -> None:
+    """Let this process take products of fp32 as ``fp32_products`` said it elsewhere."""
+    import torch
+
+    if wanted == fp32_products():
+        return
+    nearest = "highest" if wanted[1] == "ieee" else "high"
+    torch.set_float32_matmul_precision(next((name for name, both in _NAMED.items() if both == wanted), nearest))
+    if hasattr(torch.backends.mkldnn, "matmul") and fp32_products() != wanted:
+        torch.backends.mkldnn.matmul.fp32_precision = wanted[0]
 
 
 @cache
@@ -54,18 +105,39 @@ def instructions(told: Path = _CPU) -> str:
 
     torch tells AVX2 from AVX512, and not whether an AVX512 CPU has those for bf16 or AMX.
     """
+    flags = next((value for name, value in _told_of_cpu(told) if name in ("flags", "Features")), "")
+    return " ".join(sorted(flag for flag in flags.split() if flag.startswith(_INSTRUCTIONS))) or platform.processor()
+
+
+@cache
+def cpu_make(told: Path = _CPU) -> str:
+    """Whose CPU it is and which, as ``CPU: AuthenticAMD family 23 model 49``; empty where the system does not tell."""
+    found: dict[str, str] = {}
+    for name, value in _told_of_cpu(told):
+        found.setdefault(name, value)  # of the first core
+    words = " ".join(f"{said}{found[name]}" for name, said in _MAKE.items() if name in found)
+    return f"CPU: {words}" if words else ""
+
+
+def _told_of_cpu(told: Path) -> list[tuple[str, str]]:
+    """Names and values, core by core; none where the system has no such file."""
     try:
         lines = told.read_text("utf-8", "replace").splitlines()
     except OSError:
-        lines = []
-    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
-    return " ".join(sorted(flag for flag in flags.split() if flag.startswith(_INSTRUCTIONS))) or platform.processor()
+        return []
+    pairs = (line.partition(":") for line in lines)
+    return [(name.strip(), value.strip()) for name, _, value in pairs]
 
 
 def say_unlike(one: Iterable[str | int], other: Iterable[str | int]) -> str:
     """In which of the words of ``kernels_of`` two differ; none where one lacks what the other has."""
-    pairs = [(str(a).split(), str(b).split()) for a, b in zip(one, other, strict=False) if a != b]
+    pairs = [(_words(a), _words(b)) for a, b in zip(one, other, strict=False) if a != b]
     return ", ".join(f"{_lacking(b, a)} and {_lacking(a, b)}" for a, b in pairs)
+
+
+def _words(said: str | int) -> list[str]:
+    """A CPU is one of them, because its numbers say nothing by themselves."""
+    return [said] if isinstance(said, str) and said.startswith("CPU: ") else str(said).split()
 
 
 def _lacking(words: list[str], of: list[str]) -> str:

@@ -5,6 +5,7 @@ Those that join later are looked at while tasks run: they get tasks if they are 
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 
 import torch
 
-from replay.errors import ReplayError, TraceError, UsageError, WorkerError
+from replay.capture.target_files import fingerprint_target
+from replay.errors import CaptureError, ReplayError, TraceError, UsageError, WorkerError
 from replay.simulator.cache_keys import kernels_of, program_sha256, say_unlike
 from replay.simulator.replayer import HeadSource, Job
 from replay.traces import files
+from replay.traces.reader import Trace
 from replay.traces.remote import as_source
 
 THREADS = 1  # of a task, which has one core
@@ -37,20 +40,44 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """What a node has to have: paths and a device, and the checksum of the trace's header. ``target`` is the folder of
-    the target's checkpoint where it was named."""
+    """What a node has to have: paths and a device, and the checksum of the trace's header.
+
+    ``target`` is the folder of the target's checkpoint, and ``fingerprint`` what it holds, where a trace has no weights
+    of its own. A node rounds as ``products`` say (``fp32_products``; None: as its own process does).
+    """
 
     trace: Path
     header_sha256: str
     heads: tuple[str, ...]
     device: str
     target: Path | None = None
+    fingerprint: str | None = None
+    products: tuple[str, str] | None = None
 
 
 def needed_for(job: Job) -> Needed:
     """What every node has to have for this job."""
-    heads = tuple(one.path for one in job.heads.values() if isinstance(one, HeadSource))
-    return Needed(job.trace.path, header_sha256(job.trace.path), heads, job.device, job.trace.target_folder)
+    trace, heads = job.trace, tuple(one.path for one in job.heads.values() if isinstance(one, HeadSource))
+    target = _target_of(trace)
+    held = None if target is None or trace.header.weights is not None else _fingerprint(target)
+    return Needed(trace.path, header_sha256(trace.path), heads, job.device, target, held, job.products)
+
+
+def _target_of(trace: Trace) -> Path | None:
+    """The folder of the target's checkpoint: the one that was named, or of a trace without weights the one it was
+    recorded with. Where that is not here either, no replay that is asked for may need it."""
+    if trace.target_folder is not None or trace.header.weights is not None:
+        return trace.target_folder
+    recorded = Path(trace.header.target.path)
+    return recorded if os.path.isdir(recorded) else None
+
+
+def _fingerprint(target: Path) -> str | None:
+    """``fingerprint_target``; None where the folder has none. Raises StorageError."""
+    try:
+        return fingerprint_target(as_source(target))
+    except (CaptureError, TraceError, OSError):
+        return None
 
 
 def header_sha256(folder: Path) -> str:
@@ -233,7 +260,7 @@ def _say_none(unit: str) -> str:
 def look_around(needed: Needed) -> Node:
     """What this node has."""
     lacks = lacking(needed)
-    return Node(lacks, program_sha256(), () if lacks else kernels_of(needed.device, THREADS))
+    return Node(lacks, program_sha256(), () if lacks else kernels_of(needed.device, THREADS, needed.products))
 
 
 def lacking(needed: Needed) -> str:
@@ -246,10 +273,20 @@ def lacking(needed: Needed) -> str:
     missing = next((head for head in needed.heads if not as_source(head).is_dir()), None)
     if missing is not None:
         return f"has no draft head at {missing}; {_DISK}"
-    if needed.target is not None and not as_source(needed.target).is_dir():
-        return f"has no target at {needed.target}; {_DISK}"
+    if lacks := _lacking_target(needed):
+        return lacks
     try:
         torch.empty(1, device=needed.device)
     except (RuntimeError, AssertionError):
         return f"has no device {needed.device} for torch; install one for its GPUs there, or type --device cpu"
+    return ""
+
+
+def _lacking_target(needed: Needed) -> str:
+    if needed.target is None:
+        return ""
+    if not as_source(needed.target).is_dir():
+        return f"has no target at {needed.target}; {_DISK}"
+    if needed.fingerprint is not None and _fingerprint(needed.target) != needed.fingerprint:
+        return f"has another target at {needed.target}; {_DISK}"
     return ""

@@ -2,22 +2,23 @@
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save, save_file
 
 from replay.analysis.followed import Followed, join
 from replay.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from replay.drafting.rows import Span
-from replay.errors import CheckpointError
+from replay.errors import CheckpointError, OutputError
 from replay.head.held import Held
 from replay.simulator.along import Served, follow_pack
 from replay.simulator.anchors import AnchorDrafts, draft_pack
 from replay.simulator.batches import batches_for
-from replay.simulator.cache_keys import checkpoint_sha256
+from replay.simulator.cache_keys import checkpoint_sha256, fp32_products, set_fp32_products
 from replay.simulator.groups import Group, Made, group_variants, taps_of
 from replay.simulator.inputs import followed_rounds, read_packs
 from replay.simulator.packs import estimator_of, notes_of, replay_pack, spans_of
@@ -63,8 +64,12 @@ class StoredHead:
 
     @classmethod
     def store(cls, checkpoint: Checkpoint, file: Path) -> "StoredHead":
-        """Write the tensors, as far as they share memory each by itself."""
-        save_file(_own_tensors(checkpoint), file)
+        """Write the tensors, as far as they share memory each by itself. Raises OutputError."""
+        tensors = _own_tensors(checkpoint)
+        try:
+            save_file(tensors, file)
+        except (SafetensorError, OSError) as error:  # the library has its own for a disk that is full
+            raise no_temporary(error) from error
         return cls(replace(checkpoint, tensors={}), file)
 
     @classmethod
@@ -76,6 +81,14 @@ class StoredHead:
         """The head again."""
         tensors = load(self.tensors) if isinstance(self.tensors, bytes) else load_file(self.tensors)
         return replace(self.shell, tensors=tensors)
+
+
+def no_temporary(error: SafetensorError | OSError) -> OutputError:
+    """What is said where no temporary folder can be made, or nothing can be written there."""
+    return OutputError(
+        f"the temporary folder for several workers cannot be written ({error}); make room there, name another folder "
+        "with TMPDIR, or type --workers 1"
+    )
 
 
 def _own_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -93,12 +106,14 @@ class AnyHead(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What all tasks have in common: a trace, its heads and where they run, in how many threads."""
+    """What all tasks have in common: a trace, its heads and where they run, in how many threads, with products of fp32
+    as exact (``fp32_products``) as in the process that asks for them."""
 
     trace: Trace
     heads: Mapping[str, AnyHead]
     device: str
     threads: int
+    products: tuple[str, str] = field(default_factory=fp32_products)
 
 
 class Replayer:
@@ -106,6 +121,7 @@ class Replayer:
 
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.threads)
+        set_fp32_products(job.products)
         self._job = job
         self._heads: dict[str, Checkpoint] = {}
         self._groups: OrderedDict[tuple[tuple[ResolvedVariant, ...], bool], list[Group]] = OrderedDict()

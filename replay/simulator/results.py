@@ -155,10 +155,10 @@ def describe_head(
     name: str,
     checkpoint: Checkpoint,
     variants: Sequence[ResolvedVariant],
-    said: Iterable[tuple[int, Sequence[str]]],
+    said: Iterable[Sequence[str]],
     trace: Trace,
 ) -> dict[str, Any]:
-    """What a report says of a head, and the notes of all its variants: ``said`` pairs one variant's place with them."""
+    """What a report says of a head, and the notes of all its variants: ``said`` has those of each of ``variants``."""
     config = checkpoint.config
     return {
         "family": FAMILY_NAMES[config.family],
@@ -171,7 +171,7 @@ def describe_head(
         "layer_ids": None if config.layer_ids is None else list(config.layer_ids),
         "stated_wiring": _stated(name, checkpoint, variants, trace),
         "dtype": config.dtype,
-        "notes": join_notes(checkpoint, (told for place, told in said if variants[place].draft == name)),
+        "notes": join_notes(checkpoint, (told for one, told in zip(variants, said, strict=True) if one.draft == name)),
     }
 
 

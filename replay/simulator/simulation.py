@@ -67,6 +67,25 @@ def simulate(
     >>> rounds.variants[0].steps
     3
     """
+    return simulate_with_notes(
+        trace, checkpoints, variants, device=device, follow=follow, only=only, served_products=served_products,
+        workers=workers, on_event=on_event,
+    )[0]  # fmt: skip
+
+
+def simulate_with_notes(
+    trace: Trace,
+    checkpoints: Mapping[str, Checkpoint],
+    variants: Sequence[Variant | ResolvedVariant],
+    *,
+    device: str = "cpu",
+    follow: "pl.DataFrame | None" = None,
+    only: Collection[str] | None = None,
+    served_products: bool = True,
+    workers: "int | str | Workers | None" = None,
+    on_event: Callable[[ReplayProgress], None] = lambda _: None,
+) -> tuple[Rounds, list[Sequence[str]]]:
+    """``simulate``, and of each variant what its head said of itself. Raises as ``simulate``."""
     if not isinstance(trace, Trace):
         raise UsageError(f"the trace is {show(trace)}; open one by Trace.open")
     _check_heads(variants, checkpoints)
@@ -90,10 +109,10 @@ def simulate(
             )  # fmt: skip
             check_follow(follow, planned.sampled)
             notes = _take(replay_tasks(hands, planned, on_event), tallies, table)
-            said = [(place, sorted(notes.get(place, ()))) for place in planned.leading]
+            said = [sorted(notes.get(place, ())) for place in range(len(resolved))]
     texts = _texts(trace, requests_of(follow, only))
     played_variants = zip(names, resolved, tallies, strict=True)
-    return Rounds(
+    rounds = Rounds(
         table=table.frame(),
         variants=tuple(variant_info(name, variant, tally, trace) for name, variant, tally in played_variants),
         requests=tuple(
@@ -104,6 +123,7 @@ def simulate(
             name: describe_head(name, checkpoint, resolved, said, trace) for name, checkpoint in checkpoints.items()
         },
     )
+    return rounds, said
 
 
 def _check_place(device: object, follow: object, only: object) -> None:
@@ -139,8 +159,8 @@ def _replay_here(
     tallies: Sequence[Tally],
     table: RoundsTable,
     on_event: Callable[[ReplayProgress], None],
-) -> list[tuple[int, Sequence[str]]]:
-    """In this process; what the heads' notes say is given back."""
+) -> list[Sequence[str]]:
+    """In this process; of each variant what its head's notes say is given back."""
     led = None if follow is None else followed_rounds(follow)
     asked = requests_of(follow, only)
     spans, batches = spans_of(groups, trace), batches_for(groups, trace)
@@ -152,7 +172,8 @@ def _replay_here(
                 on_event(ReplayProgress(done, total, part=len(pack) * number / len(groups)))
             done += len(pack)
             on_event(ReplayProgress(done, total))
-    return [(group.members[0], notes_of(group)) for group in groups]
+    notes = {member: notes_of(group) for group in groups for member in group.members}
+    return [notes[place] for place in range(len(notes))]
 
 
 def _take(results: Iterable[tuple[Task, Result]], tallies: Sequence[Tally], table: RoundsTable) -> dict[int, set[str]]:

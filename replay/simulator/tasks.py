@@ -54,12 +54,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Planned:
-    """The tasks of a sweep; ``total`` requests; ``leading`` is the first variant of each group in order,
-    and ``sampled`` says which groups sample their drafts."""
+    """The tasks of a sweep; ``total`` requests; ``sampled`` says which groups sample their drafts."""
 
     tasks: list[Task]
     total: int
-    leading: list[int]
     sampled: list[bool]
 
 
@@ -86,7 +84,7 @@ def plan_tasks(
         Task(asked_of[lot], lots[lot], packs[pack], places[pack], followed[pack], scales, served_products, confidence)
         for pack, lot in _turns(len(packs), len(lots), _at_once(len(packs), variants, workers))
     ]
-    return Planned(tasks, sum(map(len, packs)), [plan.members[0] for plan in plans], [plan.sampled for plan in plans])
+    return Planned(tasks, sum(map(len, packs)), [plan.sampled for plan in plans])
 
 
 def _by_head(lots: list[tuple[int, ...]], variants: Sequence[ResolvedVariant]) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from replay.errors import UsageError, WorkerError
 from replay.simulator.cache_keys import kernels_of
 from replay.simulator.cluster import open_cluster
 from replay.simulator.cluster_nodes import GPUS
-from replay.simulator.replayer import AnyHead, HeadSource, Job, Replayer
+from replay.simulator.replayer import AnyHead, HeadSource, Job, Replayer, no_temporary
 from replay.simulator.shared_heads import LEAST_BYTES, SharedHead, bytes_of
 from replay.simulator.tasks import Result, Task, Workers
 from replay.traces.fields import show
@@ -61,7 +61,7 @@ def use_workers(
     """Workers that are there while the block runs: those given, so many new ones, or those of the Ray cluster at an
     address; None where this process replays. ``on_note`` as in ``open_cluster``.
 
-    Raises UsageError for a number or an address that cannot be, and as ``open_cluster``.
+    Raises UsageError for a number or an address that cannot be, and as ``open_cluster`` and ``open_workers``.
     """
     if isinstance(wanted, str):
         with open_cluster(wanted, trace, checkpoints, device, on_note) as cluster:
@@ -107,16 +107,20 @@ def open_workers(
 ) -> Iterator["LocalWorkers"]:
     """So many processes on this machine, which end with the block however it ends.
 
-    The trace is held against its checksums here, once for all of them. Raises TraceCorruptError, and UsageError for
-    GPUs that are unlike.
+    The trace is held against its checksums here, once for all of them. Raises TraceCorruptError, UsageError for GPUs
+    that are unlike, and OutputError where no temporary folder can be written.
     """
     devices = devices_of(device)
     trace.check_sums()
-    with tempfile.TemporaryDirectory(prefix="replay-heads-") as folder:
+    with ExitStack() as stack:
+        try:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replay-heads-")))
+            turns = folder / "turns"
+            turns.mkdir()
+        except OSError as error:
+            raise no_temporary(error) from error
         every = enumerate(checkpoints.items())
-        heads = {name: _found_by_workers(one, Path(folder), place) for place, (name, one) in every}
-        turns = Path(folder) / "turns"
-        turns.mkdir()
+        heads = {name: _found_by_workers(one, folder, place) for place, (name, one) in every}
         workers = LocalWorkers(count, Job(trace, heads, device, threads_of_each(count)), devices, turns)
         try:
             yield workers

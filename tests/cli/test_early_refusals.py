@@ -34,7 +34,7 @@ HEAVY = (
     "replay.capture.plugin.server._start",
     "replay.capture.plugin.launch._check_plugin",
     "replay.checkpoint.checkpoint.read_checkpoint",
-    "replay.simulator.cache.simulate",
+    "replay.simulator.cache.simulate_with_notes",
 )
 CONFIG = tiny_config(hidden_size=H, vocab_size=V, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1]})
 

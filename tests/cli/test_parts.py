@@ -118,7 +118,8 @@ def test_traces_are_merged_and_cut(folder: Path, tmp_path: Path) -> None:
 def test_faults_of_a_second_trace_are_found_before_the_first_is_replayed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.simulator.cache.simulate", lambda *_, **__: pytest.fail("something was replayed"))
+    refused = "replay.simulator.cache.simulate_with_notes"
+    monkeypatch.setattr(refused, lambda *_, **__: pytest.fail("something was replayed"))
     typed = ("simulate", folder / "one", tmp_path / "t", "--draft", folder / "draft", "--steps", 1)
     header = make_header()
     few = replace(header, taps={name: tap for name, tap in header.taps.items() if name != "2"})

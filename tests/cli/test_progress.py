@@ -18,6 +18,7 @@ from replay.capture.events import CaptureProgress, CaptureResult, Loading, Plann
 from replay.cli import progress as module
 from replay.cli.app import cli
 from replay.cli.progress import Progress, State, spell_seconds
+from replay.simulator import simulation
 from replay.simulator.cache import open_cache, simulate_cached
 from replay.simulator.progress import ReplayProgress
 
@@ -73,14 +74,14 @@ def typed(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay that takes 0.3 s, and lines after 0.1 s and then every 0.1 s."""
-    real: Any = replay.simulate
+    real: Any = simulation.simulate_with_notes
 
     def simulate(*given: Any, on_event: Any, **named: Any) -> Any:
         on_event(ReplayProgress(1, 4))
         time.sleep(0.3)
         return real(*given, on_event=on_event, **named)
 
-    monkeypatch.setattr("replay.simulator.cache.simulate", simulate)
+    monkeypatch.setattr("replay.simulator.cache.simulate_with_notes", simulate)
     monkeypatch.setattr(module.show_progress.__wrapped__, "__kwdefaults__", {"first": 0.1, "every": 0.1})
     monkeypatch.setattr(module, "VERBOSE", 0.02)
 

@@ -52,13 +52,13 @@ def head(tmp_path: Path) -> Checkpoint:
 def lots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many variants each replay had."""
     counted: list[int] = []
-    real: Callable[..., Rounds] = module.simulate
+    real: Callable[..., Any] = module.simulate_with_notes
 
-    def simulate(trace: Trace, checkpoints: object, variants: list[Any], **named: Any) -> Rounds:
+    def simulate(trace: Trace, checkpoints: object, variants: list[Any], **named: Any) -> Any:
         counted.append(len(variants))
         return real(trace, checkpoints, variants, **named)
 
-    monkeypatch.setattr(module, "simulate", simulate)
+    monkeypatch.setattr(module, "simulate_with_notes", simulate)
     return counted
 
 
@@ -118,7 +118,7 @@ def test_a_part_of_a_sweep_is_found_in_another(tmp_path: Path, trace: Trace, hea
 def test_a_sweep_that_was_stopped_goes_on(
     tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, counting = variants(), module.simulate
+    asked, counting = variants(), module.simulate_with_notes
 
     def stop(*given: Any, **named: Any) -> Rounds:
         if lots:
@@ -126,7 +126,7 @@ def test_a_sweep_that_was_stopped_goes_on(
         return counting(*given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "simulate", stop)
+        patch.setattr(module, "simulate_with_notes", stop)
         with pytest.raises(KeyboardInterrupt):
             cached(tmp_path / "c", trace, head, asked)
     done, found = lots[0], []

@@ -14,10 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from support.heads import write_head
 from support.s3_server import KEYS, open_store, s3_server
 from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_served
+from support.trace_maker import make_four, make_header, make_weights, write_trace
 
 import replay
 from replay.checkpoint.checkpoint import Checkpoint
@@ -25,9 +28,21 @@ from replay.cli.app import cli
 from replay.errors import CheckpointError, UsageError, WorkerError
 from replay.faults.table import parse_faults
 from replay.simulator.agreement import with_agreement
+from replay.simulator.cache_keys import fp32_products, kernels_of
 from replay.simulator.cluster import ClusterWorkers, _check_kernels, _given_gpu, _UnderWay, open_cluster
-from replay.simulator.cluster_nodes import Needed, Node, Nodes, check_alike, header_sha256, lacking, options_of
+from replay.simulator.cluster_nodes import (
+    THREADS,
+    Needed,
+    Node,
+    Nodes,
+    check_alike,
+    header_sha256,
+    lacking,
+    needed_for,
+    options_of,
+)
 from replay.simulator.connection import AUTO, LOCAL, check_connected
+from replay.simulator.replayer import HeadSource, Job
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
 from replay.traces.rounds_file import write_rounds
@@ -169,7 +184,9 @@ def test_nodes_join_and_one_is_lost_while_tasks_run(
         alike = machines.add_node(**NODE)
         wait_until(lambda: len(workers._nodes.meet()) == 3 and len(notes) == 1)
         assert "a node joined and is given no task: nodes " in notes[0]
-        assert f"({other.node_id[:8]}) of the Ray cluster round differently (none and AVX2" in notes[0]
+        assert (
+            f"({other.node_id[:8]}) of the Ray cluster round differently (none and ONEDNN_MAX_CPU_ISA=AVX2" in notes[0]
+        )
         assert workers._nodes.slots() == 3
 
         with held(workers._ray, cluster._nodes.meet() - {alike.node_id}, tmp_path) as free:  # so that it does them all
@@ -371,6 +388,70 @@ def test_what_a_node_lacks_is_named(tmp_path: Path, trace: Trace, head: Checkpoi
         ({"device": "cuda:77"}, "has no device cuda:77"),
     ):
         assert lacking(replace(needed, **changes)).startswith(said)  # type: ignore[arg-type]
+
+
+def job_of(trace: Trace, head: Checkpoint) -> Job:
+    return Job(trace, {"h": HeadSource.of(head, None)}, "cpu", THREADS)
+
+
+def write_target(folder: Path, seed: int) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    save_file({"model.embed_tokens.weight": make_weights(seed=seed)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_target_beside_the_trace_is_the_one_that_is_here(tmp_path: Path, head: Checkpoint, named: bool) -> None:
+    target = tmp_path / "target"
+    header = make_header(target_path="/nowhere" if named else str(target))
+    path = write_trace(tmp_path / "bare", [make_four()], header=header, weights=False)
+    job = job_of(Trace.open(path, target=target if named else None), head)
+    assert needed_for(job).target == (target if named else None)  # it is not here, so that no node is asked for more
+    write_target(target, seed=0)
+    needed = needed_for(job)
+    assert (needed.target, lacking(needed)) == (target, "")
+    write_target(target, seed=1)
+    other = f"has another target at {target}; put it on a disk that all nodes have at the same path"
+    assert lacking(needed) == other
+    (target / "model.safetensors").unlink()
+    assert lacking(needed) == other
+    target.rename(tmp_path / "moved")
+    assert lacking(needed).startswith(f"has no target at {target}; ")
+
+
+def test_a_target_whose_weights_the_trace_holds_is_not_asked_for(tmp_path: Path, head: Checkpoint) -> None:
+    write_target(tmp_path / "target", seed=0)
+    header = make_header(target_path=str(tmp_path / "target"))
+    path = write_trace(tmp_path / "t", [make_four()], header=header)
+    assert needed_for(job_of(Trace.open(path), head)).target is None
+    named = needed_for(job_of(Trace.open(path, target=tmp_path / "target"), head))
+    write_target(tmp_path / "target", seed=1)
+    assert lacking(named) == ""  # the trace's own go before it
+
+
+def test_nodes_take_products_of_fp32_as_this_process(
+    tmp_path: Path, trace: Trace, head: Checkpoint, address: str, cluster: ClusterWorkers
+) -> None:
+    """They are alike however exact theirs were before, and tasks have this one's."""
+
+    @dataclass(frozen=True)
+    class Seen(HeadSource):
+        def read(self, name: str) -> Checkpoint:
+            (tmp_path / str(os.getpid())).write_text(" ".join(fp32_products()))
+            return super().read(name)
+
+    plain = kernels_of("cpu", THREADS)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with open_cluster(address, trace, {"h": head}, "cpu") as workers:
+            source = workers._job.heads["h"]
+            workers._job = replace(workers._job, heads={"h": Seen(source.path, source.sha256)})
+            found = replay.simulate(trace, {"h": head}, VARIANTS[:1], workers=workers)
+            assert workers.kernels == kernels_of("cpu", THREADS) != plain == cluster.kernels
+        assert found.table.equals(replay.simulate(trace, {"h": head}, VARIANTS[:1]).table)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert {one.read_text() for one in tmp_path.iterdir()} == {"bf16 tf32"}
 
 
 def test_nodes_that_differ_are_refused_by_name() -> None:

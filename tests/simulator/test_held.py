@@ -1,5 +1,6 @@
 """Traces that hold less by choice, replayed: the same rounds where what is left is enough, else a refusal."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 import replay
 from replay.analysis.followed import Followed, join
 from replay.checkpoint.checkpoint import Checkpoint
+from replay.cli.replaying import run_simulation
 from replay.engines.wiring import Wiring
 from replay.errors import UsageError, WiringError
 from replay.simulator.agreement import with_agreement
@@ -96,6 +98,22 @@ def test_a_cache_finds_what_was_replayed_on_the_same_requests(tiered: Trace, hea
     kept = open_cache(tmp_path, tiered, heads, "cpu", agreement=False)
     assert simulate_kept(kept, tiered, heads, resolved[:1]).table.equals(alone.table)
     assert simulate_kept(kept, tiered, heads, resolved).table.equals(plain.table)
+
+
+def test_workers_of_the_command_line_have_what_is_replayed_alone(
+    tiered: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a rule is held against these requests, as in one process."""
+    given: list[Trace] = []
+
+    def none(_: object, trace: Trace, *__: object) -> nullcontext[None]:
+        given.append(trace)
+        return nullcontext(None)
+
+    monkeypatch.setattr("replay.simulator.workers.use_workers", none)
+    run_simulation(tiered, {"h": head}, [SERVED, OTHER], "cpu", workers=2)
+    run_simulation(tiered, {"h": head}, [SERVED], "cpu", workers=2)
+    assert [[one.request_id for one in trace.records] for trace in given] == [["r0", "r1"], [f"r{n}" for n in range(6)]]
 
 
 def test_a_worker_may_have_all_requests_open(whole: Trace, head: Checkpoint, tmp_path: Path) -> None:

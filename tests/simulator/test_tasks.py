@@ -142,7 +142,12 @@ def test_notes_are_the_same_whoever_replays_what(
         for by in (hands, KeptWorkers(kept, hands), KeptWorkers(kept, hands))
     ]
     found += [simulate_cached(kept, trace, heads, asked, agreement=False) for _ in range(2)]
+    made = open_cache(tmp_path / "by workers", trace, heads, "cpu", agreement=False)
+    found.append(simulate_cached(made, trace, heads, asked, agreement=False, workers=hands))
     assert {file_of(one, tmp_path) for one in found} == {file_of(alone, tmp_path)}
+    plain = [one for one in asked if one.precision == "bf16"]
+    found = [simulate_cached(made, trace, heads, plain, agreement=False), replay.simulate(trace, heads, plain)]
+    assert {file_of(one, tmp_path) for one in found} == {file_of(found[1], tmp_path)}
     rare = []
     for only in ([one.request_id] for one in trace.records):
         one, other = (replay.simulate(trace, heads, asked[:1], only=only, workers=by) for by in (None, hands))

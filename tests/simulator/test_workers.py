@@ -3,9 +3,11 @@
 import gc
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from click.testing import CliRunner
 from support.heads import random_tensors, write_head
 from support.processes import living
@@ -30,14 +33,14 @@ from replay.checkpoint.config import parse_config
 from replay.cli.app import cli
 from replay.cli.replaying import FoundNotes, run_simulation
 from replay.diagnosis.diagnose import diagnose_server
-from replay.errors import CheckpointError, UsageError, WorkerError
+from replay.errors import CheckpointError, OutputError, UsageError, WorkerError
 from replay.faults.table import FAULTS, parse_faults
 from replay.simulator.agreement import with_agreement
 from replay.simulator.binding import resolve
-from replay.simulator.cache_keys import checkpoint_sha256, rows_sha256
+from replay.simulator.cache_keys import checkpoint_sha256, fp32_products, rows_sha256
 from replay.simulator.connection import check_address
 from replay.simulator.progress import ReplayProgress
-from replay.simulator.replayer import HeadSource, Job, Replayer
+from replay.simulator.replayer import HeadSource, Job, Replayer, StoredHead
 from replay.simulator.tasks import Result, Task, plan_tasks
 from replay.simulator.workers import (
     LocalWorkers,
@@ -276,6 +279,20 @@ def test_a_worker_holds_the_heads_of_its_last_tasks_alone(trace: Trace) -> None:
     assert len(held) == 6 and sum(one() is not None for one in held) <= 2
 
 
+def test_a_worker_takes_products_of_fp32_as_the_process_that_asks_for_it(trace: Trace, head: Checkpoint) -> None:
+    """Training scripts ask torch for less exact ones, which another process knows nothing of."""
+    plain = fp32_products()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with open_workers(1, trace, {"h": head}, "cpu") as one:
+            found = replay.simulate(trace, {"h": head}, VARIANTS[:1], workers=one)
+            assert one._open().submit(fp32_products).result() == ("bf16", "tf32")
+        assert found.table.equals(replay.simulate(trace, {"h": head}, VARIANTS[:1]).table)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert fp32_products() == plain
+
+
 @pytest.mark.parametrize("wanted", [0, -1, True, 1.5, "2", 100000])
 def test_numbers_that_cannot_be_are_refused(trace: Trace, head: Checkpoint, wanted: Any) -> None:
     with pytest.raises(UsageError, match="workers"):
@@ -372,3 +389,31 @@ def test_workers_take_gpus_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         devices_of("cuda")
     kinds.clear()
     assert devices_of("cuda") == ("cuda",)
+
+
+def test_a_temporary_folder_that_cannot_be_made_is_said_in_a_sentence(
+    tmp_path: Path, trace: Trace, head: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    said = r"^the temporary folder for several workers cannot be written \(.*Not a directory.*\); .* with TMPDIR, or"
+    with pytest.raises(OutputError, match=said), open_workers(2, trace, {"h": head}, "cpu"):
+        pass
+
+
+def test_a_temporary_folder_that_is_full_is_said_in_a_sentence(tmp_path: Path, head: Checkpoint) -> None:
+    """The kernel itself refuses to write more: a limit on the size of files stands for a full disk."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=r"cannot be written \(.*File too large.*\); .* with TMPDIR, or"):
+            StoredHead.store(head, tmp_path / "0.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_what_fails_beside_the_workers_is_not_said_of_their_folder(trace: Trace, head: Checkpoint) -> None:
+    with pytest.raises(OSError, match=r"^mine$"), open_workers(2, trace, {"h": head}, "cpu"):
+        raise OSError("mine")

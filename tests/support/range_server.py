@@ -1,7 +1,7 @@
 """A web server of one folder that gives ranges of files and no lists; or whole files only."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -11,8 +11,8 @@ from support.serving import serving
 
 
 @contextmanager
-def range_server(folder: Path, *, ranges: bool = True) -> Iterator[str]:
-    """Its address, while the context lasts."""
+def range_server(folder: Path, *, ranges: bool = True, on_get: Callable[[str], None] = lambda _: None) -> Iterator[str]:
+    """Its address, while the context lasts. ``on_get`` hears the path of each file before its bytes are sent."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
@@ -22,6 +22,7 @@ def range_server(folder: Path, *, ranges: bool = True) -> Iterator[str]:
             self._answer(send=False)
 
         def do_GET(self) -> None:
+            on_get(self.path)
             self._answer(send=True)
 
         def _answer(self, *, send: bool) -> None:

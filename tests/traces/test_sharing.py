@@ -24,7 +24,7 @@ from replay.traces.reader import Trace
 from replay.traces.records import RequestRecord
 from replay.traces.shards import check_prefixes
 from replay.traces.stretches import prefix_of, stretches
-from replay.traces.tensors import pack_header, parse_layout
+from replay.traces.tensors import pack_header, parse_layout, take_rows
 from replay.traces.writer import TraceWriter
 
 TAPS = ("2", "final")
@@ -81,6 +81,29 @@ def test_shared_rows_are_stored_once(tmp_path: Path, sizes: tuple[int, ...]) -> 
     check_equal(trace, requests)
     assert [finding for finding in check_trace(trace) if finding.severity == "error"] == []
     assert trace.doubts == ()
+
+
+def test_rows_of_a_prefix_are_read_without_the_shard_of_the_request_itself(tmp_path: Path) -> None:
+    """A shard that is read is held against its checksum first, and these bytes are other ones."""
+    requests = conversation()
+    path = write_trace(tmp_path / "t", [[request] for request in requests])
+    shard = path / "shard-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    trace = Trace.open(path)
+    assert torch.equal(trace.tap_rows(1, "2", [3, 149]), requests[0].taps["2"][[3, 149]])
+    with pytest.raises(TraceCorruptError, match="shard-00001"):
+        trace.tap_rows(1, "2", [3, 150])
+
+
+def test_no_rows_have_the_shape_and_dtype_of_their_tensor(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t", [[request] for request in conversation()])
+    none = Trace.open(path).rows_of_many("2", {1: [], 2: []})
+    assert none.shape == (0, H) and none.dtype == torch.bfloat16
+    layout = parse_layout(path / "shard-00000.safetensors")
+    tokens = take_rows(layout, "tokens", [])
+    assert tokens.shape == (0,) and tokens.dtype == torch.int32
 
 
 def test_a_hundred_requests_that_share_2000_tokens(tmp_path: Path) -> None:

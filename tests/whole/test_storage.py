@@ -1,12 +1,15 @@
 """Traces and heads in object storage, read from a real S3 server (moto's) and a web server as from a folder."""
 
+import errno
 import json
 import os
 import pickle
 import re
 import shutil
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,18 @@ from replay.traces.addresses import remote_folder
 from replay.traces.parts import Part
 from replay.traces.ranges import sha256_of
 from replay.traces.reader import Trace
-from replay.traces.remote import RemotePath, as_source
+from replay.traces.remote import RemotePath, as_source, local_file
 from replay.traces.rounds import Rounds
 from replay.traces.rounds_file import METADATA_KEY, read_rounds, write_rounds
 
 SHARD = "shard-00000.safetensors"
+FETCHES = """
+import sys
+from replay.traces.remote import as_source, local_file
+print("ready", flush=True)
+sys.stdin.readline()
+local_file(as_source(sys.argv[1]) / "model.safetensors")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -470,3 +480,111 @@ def test_ranges_are_fetched_side_by_side(local: Path, there: str, monkeypatch: p
     read = trace.read(4, ["1", "3", "5", "final"])
     assert all(rows.equal(near.read(4, [tap]).taps[tap]) for tap, rows in read.taps.items())
     assert len(set(asked)) == len(asked)  # and no range twice
+
+
+def test_processes_that_want_a_whole_file_at_once_fetch_it_once(local: Path) -> None:
+    """One is in the midst of it for a second. The others list the folder meanwhile, and wait."""
+    asked = []
+
+    def slow(path: str) -> None:
+        asked.append(path)
+        time.sleep(1.0 if path.endswith("model.safetensors") else 0.0)
+
+    with range_server(local, on_get=slow) as address:
+        os.path.isdir(as_source(f"{address}/head"))
+        line = [sys.executable, "-I", "-c", FETCHES, f"{address}/head"]
+        started = [subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        for one in started:
+            assert one.stdout is not None and one.stdout.readline() == "ready\n"
+        for one in started:
+            one.communicate("go\n", timeout=60)
+        whole = local_file(as_source(f"{address}/head") / "model.safetensors")
+    assert [one.returncode for one in started] == [0, 0, 0]
+    assert asked.count("/head/model.safetensors") == 1
+    assert Path(os.fspath(whole)).read_bytes() == (local / "head" / "model.safetensors").read_bytes()
+
+
+def test_threads_that_want_a_whole_file_at_once_fetch_it_once(local: Path) -> None:
+    asked = []
+
+    def slow(path: str) -> None:
+        asked.append(path)
+        time.sleep(0.3)
+
+    def fetch() -> None:
+        together.wait()
+        local_file(path)
+
+    with range_server(local, on_get=slow) as address:
+        path = as_source(f"{address}/head") / "model.safetensors"
+        os.path.isdir(path.parent)
+        together = threading.Barrier(4, timeout=20)
+        threads = [threading.Thread(target=fetch) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert asked.count("/head/model.safetensors") == 1
+    assert Path(os.fspath(path)).read_bytes() == (local / "head" / "model.safetensors").read_bytes()
+
+
+def test_a_disk_without_locks_has_files_all_the_same(local: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(sectors.fcntl, "flock", refused)
+    path = local_file(as_source(f"{there}/head") / "model.safetensors")
+    assert Path(os.fspath(path)).read_bytes() == (local / "head" / "model.safetensors").read_bytes()
+
+
+def test_a_lock_that_is_held_is_not_cleaned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLAY_CACHE_GB", "0.000001")  # 1,000 bytes
+    locks, more = Path(remote_folder()) / "locks", os.path.join(remote_folder(), "sectors", "more")
+    with sectors.alone(object_store.Entry("s3://some/file", 5, "1")):
+        (lock,) = locks.iterdir()
+        sectors.write_file(more, [bytes(2000)])
+        assert lock.exists() and not os.path.exists(more)
+    sectors.write_file(more, [bytes(2000)])
+    assert not lock.exists()
+
+
+def test_what_another_process_is_writing_is_left_where_a_folder_is_listed_anew(there: str) -> None:
+    folder = Path(os.fspath(as_source(f"{there}/head")))
+    written, left = folder / "model.safetensors.1.ab.tmp", folder / "model.safetensors.2.cd.tmp"
+    written.touch()
+    left.touch()
+    os.utime(left, (0, 0))  # of a process that was killed long ago
+    os.fspath(as_source(f"{there}/head"))
+    assert written.exists() and not left.exists()
+
+
+@pytest.mark.parametrize("error", [StorageError("it is gone"), KeyboardInterrupt()])
+def test_what_waits_is_not_asked_any_more_after_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    asked = []
+
+    def failing(entry: object_store.Entry, start: int, stop: int) -> bytes:
+        asked.append(start)
+        if len(asked) == 20:
+            raise error
+        time.sleep(0.02)
+        return bytes(stop - start)
+
+    monkeypatch.setattr(sectors, "read_range", failing)
+    monkeypatch.setattr(sectors, "check_same", lambda _: None)
+    monkeypatch.setattr(sectors, "HEAD", 16)
+    monkeypatch.setattr(sectors, "SECTOR", 64)
+    entry = object_store.Entry("s3://some/file", 1000 * 256, "1")
+    with pytest.raises(type(error)):
+        sectors.fetch_ahead((entry, number * 256 + 64, number * 256 + 65) for number in range(1000))
+    assert len(asked) < 100
+
+
+def test_no_rows_fetch_nothing(there: str, fetched: list[tuple[str, int]]) -> None:
+    trace = Trace.open(f"{there}/trace")
+    some = trace.tap_rows(5, "4", [9])
+    fetched.clear()
+    none = trace.tap_rows(4, "4", [])
+    assert fetched == []
+    assert none.shape == (0, some.shape[1]) and none.dtype == some.dtype
