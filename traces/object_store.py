@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -152,12 +152,15 @@ def ask_all(ask: Callable[[Asked], Answer], wanted: Iterable[Asked]) -> list[Ans
     """The answers to all questions, in their order, asked side by side: a storage far away answers many in the time of
     one.
 
-    Raises what the first raises that fails. Then, or on Ctrl-C, those that wait for their turn are not asked any more,
-    and those under way are not waited for.
+    Raises what one raises as soon as it fails. Then, or on Ctrl-C, those that wait for their turn are not asked any
+    more, and those under way are not waited for.
     """
     pool = ThreadPoolExecutor(_AT_ONCE)
     try:
-        return list(pool.map(ask, wanted))
+        asked = [pool.submit(ask, one) for one in wanted]
+        for one in as_completed(asked):
+            one.result()
+        return [one.result() for one in asked]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

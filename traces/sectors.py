@@ -28,6 +28,7 @@ _DEFAULT_GB = 20.0
 _SHARE = 20  # of its bound so much (1/20) is written before the cache is counted again
 _TEMPORARY = ".tmp"
 _LOCKS = "locks"  # a folder beside that of the sectors
+MOST_STAMP = (1 << 48) * 1000  # nanoseconds: a stamp is a time of change below this, in the first decade of its clock
 _AT_WORK = 3600 * 10**9  # nanoseconds after which a temporary file is nobody's any more
 
 
@@ -54,8 +55,7 @@ def read_bytes(entry: Entry, start: int, stop: int) -> bytearray:
 
 
 def fetch_ahead(wanted: Iterable[tuple[Entry, int, int]]) -> None:
-    """Bring ranges (file, start, stop) into the cache side by side. Raises as ``read_bytes``, and as soon as one
-    fails."""
+    """Bring ranges (file, start, stop) into the cache side by side. Raises as ``read_bytes``, as soon as one fails."""
     missing: dict[Entry, set[int]] = {}
     for entry, start, stop in wanted:
         there = (number for number in _numbers(start, min(stop, entry.size)) if os.path.exists(_path(entry, number)))
@@ -143,8 +143,12 @@ def check_room(entry: Entry) -> None:
 
 
 def is_at_work(told: os.stat_result) -> bool:
-    """Whether another process may be writing a temporary file still."""
-    return time.time_ns() - told.st_mtime_ns < _AT_WORK
+    """Whether another process may be writing a temporary file still.
+
+    One that gets its name next has a stamp in the place of its time already: then the time of that change counts.
+    """
+    stamped = told.st_mtime_ns < MOST_STAMP
+    return time.time_ns() - (told.st_ctime_ns if stamped else told.st_mtime_ns) < _AT_WORK
 
 
 def is_half_written(path: str) -> bool:

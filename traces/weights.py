@@ -63,15 +63,18 @@ class TargetWeights:
         """Hold the sidecar against its checksum, where there is one; one elsewhere once it is fetched, which is done
         when it is needed. Raises TraceCorruptError."""
         path = self._folder / files.WEIGHTS
-        fetched = entry_of(path) is None or is_whole(path)
-        if self._verifier is not None and self._header.weights is not None and fetched:
-            self._verifier.check(path, 0, self._header.weights.sha256)
+        if self._header.weights is not None and (entry_of(path) is None or is_whole(path)):
+            self._verify(path, self._header.weights)
+
+    def _verify(self, path: Path, told: WeightsInfo) -> None:
+        if self._verifier is not None:
+            self._verifier.check(path, 0, told.sha256)
 
     @ReadingTrace()
     def _load(self, which: str) -> "torch.Tensor":
         if self._header.weights is not None:
-            local_file(self._folder / files.WEIGHTS)  # all of it is used
-            self.check_sums()
+            path = local_file(self._folder / files.WEIGHTS)  # all of it is used
+            self._verify(path, self._header.weights)
         return load_weight(self._folder, self._header, which, self._target)
 
 

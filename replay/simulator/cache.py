@@ -266,7 +266,7 @@ def _counted(on_event: Callable[[ReplayProgress], None], number: int, lots: int)
 def _apart(
     rounds: Rounds, notes: Sequence[Sequence[str]], checkpoints: Mapping[str, Checkpoint]
 ) -> list[Rounds]:  # fmt: skip
-    """Each variant's rounds by themselves, with its own of the ``notes``."""
+    """Each variant's rounds by themselves, with those of the ``notes`` that its passes left, which it may share."""
     tables = rounds.table.partition_by("variant", as_dict=True)
     return [
         replace(

@@ -5,7 +5,6 @@ Those that join later are looked at while tasks run: they get tasks if they are 
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +30,12 @@ _LOOK = 120.0  # seconds for a node to start replay and look around
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a node has: which of the paths it ``lacks``, its replay and its kernels."""
+    """What a node has: which of the paths it ``lacks``, its replay and its kernels, and what its target holds."""
 
     lacks: str
     program: str
     kernels: tuple[str | int, ...]
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Needed:
     """What a node has to have: paths and a device, and the checksum of the trace's header.
 
     ``target`` is the folder of the target's checkpoint, and ``fingerprint`` what it holds, where a trace has no weights
-    of its own. A node rounds as ``products`` say (``fp32_products``; None: as its own process does).
+    of its own. Where it is not here, the fingerprint is empty, and nodes are held against each other. A node rounds as
+    ``products`` say (``fp32_products``; None: as its own process does).
     """
 
     trace: Path
@@ -51,7 +52,7 @@ class Needed:
     heads: tuple[str, ...]
     device: str
     target: Path | None = None
-    fingerprint: str | None = None
+    fingerprint: str = ""
     products: tuple[str, str] | None = None
 
 
@@ -59,25 +60,24 @@ def needed_for(job: Job) -> Needed:
     """What every node has to have for this job."""
     trace, heads = job.trace, tuple(one.path for one in job.heads.values() if isinstance(one, HeadSource))
     target = _target_of(trace)
-    held = None if target is None or trace.header.weights is not None else _fingerprint(target)
+    held = "" if target is None else _fingerprint(target)
     return Needed(trace.path, header_sha256(trace.path), heads, job.device, target, held, job.products)
 
 
 def _target_of(trace: Trace) -> Path | None:
-    """The folder of the target's checkpoint: the one that was named, or of a trace without weights the one it was
-    recorded with. Where that is not here either, no replay that is asked for may need it."""
-    if trace.target_folder is not None or trace.header.weights is not None:
-        return trace.target_folder
-    recorded = Path(trace.header.target.path)
-    return recorded if os.path.isdir(recorded) else None
+    """The folder of the target's checkpoint, of which every head needs the embedding: the one that was named, else the
+    one that the trace was recorded with. None where the trace has the target's weights itself."""
+    if trace.header.weights is not None:
+        return None
+    return trace.target_folder or Path(trace.header.target.path)
 
 
-def _fingerprint(target: Path) -> str | None:
-    """``fingerprint_target``; None where the folder has none. Raises StorageError."""
+def _fingerprint(target: Path) -> str:
+    """``fingerprint_target``; empty where the folder is not here, or has none. Raises StorageError."""
     try:
         return fingerprint_target(as_source(target))
     except (CaptureError, TraceError, OSError):
-        return None
+        return ""
 
 
 def header_sha256(folder: Path) -> str:
@@ -114,7 +114,8 @@ class Nodes:
         living = self._living()
         if not living:
             raise WorkerError(_say_none(self._unit))
-        self._first, self.kernels = self._look_first(living)
+        self._first, self._like = self._look_first(living)
+        self.kernels = self._like.kernels
 
     def slots(self) -> int:
         """How many tasks those that are alike take side by side."""
@@ -151,8 +152,7 @@ class Nodes:
     def _take_look(self, identity: str, look: Any) -> None:
         name = self._known[identity]
         try:
-            like = Node("", self._program, self.kernels)
-            why = why_unlike(self._first, like, name, self._seen(name, look))
+            why = why_unlike(self._first, self._like, name, self._seen(name, look))
         except ReplayError as error:
             why = str(error)
         if why:
@@ -160,14 +160,14 @@ class Nodes:
         else:
             self._alike.add(identity)
 
-    def _look_first(self, nodes: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[str | int, ...]]:
-        """The name of a node, and the kernels of all. Raises WorkerError."""
+    def _look_first(self, nodes: Sequence[Mapping[str, Any]]) -> tuple[str, Node]:
+        """The name of a node, and what it and all others have. Raises WorkerError."""
         self._known = {node["NodeID"]: _name(node) for node in nodes}
         looks = {name: self._begin_look(identity) for identity, name in self._known.items()}
         self._await(looks)
-        kernels = check_alike({name: self._seen(name, look) for name, look in looks.items()}, self._program)
+        like = check_alike({name: self._seen(name, look) for name, look in looks.items()}, self._program)
         self._alike = set(self._known)
-        return next(iter(looks)), kernels
+        return next(iter(looks)), like
 
     def _begin_look(self, identity: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -213,14 +213,14 @@ def get(ray: Any, reference: Any) -> Any:
         raise (error.cause if isinstance(error.cause, ReplayError | ImportError) else error) from None
 
 
-def check_alike(nodes: Mapping[str, Node], program: str) -> tuple[str | int, ...]:
-    """The kernels of all nodes. Raises WorkerError that names the first node that cannot do what the others do."""
+def check_alike(nodes: Mapping[str, Node], program: str) -> Node:
+    """What all nodes have. Raises WorkerError that names the first node that cannot do what the others do."""
     first = next(iter(nodes))
-    like = Node("", program, nodes[first].kernels)
+    like = Node("", program, nodes[first].kernels, nodes[first].target)
     for name, node in nodes.items():
         if why := why_unlike(first, like, name, node):
             raise WorkerError(why)
-    return like.kernels
+    return like
 
 
 def why_unlike(first: str, like: Node, name: str, node: Node) -> str:
@@ -229,6 +229,8 @@ def why_unlike(first: str, like: Node, name: str, node: Node) -> str:
         return f"node {name} of the Ray cluster {node.lacks}"
     if node.program != like.program:
         return f"node {name} of the Ray cluster has another replay than this; install the same there"
+    if node.target != like.target:
+        return f"node {name} of the Ray cluster has another target than node {first}; {_DISK}"
     if node.kernels != like.kernels:
         differ = say_unlike(like.kernels, node.kernels)
         return (
@@ -260,7 +262,8 @@ def _say_none(unit: str) -> str:
 def look_around(needed: Needed) -> Node:
     """What this node has."""
     lacks = lacking(needed)
-    return Node(lacks, program_sha256(), () if lacks else kernels_of(needed.device, THREADS, needed.products))
+    target = "" if lacks or needed.target is None else _fingerprint(needed.target)
+    return Node(lacks, program_sha256(), () if lacks else kernels_of(needed.device, THREADS, needed.products), target)
 
 
 def lacking(needed: Needed) -> str:
@@ -287,6 +290,6 @@ def _lacking_target(needed: Needed) -> str:
         return ""
     if not as_source(needed.target).is_dir():
         return f"has no target at {needed.target}; {_DISK}"
-    if needed.fingerprint is not None and _fingerprint(needed.target) != needed.fingerprint:
+    if needed.fingerprint and _fingerprint(needed.target) != needed.fingerprint:
         return f"has another target at {needed.target}; {_DISK}"
     return ""

@@ -85,7 +85,7 @@ def simulate_with_notes(
     workers: "int | str | Workers | None" = None,
     on_event: Callable[[ReplayProgress], None] = lambda _: None,
 ) -> tuple[Rounds, list[Sequence[str]]]:
-    """``simulate``, and of each variant what its head said of itself. Raises as ``simulate``."""
+    """``simulate``, and of each variant what its head said of the passes that it shared. Raises as ``simulate``."""
     if not isinstance(trace, Trace):
         raise UsageError(f"the trace is {show(trace)}; open one by Trace.open")
     _check_heads(variants, checkpoints)

@@ -35,7 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Variants that were replayed, by the way in which they were."""
-    counts = {"simulate": 0, "follow_server": 0}
+    counts = {"simulate_with_notes": 0, "follow_server": 0}
 
     def count(where: Any, name: str) -> None:
         real = getattr(where, name)
@@ -46,7 +46,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
         monkeypatch.setattr(where, name, counting)
 
-    count(module, "simulate")
+    count(module, "simulate_with_notes")
     count(reference, "follow_server")
     return counts
 
@@ -75,7 +75,7 @@ def test_a_diagnosis_with_a_cache_is_the_one_without_and_replays_nothing_twice(
     for name in counted:
         counted[name] = 0
     assert told(served, observed, cache=tmp_path / "c") == expected
-    assert counted == {"simulate": 0, "follow_server": 0}
+    assert counted == {"simulate_with_notes": 0, "follow_server": 0}
 
 
 def test_a_diagnosis_that_was_stopped_goes_on(

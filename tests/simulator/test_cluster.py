@@ -242,7 +242,8 @@ def test_a_task_on_a_gpu_has_one_for_itself(
     with pytest.raises(WorkerError, match=r"node .* has no device cuda for torch; install one for its GPUs there, or"):
         with open_cluster(address, trace, {"h": head}, "cuda"):
             pass
-    monkeypatch.setattr(Nodes, "_look_first", lambda self, nodes: (self._alike.add(nodes[0]["NodeID"]), ()))
+    like = Node("", "replay", ())
+    monkeypatch.setattr(Nodes, "_look_first", lambda self, nodes: (self._alike.add(nodes[0]["NodeID"]), like))
     with open_cluster(address, trace, {"h": head}, "cuda") as workers:
         assert workers.count == 2  # GPUs, not cores
     monkeypatch.setattr(Nodes, "_living", lambda _: [])
@@ -406,7 +407,7 @@ def test_a_target_beside_the_trace_is_the_one_that_is_here(tmp_path: Path, head:
     header = make_header(target_path="/nowhere" if named else str(target))
     path = write_trace(tmp_path / "bare", [make_four()], header=header, weights=False)
     job = job_of(Trace.open(path, target=target if named else None), head)
-    assert needed_for(job).target == (target if named else None)  # it is not here, so that no node is asked for more
+    assert lacking(needed_for(job)).startswith(f"has no target at {target}; ")
     write_target(target, seed=0)
     needed = needed_for(job)
     assert (needed.target, lacking(needed)) == (target, "")
@@ -424,9 +425,8 @@ def test_a_target_whose_weights_the_trace_holds_is_not_asked_for(tmp_path: Path,
     header = make_header(target_path=str(tmp_path / "target"))
     path = write_trace(tmp_path / "t", [make_four()], header=header)
     assert needed_for(job_of(Trace.open(path), head)).target is None
-    named = needed_for(job_of(Trace.open(path, target=tmp_path / "target"), head))
-    write_target(tmp_path / "target", seed=1)
-    assert lacking(named) == ""  # the trace's own go before it
+    named = job_of(Trace.open(path, target=tmp_path / "target"), head)
+    assert needed_for(named).target is None  # the trace's own go before it
 
 
 def test_nodes_take_products_of_fp32_as_this_process(
@@ -456,10 +456,11 @@ def test_nodes_take_products_of_fp32_as_this_process(
 
 def test_nodes_that_differ_are_refused_by_name() -> None:
     good = Node("", "replay", ("2.13", "AVX512"))
-    assert check_alike({"a": good, "b": good}, "replay") == good.kernels
+    assert check_alike({"a": good, "b": good}, "replay") == good
     for node, said in (
         (replace(good, lacks="has no trace at /t; put it"), "node b of the Ray cluster has no trace at /t; put it"),
         (replace(good, program="other"), "node b of the Ray cluster has another replay"),
+        (replace(good, target="other"), "node b of the Ray cluster has another target than node a; put it"),
         (replace(good, kernels=("2.13", "AVX2")), r"nodes a and b .* round differently \(AVX512 and AVX2\), so"),
         (
             replace(good, kernels=("2.13", "AVX512 amx_bf16 amx_tile")),

@@ -76,7 +76,7 @@ def test_trees_in_sglangs_layout_are_the_servers(
 
 def test_the_simulation_says_so_itself(trace: replay.Trace, grown: dict[str, dict[Anchor, Grown]]) -> None:
     """What `replay simulate` counts: as many alike as here, in the server's order none unexplained, in another order no
-    more than a diagnosis allows for (on an AVX2 CPU one of 53 in fp32), in another layout many."""
+    more than a diagnosis allows for (of four prompts on an AVX2 CPU one of 53 in fp32), in another layout many."""
     orders: dict[str, dict[str, Any]] = {"served": {}, "fp32": {"precision": "fp32"}, "hf": {"numerics": "hf"}}
     variants = [variant(**changes) for changes in (*orders.values(), {"kv": "path"})]
     allowed = outliers_allowed(len(trace.served_rounds()))
