@@ -28,7 +28,7 @@ _DEFAULT_GB = 20.0
 _SHARE = 20  # of its bound so much (1/20) is written before the cache is counted again
 _TEMPORARY = ".tmp"
 _LOCKS = "locks"  # a folder beside that of the sectors
-MOST_STAMP = (1 << 48) * 1000  # nanoseconds: a stamp is a time of change below this, in the first decade of its clock
+_MOST_STAMP = (1 << 48) * 1000  # nanoseconds: a stamp is a time of change below this, in the first decade of its clock
 _AT_WORK = 3600 * 10**9  # nanoseconds after which a temporary file is nobody's any more
 
 
@@ -147,7 +147,7 @@ def is_at_work(told: os.stat_result) -> bool:
 
     One that gets its name next has a stamp in the place of its time already: then the time of that change counts.
     """
-    stamped = told.st_mtime_ns < MOST_STAMP
+    stamped = told.st_mtime_ns < _MOST_STAMP
     return time.time_ns() - (told.st_ctime_ns if stamped else told.st_mtime_ns) < _AT_WORK
 
 

@@ -6,7 +6,7 @@ Random weights. For each stage of the first pass it prints the seconds of the he
 same shapes, and their ratio: fc, the projections with latent attention and MLP, and lm_head with its argmax. Both run
 in one process, in turns, after a warm-up; times are medians. On a CPU without kernels for bf16 the bare products are in
 fp32, which is as fast as that CPU multiplies (replay/narrow_products.py). Judge the ratios. Not part of ``make test``:
-it takes about 5 GiB (9 in fp32) and some minutes of a small machine.
+it takes about 5 GiB, more in fp32, and some minutes of a small machine.
 """
 
 from collections.abc import Callable
