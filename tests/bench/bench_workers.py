@@ -8,9 +8,10 @@ and the median counts. N workers share the cores as threads, so the first comman
 worker alone: against it stands what workers gain. Against one process with the threads of all cores stands what a user
 gains, which is less the better its products run in threads. Printed are wall time, both ratios, seconds of all
 processors, and the most memory of a process: its share of all (Pss), and what it has for itself (anonymous), beside the
-bytes of the trace and of the head. The rounds have to be equal. ``--machine`` also runs the first command in as many
-copies at once, which share nothing: cores that share caches and memory are slower together, and no sweep can gain more
-than these do. Not part of ``make test``.
+bytes of the trace and of the head. Looking at memory takes time from the workers, who have no idle core: it is looked
+at seldom, so that a short peak may be missed, and the seconds that this took are printed. The rounds have to be equal.
+``--machine`` also runs the first command in as many copies at once, which share nothing: cores that share caches and
+memory are slower together, and no sweep can gain more than these do. Not part of ``make test``.
 """
 
 import os
@@ -38,17 +39,20 @@ KINDS = {
     "faults": {"--steps": ["1", "3", "5", "7"], "--fault": list(FAULTS)},
 }
 _MIB = 1 << 20
+_LOOK_S = 1.0
+_SHARES_EVERY = 10  # looks; the kernel walks all pages of a process for its share: 15 ms for 400 MiB
 
 
 @dataclass
 class Run:
     """One command: its seconds by the clock and of all processors, the most bytes of each process, where its rounds
-    are."""
+    are, seconds of a processor that looking at it took."""
 
     wall: float
     cpu: float
     most: dict[str, tuple[float, float]]
     rounds: Path
+    watched: float
 
 
 @dataclass
@@ -57,34 +61,43 @@ class Watch:
 
     pid: int
     most: dict[int, tuple[float, float]] = field(default_factory=dict)
+    seconds: float = 0.0
 
     def look(self, ended: threading.Event) -> None:
-        """Ten times a second until it has ended."""
-        while not ended.wait(0.1):
-            for pid, (share, own) in list(_memory(self.pid)):
+        """Every so often until it has ended."""
+        look = 0
+        while not ended.wait(_LOOK_S):
+            look += 1
+            for pid, (share, own) in list(_memory(self.pid, shares=look % _SHARES_EVERY == 0)):
                 before = self.most.get(pid, (0.0, 0.0))
                 self.most[pid] = max(before[0], share), max(before[1], own)
+        self.seconds = time.thread_time()
 
     def named(self) -> dict[str, tuple[float, float]]:
         """By what a process is; those that tidy up behind workers are left out, being small."""
-        others = sorted((pid for pid in self.most if pid != self.pid), key=lambda pid: -self.most[pid][0])
-        large = [pid for pid in others if self.most[pid][0] > 100]
+        others = sorted((pid for pid in self.most if pid != self.pid), key=lambda pid: -self.most[pid][1])
+        large = [pid for pid in others if self.most[pid][1] > 50]
         return {"command": self.most[self.pid]} | {f"worker {n}": self.most[pid] for n, pid in enumerate(large, 1)}
 
 
-def _memory(pid: int) -> Iterator[tuple[int, tuple[float, float]]]:
+def _memory(pid: int, *, shares: bool) -> Iterator[tuple[int, tuple[float, float]]]:
     try:
         every = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return
     for one in every:
         try:
-            lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()[1:]
-        except OSError:
+            own = _kib(one.pid, "status", "RssAnon")
+            share = _kib(one.pid, "smaps_rollup", "Pss") if shares else 0
+        except (OSError, KeyError):
             continue  # it has ended
-        told = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
-        if told:
-            yield one.pid, (told["Pss"], told.get("Anonymous", 0.0))
+        yield one.pid, (share / 1024, own / 1024)
+
+
+def _kib(pid: int, file: str, name: str) -> int:
+    """One figure of a process, as the kernel tells it."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/{file}").read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if words[-1] == "kB"}[f"{name}:"]
 
 
 def run(trace: Path, draft: Path, options: Sequence[str], workers: int, threads: int | None, rounds: Path) -> Run:
@@ -105,7 +118,7 @@ def run(trace: Path, draft: Path, options: Sequence[str], workers: int, threads:
     looking.join()
     if status:
         raise click.ClickException(f"replay simulate ended with {os.waitstatus_to_exitcode(status)}: {command}")
-    return Run(wall, used.ru_utime + used.ru_stime, watch.named(), rounds)
+    return Run(wall, used.ru_utime + used.ru_stime, watch.named(), rounds, watch.seconds)
 
 
 def at_once(copies: int, *asked: Any) -> float:
@@ -138,6 +151,8 @@ def _report(kind: str, runs: dict[str, list[Run]]) -> None:
             f"{kind}, {name}: {wall:6.1f} s, {alone / wall:.2f} times as fast as one worker, {all_threads / wall:.2f} "
             f"as one process; processors {cpu:6.1f} s; rounds {'equal' if equal else 'DIFFER'}"
         )
+        looked = median(one.watched for one in every)
+        print(f"    looking at memory took {looked:.1f} s of a processor, beside these")
         for process, (share, own) in every[-1].most.items():
             print(f"    {process:<10} most memory: share {share:6.0f} MiB, its own {own:6.0f} MiB")
     sys.stdout.flush()
