@@ -8,21 +8,20 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from typing import Any, TypeVar
 
 from replay.errors import StorageError
 from replay.printable import one_line
 from replay.traces import files
+from replay.traces.asking import ask_all
 
 _PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "https": ("aiohttp", "https"), "http": ("aiohttp", "https")}
 # What changes with a file's content, the surest first: lists and questions for one file share the first that is there.
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "Content-MD5", "Last-Modified", "updated", "mtime")
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "Content-MD5", "Digest", "Last-Modified", "updated", "mtime")
 # What a storage without lists is asked for by name: files of a trace, of a head and of a target.
 _TRACE = (files.REQUESTS, files.ROUNDS, files.WEIGHTS)
 _INDEX = "model.safetensors.index.json"
@@ -31,7 +30,8 @@ _CHECKPOINT = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
     "mask_embedding.pt",
 )  # fmt: skip
-_AT_ONCE = 16  # questions
+_NOBODY = files.shard_name(files.MAX_SHARDS)  # has a digit more than any shard
+_LOT = 16  # shards that are asked for together
 _SILENCE = 30.0  # seconds between two signs of life of a storage
 # The roots of errors that are no OSError, where the library that raises them is loaded.
 _ROOTS = {
@@ -48,8 +48,8 @@ _LATE = {"TimeoutError", "FSTimeoutError", "ConnectTimeoutError", "ReadTimeoutEr
 _FAR = {"EndpointConnectionError", "ClientConnectorError", "ConnectionError", "ConnectionClosedError", "gaierror",
         "ServerDisconnectedError", "TransportError"}  # fmt: skip
 _MOST_REASON = 200  # characters
+_MOST_KIND = 60
 
-Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 
@@ -87,9 +87,7 @@ def find_folders(pattern: str) -> list[str]:
 
 def look(address: str) -> Entry:
     """One file as it is now. Raises StorageError."""
-    with _spoken(address):
-        system, path = _system(address)
-        return _entry(address, system.info(path, **({"refresh": True} if address.startswith("s3:") else {})))
+    return _entry(address, _told(address))
 
 
 def read_range(entry: Entry, start: int, stop: int) -> bytes:
@@ -105,6 +103,13 @@ def read_range(entry: Entry, start: int, stop: int) -> bytes:
     return bytes(data)
 
 
+def _told(address: str) -> dict[str, Any]:
+    with _spoken(address):
+        system, path = _system(address)
+        told: dict[str, Any] = system.info(path, **({"refresh": True} if address.startswith("s3:") else {}))
+        return told
+
+
 def _listed(address: str) -> dict[str, Entry]:
     with _spoken(address):
         system, path = _system(address)
@@ -117,15 +122,28 @@ def _listed(address: str) -> dict[str, Entry]:
 
 def _asked(address: str) -> dict[str, Entry]:
     """A trace's or a checkpoint's files, or the one file; shards are asked for until one is not there."""
+    _refuse_one_for_all(address)
     if found := _those(address, (files.HEADER, *_TRACE)):
-        for first in count(0, _AT_ONCE):
-            shards = _those(address, [files.shard_name(number) for number in range(first, first + _AT_ONCE)])
+        for first in range(0, files.MAX_SHARDS, _LOT):
+            shards = _those(address, [files.shard_name(number) for number in range(first, first + _LOT)])
             found |= shards
-            if len(shards) < _AT_ONCE:
-                return found
+            if len(shards) < _LOT:
+                break
+        return found
     if found := _those(address, _CHECKPOINT):
         return found | (_those(address, _shards_of(found[_INDEX])) if _INDEX in found else {})
     return {address.rpartition("/")[2]: look(address)}
+
+
+def _refuse_one_for_all(address: str) -> None:
+    """Raises StorageError where even a file is there that no folder has: then nothing could be said not to be there."""
+    told = _if_there(_told, f"{address}/{_NOBODY}")
+    if told is not None:
+        kind = one_line(str(told.get("mimetype") or "something"), _MOST_KIND)
+        raise StorageError(
+            f"{address} answers every name with {kind}, as a login page does, so its files cannot be told; mend the "
+            "address, or copy the files to this machine"
+        )
 
 
 def _shards_of(index: Entry) -> list[str]:
@@ -135,34 +153,19 @@ def _shards_of(index: Entry) -> list[str]:
 
 
 def _those(address: str, names: Sequence[str]) -> dict[str, Entry]:
-    """Of the files called so those that are there. Some storages forbid what is not there."""
-
-    def ask(name: str) -> Entry | None:
-        try:
-            return look(f"{address}/{name}")
-        except StorageError as error:
-            if _status(error.__cause__) in (401, 403, 404):
-                return None
-            raise
-
-    return {name: one for name, one in zip(names, ask_all(ask, names), strict=True) if one is not None}
+    """Of the files called so those that are there."""
+    found = ask_all(lambda name: _if_there(look, f"{address}/{name}"), names)
+    return {name: one for name, one in zip(names, found, strict=True) if one is not None}
 
 
-def ask_all(ask: Callable[[Asked], Answer], wanted: Iterable[Asked]) -> list[Answer]:
-    """The answers to all questions, in their order, asked side by side: a storage far away answers many in the time of
-    one.
-
-    Raises what one raises as soon as it fails. Then, or on Ctrl-C, those that wait for their turn are not asked any
-    more, and those under way are not waited for.
-    """
-    pool = ThreadPoolExecutor(_AT_ONCE)
+def _if_there(ask: Callable[[str], Answer], address: str) -> Answer | None:
+    """The answer about a file, None where it is not there. Some storages forbid what is not there."""
     try:
-        asked = [pool.submit(ask, one) for one in wanted]
-        for one in as_completed(asked):
-            one.result()
-        return [one.result() for one in asked]
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        return ask(address)
+    except StorageError as error:
+        if _status(error.__cause__) in (401, 403, 404):
+            return None
+        raise
 
 
 def _status(error: BaseException | None) -> int | None:
@@ -176,7 +179,13 @@ def _entry(address: str, told: dict[str, Any]) -> Entry:
     size = told.get("size")
     if not isinstance(size, int):
         raise StorageError(f"{address} comes without a size, so no range of it can be read; copy it to this machine")
-    return Entry(address, size, next((str(told[name]) for name in _VERSIONS if told.get(name)), ""))
+    version = next((str(told[name]) for name in _VERSIONS if told.get(name)), "")
+    if not version:
+        raise StorageError(
+            f"{address} comes without an ETag, a checksum or a time of change, so a change of it would not be seen; "
+            "have its server send one, or copy it to this machine"
+        )
+    return Entry(address, size, version)
 
 
 def _system(address: str) -> tuple[Any, str]:

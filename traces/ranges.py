@@ -10,6 +10,7 @@ from pathlib import Path
 
 from replay.errors import TraceCorruptError
 from replay.traces import files
+from replay.traces.cached_files import keep_range, range_file
 from replay.traces.object_store import Entry
 from replay.traces.remote import entry_of, is_whole
 from replay.traces.sectors import fetch_ahead, read_bytes
@@ -55,7 +56,16 @@ class RemoteRanges:
         return bytes(read_bytes(self.entry, min(start, self.size), min(start + length, self.size)))
 
     def buffer(self, start: int, length: int) -> tuple[mmap.mmap | bytearray, int]:
-        """Memory that holds these bytes, and where in it they begin."""
+        """Memory that holds these bytes, and where in it they begin: of a range that is kept as a file, that file's."""
+        try:
+            descriptor = os.open(range_file(self.entry, start, start + length), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return read_bytes(self.entry, start, start + length), 0
+        try:
+            if os.fstat(descriptor).st_size == length:
+                return mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY), 0
+        finally:
+            os.close(descriptor)
         return read_bytes(self.entry, start, start + length), 0
 
 
@@ -78,6 +88,17 @@ def fetch_ranges(wanted: Iterable[tuple[Path, int, int]]) -> None:
     """
     entries = [(entry_of(path), start, stop) for path, start, stop in wanted]
     fetch_ahead([(entry, start, stop) for entry, start, stop in entries if entry is not None])
+
+
+def share_range(path: Path, start: int, stop: int) -> None:
+    """Fetch a long range of a file elsewhere into one file of the local cache, so that processes which ask for its
+    ``buffer`` share its memory; nothing of files here, or whole there.
+
+    Raises StorageError, and OutputError where the cache has no room for it.
+    """
+    entry = entry_of(path)
+    if entry is not None and not is_whole(path) and start < stop:
+        keep_range(entry, start, stop)
 
 
 def sha256_of(path: Path, start: int = 0) -> str:

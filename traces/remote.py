@@ -7,28 +7,19 @@ are empty there, so that whoever reads them as plain files finds nothing and say
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path, PosixPath, PurePath
 from typing import Any
 
 from replay.traces.addresses import address_of, is_address, parse_address, place_of
+from replay.traces.cached_files import fetch_file
 from replay.traces.files import as_path
-from replay.traces.object_store import Entry, list_folder, read_range
-from replay.traces.sectors import (
-    SECTOR,
-    alone,
-    check_room,
-    check_same,
-    is_half_written,
-    mark_used,
-    unwritable,
-    write_file,
-)
+from replay.traces.object_store import Entry, list_folder
+from replay.traces.sectors import is_half_written, mark_used, unwritable, write_file
 
 _TENSORS = (".safetensors", ".bin")  # of files that are read by ranges, or whole when they are loaded
 _FILES = (".json", ".parquet", ".lock", *_TENSORS)
-_AT_ONCE = 32 * SECTOR
 
 
 class RemotePath(PosixPath):
@@ -177,11 +168,8 @@ def _is_whole(place: str, entry: Entry) -> bool:
 
 
 def _fetch_whole(place: str, entry: Entry, *, sync: bool = False) -> None:
-    """Bring a file that is not whole in the cache: of all processes and threads that want it at once, one does."""
-    check_room(entry)
-    with alone(entry):
-        if not _is_whole(place, entry):
-            write_file(place, _whole(entry), stamp=_stamp(entry), sync=sync)
+    """Bring a file that is not whole in the cache, past the sectors."""
+    fetch_file(place, entry, 0, entry.size, lambda: _is_whole(place, entry), stamp=_stamp(entry), sync=sync)
 
 
 def _provide(place: str) -> None:
@@ -210,10 +198,3 @@ def _stamp(entry: Entry) -> int:
     """A time of change, in nanoseconds, that stands for the version of a file: in the first decade of its clock."""
     digest = hashlib.sha256(repr((entry.address, entry.size, entry.version)).encode()).digest()
     return int.from_bytes(digest[:6], "big") * 1000  # a clock may count microseconds
-
-
-def _whole(entry: Entry) -> Iterator[bytes | bytearray]:
-    """A file's bytes, all of one version, past the sectors."""
-    for start in range(0, entry.size, _AT_ONCE):
-        yield read_range(entry, start, min(start + _AT_ONCE, entry.size))
-    check_same(entry)

@@ -5,20 +5,22 @@ write or delete any sector at any time: one that is not there, or not whole, is 
 has the version of the file that it is of; what has changed is never taken for what was read before.
 """
 
-import fcntl
 import hashlib
 import math
 import os
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from io import BufferedWriter
 from itertools import groupby
 
 from replay.errors import OutputError, StorageError, UsageError
 from replay.printable import one_line
 from replay.traces.addresses import remote_folder
-from replay.traces.object_store import Entry, ask_all, look, read_range
+from replay.traces.asking import ask_all
+from replay.traces.cache_locks import LOCKS, is_held
+from replay.traces.object_store import Entry, look, read_range
 
 HEAD = 1 << 16  # bytes of the first sector: more than most headers
 SECTOR = 1 << 20  # bytes of a sector
@@ -27,7 +29,6 @@ _CHECKSUM = 4
 _DEFAULT_GB = 20.0
 _SHARE = 20  # of its bound so much (1/20) is written before the cache is counted again
 _TEMPORARY = ".tmp"
-_LOCKS = "locks"  # a folder beside that of the sectors
 _MOST_STAMP = (1 << 48) * 1000  # nanoseconds: a stamp is a time of change below this, in the first decade of its clock
 _AT_WORK = 3600 * 10**9  # nanoseconds after which a temporary file is nobody's any more
 
@@ -80,41 +81,41 @@ def check_same(entry: Entry) -> None:
         )
 
 
-def write_file(path: str, parts: Iterable[bytes | bytearray], *, stamp: int | None = None, sync: bool = False) -> None:
-    """Write a file of the cache whole, or not at all; ``stamp``: its time of change. Raises OutputError."""
+def write_file(path: str, parts: Iterable[bytes], *, stamp: int | None = None) -> None:
+    """Write a small file of the cache whole, or not at all; ``stamp``: its time of change. Raises OutputError."""
+    with new_file(path, stamp=stamp) as file:
+        for part in parts:
+            file.write(part)
+
+
+@contextmanager
+def new_file(path: str, *, size: int = 0, stamp: int | None = None, sync: bool = False) -> Iterator[BufferedWriter]:
+    """A temporary file that becomes ``path`` at the end of the block, or goes where the block raises.
+
+    ``size``: what the block is going to write, for which room is made before; ``stamp``: its time of change. Raises
+    OutputError, also for an OSError of the block.
+    """
     temporary = f"{path}.{os.getpid()}.{os.urandom(4).hex()}{_TEMPORARY}"
-    size = 0
+    if size:
+        _make_room(size)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(temporary, "wb") as file:
-            for part in parts:
-                size += file.write(part)
+            file.truncate(size)  # from now on other processes count all of it
+            yield file
             file.flush()
+            told = os.stat(temporary)
             if sync:
                 os.fsync(file.fileno())
         if stamp is not None:
-            os.utime(temporary, ns=(os.stat(temporary).st_atime_ns, stamp))
+            os.utime(temporary, ns=(told.st_atime_ns, stamp))
         os.replace(temporary, path)
     except OSError as error:
         raise unwritable(error) from error
     finally:
         if os.path.lexists(temporary):
             os.unlink(temporary)
-    _count(size)
-
-
-@contextmanager
-def alone(entry: Entry) -> Iterator[None]:
-    """No other process or thread is in a block for the same file; one that is killed there leaves it.
-
-    On a disk that has no locks all are in it at once, and each fetches the file for itself.
-    """
-    path = os.path.join(remote_folder(), _LOCKS, hashlib.sha256(os.fsencode(entry.address)).hexdigest()[:32])
-    with ExitStack() as stack:
-        with suppress(OSError):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            fcntl.flock(stack.enter_context(open(path, "ab")), fcntl.LOCK_EX)
-        yield
+    _count(told.st_size)
 
 
 def unwritable(error: OSError) -> OutputError:
@@ -132,13 +133,15 @@ def mark_used(path: str) -> None:
         os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
 
 
-def check_room(entry: Entry) -> None:
-    """Raises OutputError for a file that the cache would have to delete as soon as all of it is there."""
+def check_room(entry: Entry, size: int) -> None:
+    """Raises OutputError for a file, or ``size`` bytes of it, that the cache would have to delete as soon as all of
+    it is there."""
     room = _room(bound())
-    if entry.size > room:
+    if size > room:
+        what = "is needed whole" if size == entry.size else f"{size / 1e9:.3g} GB of it are needed in one piece"
         raise OutputError(
-            f"{entry.address} holds {entry.size / 1e9:.3g} GB and is needed whole, and the local cache keeps "
-            f"{room / 1e9:.3g} GB at most; set REPLAY_CACHE_GB to {entry.size * 1.15 / 1e9:.3g} or more"
+            f"{entry.address} holds {entry.size / 1e9:.3g} GB and {what}, and the local cache keeps "
+            f"{room / 1e9:.3g} GB at most; set REPLAY_CACHE_GB to {size * 1.15 / 1e9:.3g} or more"
         )
 
 
@@ -243,15 +246,20 @@ class _Cache:
 
 def _count(size: int) -> None:
     """Delete what was used least lately, once enough was written since the last time."""
-    most, folder = bound(), remote_folder()
     _Cache.written += size
-    if _Cache.written * _SHARE < most and _Cache.counted == folder:
+    _make_room(0)
+
+
+def _make_room(size: int) -> None:
+    """As ``_count``, for bytes that are going to be written."""
+    most, folder = bound(), remote_folder()
+    if (_Cache.written + size) * _SHARE < most and _Cache.counted == folder:
         return
     _Cache.written, _Cache.counted = 0, folder
     found = sorted(_files(folder))
-    held = sum(size for _, size, _ in found)
-    for _, size, path in found:
-        if held <= _room(most):
+    held = size + sum(size for _, _, size, _ in found)
+    for in_use, _, size, path in found:
+        if held <= _room(most) or in_use:
             return
         with suppress(OSError):  # another process was first
             os.unlink(path)
@@ -263,8 +271,8 @@ def _room(most: int) -> int:
     return most - most // _SHARE * 2
 
 
-def _files(folder: str) -> Iterator[tuple[int, int, str]]:
-    """Of each file when it was used, its bytes and its path; those that are in use now are left out."""
+def _files(folder: str) -> Iterator[tuple[bool, int, int, str]]:
+    """Of each file whether it is in use now, when it was used, its bytes and its path."""
     for place, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(place, name)
@@ -272,17 +280,6 @@ def _files(folder: str) -> Iterator[tuple[int, int, str]]:
                 told = os.lstat(path)
             except OSError:
                 continue
-            if name.endswith(_TEMPORARY) and is_at_work(told):
-                continue
-            if place == os.path.join(folder, _LOCKS) and _is_held(path):
-                continue
-            yield told.st_atime_ns, told.st_size, path
-
-
-def _is_held(lock: str) -> bool:
-    """Whether somebody is in a block of ``alone``. Who takes the lock in the moment before it is deleted may find
-    another one there, and a file is fetched twice."""
-    with suppress(OSError), open(lock, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two who ask do not meet
-        return False
-    return True
+            at_work = name.endswith(_TEMPORARY) and is_at_work(told)
+            locked = place == os.path.join(folder, LOCKS) and is_held(path)
+            yield at_work or locked, told.st_atime_ns, told.st_size, path

@@ -12,6 +12,7 @@ from replay.traces import files
 from replay.traces.damage import ReadingTrace
 from replay.traces.fields import read_json, show
 from replay.traces.header import TraceHeader, WeightsInfo
+from replay.traces.ranges import share_range
 from replay.traces.remote import entry_of, is_whole, local_file
 from replay.traces.taps import EMBED
 from replay.traces.tensors import Layout, map_rows, pack_header, parse_layout, tensor_bytes
@@ -120,11 +121,14 @@ def find_tensor(checkpoint: Path, names: Sequence[str]) -> tuple[Layout, str] | 
 
 
 def load_weight(folder: Path, header: TraceHeader, which: str, target: Path | None = None) -> "torch.Tensor":
-    """``which`` ("embed" or "lm_head") [V, H], mapped, found as by ``find_weight``.
+    """``which`` ("embed" or "lm_head") [V, H], mapped, found as by ``find_weight``; of a file elsewhere the local cache
+    has what is mapped.
 
-    Raises TraceError, TraceCorruptError.
+    Raises TraceError, TraceCorruptError, StorageError, OutputError.
     """
-    return map_rows(*find_weight(folder, header, which, target))
+    layout, name = find_weight(folder, header, which, target)
+    share_range(layout.path, layout.tensors[name].start, layout.tensors[name].stop)
+    return map_rows(layout, name)
 
 
 def write_weights(folder: Path, embed: "torch.Tensor", lm_head: "torch.Tensor | None") -> WeightsInfo:

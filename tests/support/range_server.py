@@ -1,4 +1,4 @@
-"""A web server of one folder that gives ranges of files and no lists; or whole files only."""
+"""A web server of one folder that gives ranges of files and no lists; or whole files only, or no versions."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,8 +11,11 @@ from support.serving import serving
 
 
 @contextmanager
-def range_server(folder: Path, *, ranges: bool = True, on_get: Callable[[str], None] = lambda _: None) -> Iterator[str]:
-    """Its address, while the context lasts. ``on_get`` hears the path of each file before its bytes are sent."""
+def range_server(
+    folder: Path, *, ranges: bool = True, version: str = "ETag", on_get: Callable[[str], None] = lambda _: None
+) -> Iterator[str]:
+    """Its address, while the context lasts. ``on_get`` hears the path of each file before its bytes are sent.
+    ``version`` is the header that changes with a file; with "" there is none."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
@@ -37,7 +40,8 @@ def range_server(folder: Path, *, ranges: bool = True, on_get: Callable[[str], N
                 data = data[int(first) : int(last) + 1]
             self.send_response(206 if told else 200)
             self.send_header("Content-Length", str(len(data)))
-            self.send_header("ETag", f'"{os.stat(path).st_mtime_ns:x}"')
+            if version:
+                self.send_header(version, f'"{os.stat(path).st_mtime_ns:x}"')
             self.end_headers()
             if send:
                 self.wfile.write(data)

@@ -26,7 +26,7 @@ import replay
 from replay.checkpoint.config import parse_config
 from replay.cli.app import cli
 from replay.errors import OutputError, ReplayError, StorageError, UsageError
-from replay.traces import object_store, sectors
+from replay.traces import cache_locks, object_store, sectors
 from replay.traces.addresses import remote_folder
 from replay.traces.parts import Part
 from replay.traces.ranges import sha256_of
@@ -536,7 +536,7 @@ def test_a_disk_without_locks_has_files_all_the_same(local: Path, there: str, mo
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(sectors.fcntl, "flock", refused)
+    monkeypatch.setattr(cache_locks.fcntl, "flock", refused)
     path = local_file(as_source(f"{there}/head") / "model.safetensors")
     assert Path(os.fspath(path)).read_bytes() == (local / "head" / "model.safetensors").read_bytes()
 
@@ -544,7 +544,7 @@ def test_a_disk_without_locks_has_files_all_the_same(local: Path, there: str, mo
 def test_a_lock_that_is_held_is_not_cleaned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLAY_CACHE_GB", "0.000001")  # 1,000 bytes
     locks, more = Path(remote_folder()) / "locks", os.path.join(remote_folder(), "sectors", "more")
-    with sectors.alone(object_store.Entry("s3://some/file", 5, "1")):
+    with cache_locks.alone(object_store.Entry("s3://some/file", 5, "1")):
         (lock,) = locks.iterdir()
         sectors.write_file(more, [bytes(2000)])
         assert lock.exists() and not os.path.exists(more)
