@@ -1,5 +1,6 @@
 """Tensor names, shapes and dtypes of a checkpoint, from its headers alone; small tensors and single rows on request."""
 
+import hashlib
 import re
 import struct
 from array import array
@@ -8,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from replay.checkpoint.config import parse_config
+from replay.checkpoint.config_file import CONFIG, read_config
 from replay.checkpoint.files import BINARY, load_binary, read_layout, weight_files
 from replay.checkpoint.tensor_table import spell
 from replay.errors import CheckpointError, TraceCorruptError
-from replay.traces.ranges import open_ranges
-from replay.traces.tensors import Layout
+from replay.traces.ranges import fetch_ranges, open_ranges
+from replay.traces.remote import size_of
+from replay.traces.tensors import Layout, Place
 from replay.traces.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_MAP = 1 << 26  # bytes of a vocabulary map
 _SAMPLE = 1 << 12  # bytes of each of the two places where a tensor is looked at
+_END = 1 << 16  # bytes at the end of an archive, where it lists its parts with their checksums
 _INTEGERS = {"I64": "q", "I32": "i", "I16": "h", "I8": "b", "U8": "B", "BOOL": "B"}
 # Of each float dtype: the array code of its bits, and the exponent that only NaN and Inf have.
 _EXPONENT = {"F32": ("I", 0x7F800000), "F16": ("H", 0x7C00), "BF16": ("H", 0x7F80)}
@@ -115,6 +120,37 @@ def read_weights(folder: Path, *, whole: bool, only: "re.Pattern[str] | None" = 
     return Weights(name, tensors, twice, maps.get("d2t"), maps.get("t2d"), blank, unfinite, extents, layouts)
 
 
+def fingerprint_head(folder: Path) -> str:
+    """SHA-256 over what a head's config means, and of each tensor its name, dtype, shape and two samples of its bytes.
+
+    Of a pytorch_model.bin the samples are the middle and the end. Raises CheckpointError, StorageError.
+    """
+    files, document, where = weight_files(folder), read_config(folder), str(folder / CONFIG)
+    if files == [folder / BINARY]:
+        path = files[0].resolve()
+        size = size_of(path)
+        told = repr((parse_config(document, name=where), size))
+        pieces = [(path, start, min(size, start + _END)) for start in (size // 2, max(0, size - _END))]
+    else:
+        layouts = {name: layout for layout in map(read_layout, files) for name in layout.tensors}
+        places = {name: layouts[name].tensors[name] for name in sorted(layouts)}
+        config = parse_config(document, name=where, shapes={name: place.shape for name, place in places.items()})
+        told = repr((config, [(name, place.dtype, place.shape) for name, place in places.items()]))
+        pieces = [(layouts[name].path, *part) for name, place in places.items() for part in _samples_of(place)]
+    fetch_ranges(pieces)
+    digest = hashlib.sha256(told.encode())
+    for path, start, stop in pieces:
+        digest.update(_bytes_at(path, start, stop - start))
+    return digest.hexdigest()
+
+
+def _samples_of(place: Place) -> tuple[tuple[int, int], tuple[int, int]]:
+    """From where to where a tensor's beginning and its middle lie."""
+    size = place.stop - place.start
+    middle = place.start + size // 2 - size // 2 % 8
+    return (place.start, place.start + min(size, _SAMPLE)), (middle, min(place.stop, middle + min(size, _SAMPLE)))
+
+
 def _by_name(facts: list[TensorFact]) -> tuple[dict[str, TensorFact], tuple[str, ...]]:
     tensors: dict[str, TensorFact] = {}
     twice = []
@@ -152,11 +188,7 @@ def _look(layout: Layout, fact: TensorFact) -> tuple[bool, bool]:
     """Whether the beginning and the middle of a tensor are zero, and whether they hold NaN or Inf."""
     place = layout.tensors[fact.original]
     code, exponent = _EXPONENT[fact.dtype]
-    size = place.stop - place.start
-    length = min(size, _SAMPLE)
-    data = _bytes_at(layout.path, place.start, length)
-    middle = size // 2 - size // 2 % 8
-    data += _bytes_at(layout.path, place.start + middle, min(length, size - middle))
+    data = b"".join(_bytes_at(layout.path, start, stop - start) for start, stop in _samples_of(place))
     bits = array(code)
     bits.frombytes(data)
     return bool(data) and not any(data), any(value & exponent == exponent for value in bits)

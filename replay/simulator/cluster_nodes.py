@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from replay.capture.target_files import fingerprint_target
-from replay.errors import CaptureError, ReplayError, TraceError, UsageError, WorkerError
+from replay.checkpoint.headers import fingerprint_head
+from replay.errors import CaptureError, CheckpointError, ReplayError, TraceError, UsageError, WorkerError
 from replay.simulator.cache_keys import kernels_of, program_sha256, say_unlike
 from replay.simulator.replayer import HeadSource, Job
 from replay.traces import files
@@ -42,6 +43,7 @@ class Node:
 class Needed:
     """What a node has to have: paths and a device, and the checksum of the trace's header.
 
+    ``heads`` are folders, each with the fingerprint of what it holds, which is empty where it cannot be read here.
     ``target`` is the folder of the target's checkpoint, and ``fingerprint`` what it holds, where a trace has no weights
     of its own. Where it is not here, the fingerprint is empty, and nodes are held against each other. A node rounds as
     ``products`` say (``fp32_products``; None: as its own process does).
@@ -49,7 +51,7 @@ class Needed:
 
     trace: Path
     header_sha256: str
-    heads: tuple[str, ...]
+    heads: Mapping[str, str]
     device: str
     target: Path | None = None
     fingerprint: str = ""
@@ -58,9 +60,10 @@ class Needed:
 
 def needed_for(job: Job) -> Needed:
     """What every node has to have for this job."""
-    trace, heads = job.trace, tuple(one.path for one in job.heads.values() if isinstance(one, HeadSource))
+    trace, paths = job.trace, {one.path for one in job.heads.values() if isinstance(one, HeadSource)}
+    heads = {path: _fingerprint(fingerprint_head, as_source(path)) for path in sorted(paths)}
     target = _target_of(trace)
-    held = "" if target is None else _fingerprint(target)
+    held = "" if target is None else _fingerprint(fingerprint_target, as_source(target))
     return Needed(trace.path, header_sha256(trace.path), heads, job.device, target, held, job.products)
 
 
@@ -72,11 +75,11 @@ def _target_of(trace: Trace) -> Path | None:
     return trace.target_folder or Path(trace.header.target.path)
 
 
-def _fingerprint(target: Path) -> str:
-    """``fingerprint_target``; empty where the folder is not here, or has none. Raises StorageError."""
+def _fingerprint(take: Callable[[Path], str], folder: Path) -> str:
+    """What ``take`` says of a checkpoint; empty where the folder is not here, or holds none. Raises StorageError."""
     try:
-        return fingerprint_target(as_source(target))
-    except (CaptureError, TraceError, OSError):
+        return take(folder)
+    except (CaptureError, CheckpointError, TraceError, OSError):
         return ""
 
 
@@ -262,7 +265,7 @@ def _say_none(unit: str) -> str:
 def look_around(needed: Needed) -> Node:
     """What this node has."""
     lacks = lacking(needed)
-    target = "" if lacks or needed.target is None else _fingerprint(needed.target)
+    target = "" if lacks or needed.target is None else _fingerprint(fingerprint_target, as_source(needed.target))
     return Node(lacks, program_sha256(), () if lacks else kernels_of(needed.device, THREADS, needed.products), target)
 
 
@@ -273,10 +276,7 @@ def lacking(needed: Needed) -> str:
             return f"has another trace at {needed.trace}; {_DISK}"
     except TraceError:
         return f"has no trace at {needed.trace}; {_DISK}"
-    missing = next((head for head in needed.heads if not as_source(head).is_dir()), None)
-    if missing is not None:
-        return f"has no draft head at {missing}; {_DISK}"
-    if lacks := _lacking_target(needed):
+    if lacks := _lacking_head(needed) or _lacking_target(needed):
         return lacks
     try:
         torch.empty(1, device=needed.device)
@@ -285,11 +285,22 @@ def lacking(needed: Needed) -> str:
     return ""
 
 
+def _lacking_head(needed: Needed) -> str:
+    for path, fingerprint in needed.heads.items():
+        head = as_source(path)
+        if not head.is_dir():
+            return f"has no draft head at {path}; {_DISK}"
+        if fingerprint and _fingerprint(fingerprint_head, head) != fingerprint:
+            return f"has another draft head at {path}; copy this one there"
+    return ""
+
+
 def _lacking_target(needed: Needed) -> str:
     if needed.target is None:
         return ""
-    if not as_source(needed.target).is_dir():
+    target = as_source(needed.target)
+    if not target.is_dir():
         return f"has no target at {needed.target}; {_DISK}"
-    if needed.fingerprint and _fingerprint(needed.target) != needed.fingerprint:
+    if needed.fingerprint and _fingerprint(fingerprint_target, target) != needed.fingerprint:
         return f"has another target at {needed.target}; {_DISK}"
     return ""

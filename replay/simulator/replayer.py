@@ -50,7 +50,10 @@ class HeadSource:
         """Raises CheckpointError."""
         found = read_checkpoint(as_source(self.path))
         if checkpoint_sha256(found) != self.sha256:
-            raise CheckpointError(f"draft head {name} in {self.path} changed while it was replayed; replay it again")
+            raise CheckpointError(
+                f"draft head {name} in {self.path} changed while it was replayed, or its tensors did in memory; "
+                "replay it again, or give it with path=None (dataclasses.replace)"
+            )
         return found
 
 

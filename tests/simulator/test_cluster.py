@@ -16,14 +16,15 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
-from support.heads import write_head
+from safetensors.torch import load_file, save_file
+from support.heads import random_tensors, write_head
 from support.s3_server import KEYS, open_store, s3_server
 from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_served
 from support.trace_maker import make_four, make_header, make_weights, write_trace
 
 import replay
 from replay.checkpoint.checkpoint import Checkpoint
+from replay.checkpoint.config import parse_config
 from replay.cli.app import cli
 from replay.errors import CheckpointError, UsageError, WorkerError
 from replay.faults.table import parse_faults
@@ -378,13 +379,13 @@ def test_a_head_in_memory_goes_along(trace: Trace, head: Checkpoint, address: st
 
 
 def test_what_a_node_lacks_is_named(tmp_path: Path, trace: Trace, head: Checkpoint) -> None:
-    needed = Needed(trace.path, header_sha256(trace.path), (str(head.path),), "cpu")
+    needed = Needed(trace.path, header_sha256(trace.path), {str(head.path): ""}, "cpu")
     assert lacking(needed) == ""
     (tmp_path / "trace.json").write_text("{}")
     for changes, said in (
         ({"trace": tmp_path / "none"}, "has no trace at "),
         ({"trace": tmp_path}, "has another trace at "),
-        ({"heads": ("/none",)}, "has no draft head at /none"),
+        ({"heads": {"/none": ""}}, "has no draft head at /none"),
         ({"target": tmp_path / "none"}, "has no target at "),
         ({"device": "cuda:77"}, "has no device cuda:77"),
     ):
@@ -393,6 +394,38 @@ def test_what_a_node_lacks_is_named(tmp_path: Path, trace: Trace, head: Checkpoi
 
 def job_of(trace: Trace, head: Checkpoint) -> Job:
     return Job(trace, {"h": HeadSource.of(head, None)}, "cpu", THREADS)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_another_head_at_the_same_path_is_named_before_anything_is_replayed(
+    tmp_path: Path, trace: Trace, binary: bool
+) -> None:
+    """However little it differs: in one value at the middle of one tensor, or in its config."""
+    folder, tensors = tmp_path / "h", random_tensors(parse_config(HEAD))
+
+    def write(config: dict[str, Any] = HEAD, **changed: torch.Tensor) -> Path:
+        write_head(folder, config, tensors | changed)
+        if binary:
+            torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+            (folder / "model.safetensors").unlink()
+        return folder
+
+    needed = needed_for(job_of(trace, replay.load_head(write())))
+    other = f"has another draft head at {folder}; copy this one there"
+    assert lacking(needed) == ""
+    for name in ("fc.weight", "norm.weight"):
+        changed = tensors[name].clone()
+        changed.view(-1)[changed.numel() // 2] += 1
+        write(**{name: changed})
+        assert lacking(needed) == other
+    write(HEAD | {"rms_norm_eps": 0.5})
+    assert lacking(needed) == other
+    write(HEAD | {"transformers_version": "1"})  # which means nothing to a head
+    assert lacking(needed) == ""
+    for part in folder.glob("*model*"):
+        part.unlink()
+    assert lacking(needed) == other
+    assert needed_for(job_of(trace, replay.load_head(write()))) == needed
 
 
 def write_target(folder: Path, seed: int) -> None:
