@@ -23,6 +23,7 @@ from replay.simulator.binding import resolve
 from replay.simulator.cache_files import Entries
 from replay.simulator.cache_keys import (
     checkpoint_sha256,
+    hashed_once,
     kernels_of,
     program_sha256,
     rows_sha256,
@@ -105,15 +106,10 @@ class Cache:
 
     def place(self, variant: ResolvedVariant, also: str, suffix: str) -> Path:
         """Where the entry of ``variant`` lies."""
+        head = checkpoint_sha256(self.checkpoints[variant.draft])
         asked = repr(replace(variant, draft=""))  # the head counts by what it holds, not by its name
-        key = sha256_of_parts(
-            [self._common.encode(), self._heads[variant.draft].encode(), asked.encode(), also.encode()]
-        )
+        key = sha256_of_parts([self._common.encode(), head.encode(), asked.encode(), also.encode()])
         return self.entries.folder / key[:2] / f"{key}{suffix}"
-
-    @cached_property
-    def _heads(self) -> dict[str, str]:
-        return {name: checkpoint_sha256(one) for name, one in self.checkpoints.items()}
 
     @cached_property
     def _common(self) -> str:
@@ -185,11 +181,12 @@ def simulate_kept(
     if cache is None:
         return ask(variants)[0]
     also = repr((rows_sha256(follow), None if only is None else sorted(only), served_products))
-    found = {one: rounds for one in dict.fromkeys(variants) if (rounds := cache.find(one, also)) is not None}
-    if missing := [one for one in dict.fromkeys(variants) if one not in found]:
-        for variant, rounds in zip(missing, _apart(*ask(missing), checkpoints), strict=True):
-            cache.keep(variant, rounds, also)
-            found[variant] = rounds
+    with hashed_once(cache.checkpoints.values()):
+        found = {one: rounds for one in dict.fromkeys(variants) if (rounds := cache.find(one, also)) is not None}
+        if missing := [one for one in dict.fromkeys(variants) if one not in found]:
+            for variant, rounds in zip(missing, _apart(*ask(missing), checkpoints), strict=True):
+                cache.keep(variant, rounds, also)
+                found[variant] = rounds
     return _together(trace, checkpoints, variants, [found[one] for one in variants])
 
 
@@ -212,24 +209,25 @@ def simulate_cached(
     """
     if cache is None:
         return _replay(trace, checkpoints, variants, device, agreement, workers, on_event)[0]
-    resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
-    cache, trace = _of_those_with_taps(cache, trace, resolved)
-    found = {variant: rounds for variant in dict.fromkeys(resolved) if (rounds := cache.find(variant)) is not None}
-    on_found(sum(variant in found for variant in resolved))
-    missing: dict[ResolvedVariant, list[ResolvedVariant]] = {}
-    for variant in dict.fromkeys(resolved):
-        if variant not in found:
-            missing.setdefault(without_drafting(variant, cache.drafts_blocks(variant)), []).append(variant)
-    check_variants([variant for alike in missing.values() for variant in alike], checkpoints, trace)
-    lots = list(missing.values())
-    if workers is not None and lots:  # who keeps each of their tasks, and share one sweep best
-        lots = [[variant for alike in lots for variant in alike]]
-    for number, alike in enumerate(lots):
-        told = _counted(on_event, number, len(lots))
-        played, notes = _replay(trace, checkpoints, alike, device, agreement, workers, told)
-        for variant, rounds in zip(alike, _apart(played, notes, checkpoints), strict=True):
-            cache.keep(variant, rounds)
-            found[variant] = rounds
+    with hashed_once(cache.checkpoints.values()):
+        resolved = [resolve(variant, checkpoints[variant.draft], trace) for variant in variants]
+        cache, trace = _of_those_with_taps(cache, trace, resolved)
+        found = {variant: rounds for variant in dict.fromkeys(resolved) if (rounds := cache.find(variant)) is not None}
+        on_found(sum(variant in found for variant in resolved))
+        missing: dict[ResolvedVariant, list[ResolvedVariant]] = {}
+        for variant in dict.fromkeys(resolved):
+            if variant not in found:
+                missing.setdefault(without_drafting(variant, cache.drafts_blocks(variant)), []).append(variant)
+        check_variants([variant for alike in missing.values() for variant in alike], checkpoints, trace)
+        lots = list(missing.values())
+        if workers is not None and lots:  # who keeps each of their tasks, and share one sweep best
+            lots = [[variant for alike in lots for variant in alike]]
+        for number, alike in enumerate(lots):
+            told = _counted(on_event, number, len(lots))
+            played, notes = _replay(trace, checkpoints, alike, device, agreement, workers, told)
+            for variant, rounds in zip(alike, _apart(played, notes, checkpoints), strict=True):
+                cache.keep(variant, rounds)
+                found[variant] = rounds
     return _together(trace, checkpoints, resolved, [found[variant] for variant in resolved])
 
 

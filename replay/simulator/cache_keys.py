@@ -3,8 +3,11 @@
 import hashlib
 import os
 import platform
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -177,8 +180,42 @@ def _outside(trace: Trace, which: str) -> str:
     return f"{layout.path.name} {told.st_size} {told.st_mtime_ns}"
 
 
+@dataclass
+class _Hashed:
+    """A head, with its checksum as it was when that was first asked for."""
+
+    checkpoint: Checkpoint
+
+    @cached_property
+    def sha256(self) -> str:
+        return _sha256_of_head(self.checkpoint)
+
+
+_NONE: Mapping[int, _Hashed] = {}
+_hashed: ContextVar[Mapping[int, _Hashed]] = ContextVar("_hashed", default=_NONE)  # by what ``id`` says of the heads
+
+
+@contextmanager
+def hashed_once(checkpoints: Iterable[Checkpoint]) -> Iterator[None]:
+    """While the block runs, ``checkpoint_sha256`` reads each of these heads once at most.
+
+    A block is one command, or one call from Python: until the next one a training loop may change tensors in place,
+    which nothing here would notice.
+    """
+    token = _hashed.set({**{id(one): _Hashed(one) for one in checkpoints}, **_hashed.get()})
+    try:
+        yield
+    finally:
+        _hashed.reset(token)
+
+
 def checkpoint_sha256(checkpoint: Checkpoint) -> str:
     """Of a head's config and tensors."""
+    known = _hashed.get().get(id(checkpoint))
+    return _sha256_of_head(checkpoint) if known is None else known.sha256
+
+
+def _sha256_of_head(checkpoint: Checkpoint) -> str:
     said: list[bytes | memoryview] = [repr(checkpoint.config).encode(), repr(checkpoint.notes).encode()]
     for name, tensor in sorted(checkpoint.tensors.items()):
         said += [f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), tensor_bytes(tensor)]

@@ -21,7 +21,7 @@ import torch
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.errors import UsageError, WorkerError
-from replay.simulator.cache_keys import kernels_of
+from replay.simulator.cache_keys import hashed_once, kernels_of
 from replay.simulator.cluster import open_cluster
 from replay.simulator.cluster_nodes import GPUS
 from replay.simulator.replayer import AnyHead, HeadSource, Job, Replayer, no_temporary
@@ -63,21 +63,20 @@ def use_workers(
 
     Raises UsageError for a number or an address that cannot be, and as ``open_cluster`` and ``open_workers``.
     """
-    if isinstance(wanted, str):
-        with open_cluster(wanted, trace, checkpoints, device, on_note) as cluster:
-            yield cluster
-        return
-    if wanted is None or isinstance(wanted, int):
-        count = 1 if wanted is None else check_workers(wanted)
-        if count == 1:
-            yield None
-            return
-        with open_workers(count, trace, checkpoints, device) as workers:
-            yield workers
-        return
-    if not isinstance(wanted, Workers):
-        raise UsageError(f"workers are {show(wanted)}; give a number, or the address of a Ray cluster")
-    yield wanted
+    with hashed_once(checkpoints.values()):
+        if isinstance(wanted, str):
+            with open_cluster(wanted, trace, checkpoints, device, on_note) as cluster:
+                yield cluster
+        elif wanted is None or isinstance(wanted, int):
+            if wanted is None or check_workers(wanted) == 1:
+                yield None
+                return
+            with open_workers(wanted, trace, checkpoints, device) as workers:
+                yield workers
+        elif isinstance(wanted, Workers):
+            yield wanted
+        else:
+            raise UsageError(f"workers are {show(wanted)}; give a number, or the address of a Ray cluster")
 
 
 def threads_of_each(count: int) -> int:

@@ -21,6 +21,7 @@ import replay
 from replay import narrow_products
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.cli.app import cli
+from replay.cli.replaying import run_simulation
 from replay.errors import OutputError, UsageError, WiringError
 from replay.narrow_products import has_kernels
 from replay.simulator import cache as module
@@ -59,6 +60,20 @@ def lots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(trace, checkpoints, variants, **named)
 
     monkeypatch.setattr(module, "simulate_with_notes", simulate)
+    return counted
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each tensor that this process reads for a checksum."""
+    counted: list[int] = []
+    real = keys.tensor_bytes
+
+    def read(tensor: torch.Tensor) -> memoryview:
+        counted.append(tensor.numel())
+        return real(tensor)
+
+    monkeypatch.setattr(keys, "tensor_bytes", read)
     return counted
 
 
@@ -101,6 +116,30 @@ def test_a_head_that_was_moved_is_named_where_it_is(tmp_path: Path, trace: Trace
         head = replay.load_head(write_head(tmp_path / place / "h", CONFIG))
         found.append(cached(tmp_path / "cache", trace, head, variants()).drafts["h"]["path"])
     assert found == [str(tmp_path / "one" / "h"), str(tmp_path / "two" / "h")]
+
+
+def test_a_head_that_is_changed_in_place_between_two_calls_is_another(
+    tmp_path: Path, trace: Trace, head: Checkpoint, hashed: list[int]
+) -> None:
+    """As a training loop does, also past torch's count of changes; in one call it is read once for the checksum."""
+    heads = {"h": replace(head, path=None, tensors={name: one.clone() for name, one in head.tensors.items()})}
+    found = []
+    for _ in range(2):
+        found.append(plain(run_simulation(trace, heads, variants(), "cpu", agreement=False, cache=tmp_path / "c")))
+        assert found[-1] == plain(replay.simulate(trace, heads, variants()))
+        heads["h"].tensors["fc.weight"].data.neg_()
+    assert found[0] != found[1]
+    assert len(hashed) == 2 * len(head.tensors)
+
+
+def test_workers_and_a_cache_read_each_head_once_for_its_checksum(
+    tmp_path: Path, trace: Trace, head: Checkpoint, hashed: list[int]
+) -> None:
+    rounds = run_simulation(
+        trace, {"h": head}, variants(), "cpu", agreement=False, cache=tmp_path / "c", workers=2
+    )  # fmt: skip
+    assert len(hashed) == len(head.tensors)
+    assert plain(rounds) == plain(replay.simulate(trace, {"h": head}, variants()))
 
 
 def test_a_part_of_a_sweep_is_found_in_another(tmp_path: Path, trace: Trace, head: Checkpoint, lots: list[int]) -> None:
