@@ -6,9 +6,7 @@ of them share the pages of one file. A worker that is killed loses its task, whi
 """
 
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +22,7 @@ from replay.errors import UsageError, WorkerError
 from replay.simulator.cache_keys import hashed_once, kernels_of
 from replay.simulator.cluster import open_cluster
 from replay.simulator.cluster_nodes import GPUS
+from replay.simulator.heads_folder import hold, open_heads_folder, remove
 from replay.simulator.replayer import AnyHead, HeadSource, Job, Replayer, no_temporary
 from replay.simulator.shared_heads import LEAST_BYTES, SharedHead, bytes_of
 from replay.simulator.tasks import Result, Task, Workers
@@ -113,7 +112,7 @@ def open_workers(
     trace.check_sums()
     with ExitStack() as stack:
         try:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replay-heads-")))
+            folder = stack.enter_context(open_heads_folder())
             turns = folder / "turns"
             turns.mkdir()
         except OSError as error:
@@ -233,6 +232,7 @@ _replayer: Replayer | None = None
 
 def _begin(job: Job, parent: int, devices: Sequence[str], turns: Path) -> None:
     global _job
+    hold(turns.parent)  # until this process ends
     _job = replace(job, device=devices[take_turn(turns) % len(devices)])
     threading.Thread(target=_end_with, args=(parent, turns.parent), daemon=True).start()
 
@@ -251,10 +251,10 @@ def take_turn(folder: Path) -> int:
 
 def _end_with(parent: int, folder: Path, pause: float = 1.0, end: Callable[[int], object] = os._exit) -> None:
     """End this process when the one that started it is gone, however it went. One that was killed could not remove the
-    ``folder`` of its heads, which then goes here."""
+    ``folder`` of its heads, which then goes here; where this one is killed too, with the next folder."""
     while os.getppid() == parent:
         time.sleep(pause)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     end(1)
 
 
