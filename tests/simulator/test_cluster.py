@@ -403,7 +403,7 @@ def test_another_head_at_the_same_path_is_named_before_anything_is_replayed(
     """However little it differs: in one value at the middle of one tensor, or in its config."""
     folder, tensors = tmp_path / "h", random_tensors(parse_config(HEAD))
 
-    def write(config: dict[str, Any] = HEAD, **changed: torch.Tensor) -> Path:
+    def write(config: dict[str, Any] = HEAD, /, **changed: torch.Tensor) -> Path:
         write_head(folder, config, tensors | changed)
         if binary:
             torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
