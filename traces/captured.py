@@ -185,6 +185,10 @@ def _check_taps(request: CapturedRequest, header: TraceHeader, name: str) -> Non
         _check_tensor(tensor, dtype, (rows, info.width), f"{name}: tap {tap}")
         if tap in request.scales:
             _check_tensor(request.scales[tap], "float32", (rows,), f"{name}: scale of tap {tap}")
+            if bool((request.scales[tap] <= 0).any()):
+                raise CaptureError(
+                    f"{name}: scale of tap {tap} must be above 0, the least is {request.scales[tap].min():g}"
+                )
 
 
 def _check_logits(request: CapturedRequest, header: TraceHeader, name: str) -> None:

@@ -324,16 +324,21 @@ class Trace:
         self._check_held(record, tap)
         if tap not in self.header.taps:
             return self.embed_weight()[self.read(index, ()).tokens[list(rows)]]
-        if early := [row for row in rows if row < record.rows_left_out]:
-            raise TraceError(
-                f"{self.path} holds no row {early[0]} of request {record.request_id!r}, whose rows it has from "
-                f"{record.rows_left_out} on; ask for later ones"
-            )
         return self.rows_of_many(tap, {index: rows})
 
     @ReadingTrace()
     def rows_of_many(self, tap: str, rows: Mapping[int, Sequence[int]]) -> "torch.Tensor":
-        """``rows`` of one stored tap of many requests, by index in rising order [R, width]: a copy, as ``tap_rows``."""
+        """``rows`` of one stored tap of many requests, by index in rising order [R, width]: a copy, as ``tap_rows``.
+
+        Raises as that.
+        """
+        for index, chosen in rows.items():
+            record = self.records[index]
+            if (early := min(chosen, default=record.rows_left_out)) < record.rows_left_out:
+                raise TraceError(
+                    f"{self.path} holds no row {early} of request {record.request_id!r}, whose rows it has from "
+                    f"{record.rows_left_out} on; ask for later ones"
+                )
         return self._stored.some_of_tap(tap, ((self.records[index], chosen) for index, chosen in rows.items()))
 
     @ReadingTrace()

@@ -87,7 +87,8 @@ class StoredRows:
         """Its rows of ``tap`` in the target's dtype, from the first that is there on. Raises TraceCorruptError."""
         stored, scale = self.tap(record, tap)
         if scale is not None:
-            stored = self._dequantised(stored, self._finite(record, f"scale.{tap}", scale, record.rows_left_out))
+            self._check_scales(record, tap, self._finite(record, f"scale.{tap}", scale, record.rows_left_out))
+            stored = self._dequantised(stored, scale)
         return self._finite(record, f"tap.{tap}", stored, record.rows_left_out)
 
     def some_of_tap(self, tap: str, wanted: Iterable[tuple[RequestRecord, Sequence[int]]]) -> "torch.Tensor":
@@ -162,6 +163,14 @@ class StoredRows:
                 f"{record.request_id!r}"
             )
         return tensor
+
+    def _check_scales(self, record: RequestRecord, tap: str, scale: "torch.Tensor") -> None:
+        if bool((low := scale <= 0).any()):
+            row = record.rows_left_out + int(low.nonzero()[0, 0])
+            raise TraceCorruptError(
+                f"{self.path}: scale.{tap} is {float(scale[low][0]):g} in row {row} of request {record.request_id!r}, "
+                "it must be above 0"
+            )
 
     def _check_ids(self, record: RequestRecord, name: str, ids: "torch.Tensor") -> None:
         low, high = int(ids.min()), int(ids.max())

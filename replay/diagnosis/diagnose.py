@@ -25,6 +25,7 @@ from replay.diagnosis.trials import Trial, healthy
 from replay.engines.wiring import Wiring, parse_wiring
 from replay.simulator.binding import resolve
 from replay.simulator.cache import open_cache
+from replay.simulator.cache_keys import unlike_here
 from replay.simulator.held import richest_requests
 from replay.simulator.kept import keep_tasks
 from replay.simulator.progress import ReplayProgress
@@ -71,7 +72,13 @@ def diagnose_server(
         if cache is not None:
             kernels = None if hands is None else hands.kernels
             kept = open_cache(cache, case.trace, heads, "cpu", agreement=False, kernels=kernels, on_note=on_note)
+            if kept is None:
+                on_note(f"note: the recording of {trace.path} has not ended, so --cache keeps nothing of it")
             case = replace(case, cache=kept)
+        if hands is not None and (unlike := unlike_here(hands.kernels)):
+            on_note(
+                f"note: this machine and the cluster round differently ({unlike}): the training metric is made here"
+            )
         return _explain(replace(case, workers=keep_tasks(case.cache, hands)), ladder, on_event)
 
 

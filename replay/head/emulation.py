@@ -19,7 +19,7 @@ from replay.checkpoint.tensor_table import LATENT_KV_B, NOT_LINEAR, linear_names
 from replay.engines.layer_names import fused_name
 from replay.engines.precision import Format, Precision, Scheme
 from replay.engines.profiles import PRECISIONS, EngineProfile
-from replay.head.held import Held
+from replay.head.held import Held, on_a_line
 from replay.head.products import Execution, ProductSizes, multiply
 from replay.head.quantise import LARGEST, largest_magnitude, quantise, quantise_weight
 
@@ -107,9 +107,8 @@ class Emulation:
         if self._dtype == torch.float16:
             infinite = cast.isinf() & ~weight.to(device).isinf()
             _note(self._of_weights, f"values of {name} became infinite in fp16", infinite)
-        return held.ready(
-            weight, (self._dtype, dtype, device), lambda: cast.to(device=device, dtype=self._dtype).to(dtype)
-        )
+        how = (self._dtype, dtype, device)
+        return held.ready(weight, how, lambda: on_a_line(cast.to(device=device, dtype=self._dtype).to(dtype)))
 
     def _note_short_group(self, name: str, inputs: int, form: Format) -> None:
         if form.scaling.startswith("g") and inputs % int(form.scaling[1:]):

@@ -19,8 +19,16 @@ CPU = torch.device("cpu")
 # More rows than any prompt has: a server that cuts no prompt.
 WHOLE_PROMPTS = 1 << 62
 # Numbers of rows that go in whole fours in fp32, for the same bits on any number of threads (narrow_products.py).
-# From 5 to 11 it was seen to matter.
+# From 5 to 11 it was seen to matter. Where they have to be as many as a server's, they go in as many threads as in the
+# process that asks for them: a worker's share is smaller.
 _SMALL = range(5, 32)
+_threads: int | None = None  # None: as many as this process has
+
+
+def take_served_products_in(threads: int) -> None:
+    """Let this process take those products of a server's size whose bits depend on it in so many threads."""
+    global _threads
+    _threads = threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +99,11 @@ def multiply_heads(x_RNI: Tensor, weight_NIO: Tensor, execution: Execution, size
 def _in_pieces(
     x_RI: Tensor, product: Callable[[Tensor], Tensor], execution: Execution, sizes: ProductSizes | None
 ) -> Tensor:
+    rows, most = len(x_RI), execution.product_rows
+    if sizes is not None or most is not None:
+        product = _in_threads(product)
     if sizes is not None:
         return _by_size(x_RI, product, execution, sizes)
-    rows, most = len(x_RI), execution.product_rows
     if most is not None and rows > most:
         return torch.cat([product(piece) for piece in x_RI.split(most)])
     if most is None and execution.device.type == "cpu" and x_RI.dtype == torch.float32 and rows in _SMALL:
@@ -101,6 +111,24 @@ def _in_pieces(
     if execution.device.type == "cpu" and execution.dtype.itemsize == 2:
         return product(_with_zeros(x_RI, filled_rows(rows) - rows))[:rows]
     return product(x_RI)
+
+
+def _in_threads(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The product of some rows with the bits that it has in ``take_served_products_in`` threads."""
+    own = torch.get_num_threads()
+    if _threads in (None, own):
+        return product
+
+    def taken(piece_RI: Tensor) -> Tensor:
+        if piece_RI.device.type != "cpu" or piece_RI.dtype != torch.float32 or len(piece_RI) not in _SMALL:
+            return product(piece_RI)
+        torch.set_num_threads(_threads)
+        try:
+            return product(piece_RI)
+        finally:
+            torch.set_num_threads(own)
+
+    return taken
 
 
 def _by_size(x_RI: Tensor, product: Callable[[Tensor], Tensor], execution: Execution, sizes: ProductSizes) -> Tensor:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,9 +23,10 @@ from replay.traces.weights import find_weight
 if TYPE_CHECKING:
     import polars as pl
 
+    from replay.simulator.product_settings import ProductSettings
+
 # What a replay is made by; their sources count as replay's version, so that a checkout's cache never lags behind it.
 _PACKAGES = ("replay", "replay.traces", "replay.analysis")
-
 
 # What narrows the instructions that kernels of products use, or says how exact these are (the guides of oneDNN, MKL,
 # CUDA and torch), beside what the CPU has.
@@ -38,68 +39,40 @@ _INSTRUCTIONS = ("avx", "amx", "fma", "sve", "bf16", "i8mm")
 _CPU = Path("/proc/cpuinfo")
 # Whose CPU it is, by which MKL chooses its code and oneDNN's is cut into blocks: as Linux says it for x86 and for ARM.
 _MAKE = {"vendor_id": "", "cpu family": "family ", "model": "model ", "CPU implementer": "maker ", "CPU part": "part "}
-# What torch.set_float32_matmul_precision sets, on the CPU and on GPUs, as torch 2.9 and later say it of each.
-_NAMED = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("bf16", "tf32")}
+_THREADS = 2  # their place in what ``kernels_of`` gives
 
 
 def kernels_of(
-    device: str, threads: int | None = None, products: tuple[str, str] | None = None
+    device: str, threads: int | None = None, settings: "ProductSettings | None" = None
 ) -> tuple[str | int, ...]:
     """What rounds differently elsewhere: torch, the CPU and its instructions, what narrows them, which products oneDNN
-    then has kernels for, the threads and ``fp32_products`` (None: of this process), and a GPU where it runs on one."""
+    then has kernels for, the threads and the settings of products (None: of this process), and a GPU where it runs on
+    one."""
     import torch
+
+    from replay.simulator.product_settings import ProductSettings
 
     on_gpu = torch.device(device).type == "cuda"
     gpu = torch.cuda.get_device_name(device) if on_gpu else ""
     narrowed = (f"{name}={os.environ[name]}" if os.environ.get(name) else "" for name in _NARROWING)
     capability = torch.backends.cpu.get_cpu_capability()
-    products_here = _say_products(products or fp32_products(), on_gpu)
+    settings, threads = settings or ProductSettings.here(), threads or torch.get_num_threads()
+    products = [*_with_kernels(), *settings.say(on_gpu=on_gpu)]
+    if settings.threads != threads and not on_gpu:
+        products.append(f"products-of-server's-size-in-threads={settings.threads}")
     return (
-        torch.__version__, capability, threads or torch.get_num_threads(), gpu, *narrowed, cpu_make(), instructions(),
-        products_here,
+        torch.__version__, capability, threads, gpu, *narrowed, cpu_make(), instructions(), " ".join(products),
     )  # fmt: skip
 
 
-def _say_products(fp32: tuple[str, str], on_gpu: bool) -> str:
-    """Which products oneDNN has kernels for, and how exact those of fp32 are where it runs."""
+def _with_kernels() -> list[str]:
+    """Which products oneDNN has kernels for."""
     import torch
 
     from replay.narrow_products import has_kernels
 
     narrow = {"bf16-products": torch.bfloat16, "fp16-products": torch.float16}
-    words = [name for name, dtype in narrow.items() if has_kernels(dtype)]
-    words += [f"fp32-products-on-cpu={fp32[0]}", *([f"fp32-products-on-gpu={fp32[1]}"] if on_gpu else [])]
-    return " ".join(words)
-
-
-def fp32_products() -> tuple[str, str]:
-    """How exact this process takes products of fp32 on the CPU and on GPUs: ieee, tf32 or bf16.
-
-    A program may set one for both, as by torch.set_float32_matmul_precision, or each by itself; torch then no longer
-    says the one.
-    """
-    import torch
-
-    if not hasattr(torch.backends.mkldnn, "matmul"):  # before torch 2.9
-        return _NAMED[torch.get_float32_matmul_precision()]
-    cpu, gpu = torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
-    return _or_exact(cpu), _or_exact(gpu)
-
-
-def _or_exact(precision: str) -> str:
-    return "ieee" if precision == "none" else precision  # where nothing was set
-
-
-def set_fp32_products(wanted: tuple[str, str]) -> None:
-    """Let this process take products of fp32 as ``fp32_products`` said it elsewhere."""
-    import torch
-
-    if wanted == fp32_products():
-        return
-    nearest = "highest" if wanted[1] == "ieee" else "high"
-    torch.set_float32_matmul_precision(next((name for name, both in _NAMED.items() if both == wanted), nearest))
-    if hasattr(torch.backends.mkldnn, "matmul") and fp32_products() != wanted:
-        torch.backends.mkldnn.matmul.fp32_precision = wanted[0]
+    return [name for name, dtype in narrow.items() if has_kernels(dtype)]
 
 
 @cache
@@ -136,6 +109,11 @@ def say_unlike(one: Iterable[str | int], other: Iterable[str | int]) -> str:
     """In which of the words of ``kernels_of`` two differ; none where one lacks what the other has."""
     pairs = [(_words(a), _words(b)) for a, b in zip(one, other, strict=False) if a != b]
     return ", ".join(f"{_lacking(b, a)} and {_lacking(a, b)}" for a, b in pairs)
+
+
+def unlike_here(kernels: Sequence[str | int]) -> str:
+    """As ``say_unlike``: in what this process, on its CPU with as many threads, differs from one with ``kernels``."""
+    return say_unlike(kernels_of("cpu", int(kernels[_THREADS])), kernels)
 
 
 def _words(said: str | int) -> list[str]:

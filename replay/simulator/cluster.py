@@ -195,7 +195,7 @@ def _replay(job: list[Any], key: str, kernels: tuple[str | int, ...], device: st
     where = _given_gpu([str(one) for one in ray.get_gpu_ids()]) if device == GPUS else device
     if (key, where) not in _replayers:
         asked: Job = ray.get(job[0])
-        _check_kernels(kernels, kernels_of(where, THREADS, asked.products))
+        _check_kernels(kernels, kernels_of(where, THREADS, asked.settings))
         _replayers.clear()  # of an earlier sweep, or of another GPU
         _replayers[key, where] = Replayer(replace(asked, device=where))
     return _replayers[key, where].replay(task)

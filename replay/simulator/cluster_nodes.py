@@ -16,6 +16,7 @@ from replay.capture.target_files import fingerprint_target
 from replay.checkpoint.headers import fingerprint_head
 from replay.errors import CaptureError, CheckpointError, ReplayError, TraceError, UsageError, WorkerError
 from replay.simulator.cache_keys import kernels_of, program_sha256, say_unlike
+from replay.simulator.product_settings import ProductSettings
 from replay.simulator.replayer import HeadSource, Job
 from replay.traces import files
 from replay.traces.reader import Trace
@@ -46,7 +47,7 @@ class Needed:
     ``heads`` are folders, each with the fingerprint of what it holds, which is empty where it cannot be read here.
     ``target`` is the folder of the target's checkpoint, and ``fingerprint`` what it holds, where a trace has no weights
     of its own. Where it is not here, the fingerprint is empty, and nodes are held against each other. A node rounds as
-    ``products`` say (``fp32_products``; None: as its own process does).
+    ``settings`` say (None: as its own process does).
     """
 
     trace: Path
@@ -55,7 +56,7 @@ class Needed:
     device: str
     target: Path | None = None
     fingerprint: str = ""
-    products: tuple[str, str] | None = None
+    settings: ProductSettings | None = None
 
 
 def needed_for(job: Job) -> Needed:
@@ -64,7 +65,7 @@ def needed_for(job: Job) -> Needed:
     heads = {path: _fingerprint(fingerprint_head, as_source(path)) for path in sorted(paths)}
     target = _target_of(trace)
     held = "" if target is None else _fingerprint(fingerprint_target, as_source(target))
-    return Needed(trace.path, header_sha256(trace.path), heads, job.device, target, held, job.products)
+    return Needed(trace.path, header_sha256(trace.path), heads, job.device, target, held, job.settings)
 
 
 def _target_of(trace: Trace) -> Path | None:
@@ -266,7 +267,7 @@ def look_around(needed: Needed) -> Node:
     """What this node has."""
     lacks = lacking(needed)
     target = "" if lacks or needed.target is None else _fingerprint(fingerprint_target, as_source(needed.target))
-    return Node(lacks, program_sha256(), () if lacks else kernels_of(needed.device, THREADS, needed.products), target)
+    return Node(lacks, program_sha256(), () if lacks else kernels_of(needed.device, THREADS, needed.settings), target)
 
 
 def lacking(needed: Needed) -> str:

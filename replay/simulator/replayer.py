@@ -18,10 +18,11 @@ from replay.head.held import Held
 from replay.simulator.along import Served, follow_pack
 from replay.simulator.anchors import AnchorDrafts, draft_pack
 from replay.simulator.batches import batches_for
-from replay.simulator.cache_keys import checkpoint_sha256, fp32_products, set_fp32_products
+from replay.simulator.cache_keys import checkpoint_sha256
 from replay.simulator.groups import Group, Made, group_variants, taps_of
 from replay.simulator.inputs import followed_rounds, read_packs
 from replay.simulator.packs import estimator_of, notes_of, replay_pack, spans_of
+from replay.simulator.product_settings import ProductSettings
 from replay.simulator.results import Played, Tally
 from replay.simulator.rounds_table import RoundsTable
 from replay.simulator.tasks import Result, Task
@@ -109,14 +110,14 @@ class AnyHead(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What all tasks have in common: a trace, its heads and where they run, in how many threads, with products of fp32
-    as exact (``fp32_products``) as in the process that asks for them."""
+    """What all tasks have in common: a trace, its heads and where they run, in how many threads, with the settings of
+    the process that asks for them."""
 
     trace: Trace
     heads: Mapping[str, AnyHead]
     device: str
     threads: int
-    products: tuple[str, str] = field(default_factory=fp32_products)
+    settings: ProductSettings = field(default_factory=ProductSettings.here)
 
 
 class Replayer:
@@ -124,7 +125,7 @@ class Replayer:
 
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.threads)
-        set_fp32_products(job.products)
+        job.settings.apply()
         self._job = job
         self._heads: dict[str, Checkpoint] = {}
         self._groups: OrderedDict[tuple[tuple[ResolvedVariant, ...], bool], list[Group]] = OrderedDict()

@@ -116,9 +116,11 @@ def side_by_side(tensors: Mapping[str, Tensor]) -> Iterator[Sequence[str]]:
 def _line_offset(tensors: Mapping[str, Tensor], group: Sequence[str]) -> int:
     """Where in a line of memory one process has it, because some kernels sum in another order elsewhere.
 
-    A tensor lies as its file was mapped, what is joined at the beginning, as torch would make it.
+    A tensor of 16 bits lies as its file was mapped. What is joined lies at the beginning, and so does fp32: as a head
+    has them (head/held.py).
     """
-    return tensors[group[0]].data_ptr() % _LINE if len(group) == 1 else 0
+    alone = tensors[group[0]]
+    return alone.data_ptr() % _LINE if len(group) == 1 and alone.dtype.itemsize < 4 else 0
 
 
 def _map_all(index: Path, data: Path) -> dict[str, Tensor]:

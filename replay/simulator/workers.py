@@ -139,7 +139,7 @@ class LocalWorkers:
 
     def __init__(self, count: int, job: Job, devices: Sequence[str], turns: Path) -> None:
         self.count, self._job, self._devices, self._turns = count, job, devices, turns
-        self.kernels = kernels_of(job.device, job.threads)
+        self.kernels = kernels_of(job.device, job.threads, job.settings)
         self._pool: ProcessPoolExecutor | None = None
 
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
@@ -175,7 +175,9 @@ class LocalWorkers:
         from loky import ProcessPoolExecutor
 
         if self._pool is None:
-            told: dict[str, Any] = {"OMP_NUM_THREADS": str(self._job.threads), _LEAK: "1e18"}
+            # Products of a server's size take more threads than a worker's share: these must not spin for each other.
+            told: dict[str, Any] = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+            told |= {"OMP_NUM_THREADS": str(self._job.threads), _LEAK: "1e18"}
             self._pool = ProcessPoolExecutor(
                 self.count,
                 initializer=_begin,

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.heads import write_head
+from support.heads import invented_checkpoint, write_head
+from support.here import Here
 from support.served_maker import HEAD, STEPS, WIRING, make_checkpoint, make_served
+from support.trace_maker import make_four, write_trace
 
 from replay.analysis.diagnosis.document import to_json
 from replay.capture.observed import Observed
 from replay.cli.app import cli
 from replay.diagnosis import diagnose, reference
 from replay.diagnosis.diagnose import diagnose_server
+from replay.engines.wiring import parse_wiring
 from replay.errors import UsageError
 from replay.faults.table import FAULTS
 from replay.simulator import cache as module
@@ -103,6 +106,22 @@ def test_a_damaged_entry_is_said_once(served: Trace, tmp_path: Path) -> None:
         path.write_bytes(b"")
     assert told(served, None, cache=tmp_path / "c", **few) == expected
     assert len(notes) == 1 and "npz; what is damaged is replayed again" in notes[0]
+
+
+def test_what_is_not_kept_and_who_rounds_otherwise_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    head, given = invented_checkpoint(), Observed(1.5, "given")
+    folder = write_trace(tmp_path / "t", [make_four()], finish=False)
+    trace, served = Trace.open(folder, allow_incomplete=True), Variant("head", parse_wiring("embed,2"), STEPS)
+    monkeypatch.setattr(diagnose, "_explain", lambda case, *_: case)
+    hands = Here(trace, {"head": head})
+    asked: dict[str, Any] = {"observed": given, "on_note": notes.append, "workers": hands}
+    case: Any = diagnose_server(trace, head, served, cache=tmp_path / "c", **asked)
+    assert case.cache is None
+    assert notes == [f"note: the recording of {folder} has not ended, so --cache keeps nothing of it"]
+    other = replace(hands, kernels=("0.1", *hands.kernels[1:]))
+    diagnose_server(trace, head, served, **(asked | {"workers": other}))
+    assert len(notes) == 2 and "and 0.1): the training metric is made here" in notes[1]
 
 
 def test_the_command_says_what_is_noted(served: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

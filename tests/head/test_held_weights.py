@@ -1,18 +1,19 @@
 """What a head holds of its weights: each once, and a sweep makes one head of all variants that share them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.heads import INVENTED, random_tensors
-from support.random_heads import make_head
+from support.heads import INVENTED, random_tensors, target_tables, tiny_checkpoint
+from support.random_heads import HEADS, make_head
 from support.trace_maker import make_four, write_trace
 
 import replay
 from replay.checkpoint.config import parse_config
 from replay.head.held import Held, address_of, stack_rows
-from replay.head.model import Head
+from replay.head.model import Head, TargetTables
 from replay.head.products import Execution
 from replay.simulator.binding import resolve
 from replay.simulator.groups import group_variants
@@ -157,3 +158,29 @@ def test_what_no_head_runs_is_forgotten() -> None:
     assert torch.equal(ready(k, ""), k) and address_of(ready(q, "round")) != address_of(first)
     held.keep(set())
     assert not held._ready and not held._sources and not held._stacks and not held._keys
+
+
+def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values 8 bytes behind where torch would have them, as in a mapped file."""
+    moved = torch.empty(tensor.nbytes + 8, dtype=torch.uint8)[8:].view(tensor.dtype).view(tensor.shape)
+    moved.copy_(tensor)
+    assert moved.data_ptr() % 64 == 8
+    return moved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_has_the_same_bits_wherever_its_tensors_lie(dtype: torch.dtype) -> None:
+    """fp32 products of one row sum in another order where a weight begins amid 16 bytes."""
+    plain = tiny_checkpoint(**HEADS["two layers"])
+    tensors = {name: one if name == "d2t" else one.to(dtype) for name, one in plain.tensors.items()}
+    moved = {name: elsewhere(one) for name, one in tensors.items()}
+    one, other = (
+        Head(replace(plain, tensors=lie), TargetTables(*target_tables(plain)), execution=Execution(dtype))
+        for lie in (tensors, moved)
+    )
+    made = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        row_RE = torch.randn(1, one.config.hidden_size, generator=made).to(dtype)
+        taps_RKD = torch.randn(1, one.config.fc_inputs, generator=made).to(dtype)
+        assert torch.equal(one.logits(row_RE), other.logits(row_RE))
+        assert torch.equal(one.fuse(taps_RKD), other.fuse(taps_RKD))

@@ -9,7 +9,14 @@ from support.random_heads import FP64, make_head, requests
 
 from replay import narrow_products
 from replay.head.attention import KeyValues, attend_committed_and_chain
-from replay.head.products import Execution, ProductSizes, filled_rows, group_by_size
+from replay.head.products import (
+    FP32_ON_CPU,
+    Execution,
+    ProductSizes,
+    filled_rows,
+    group_by_size,
+    take_served_products_in,
+)
 
 
 def test_products_run_in_the_sizes_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +67,24 @@ def test_products_of_16_bits_run_over_few_numbers_of_rows(monkeypatch: pytest.Mo
         found = head.logits(torch.cat([x_RE, x_RE.new_ones(rows - 3, x_RE.shape[1])]))
         assert len(found) == rows and torch.allclose(found[:3].float(), alone.float(), rtol=2**-7, atol=2**-7)
     assert set(seen) == {1024, 1152, 1280}
+
+
+def test_a_worker_takes_products_of_a_servers_size_in_the_threads_of_whoever_asks() -> None:
+    """On a CPU with AVX2 they have other bits in one thread than in two, 5 to 11 rows at a time."""
+    head = make_head("two layers", execution=replace(FP32_ON_CPU, product_rows=32))
+    rows_RE = torch.randn(70, head.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    sizes = group_by_size(torch.tensor([5, 33, 40, 6, 11] * 14))
+    own = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        asked = [head.logits(rows_RE[:rows]) for rows in (*range(1, 33), 37, 43, 70)]
+        by_size = head.logits(rows_RE, sizes)
+        torch.set_num_threads(1)
+        take_served_products_in(2)
+        found = [head.logits(rows_RE[:rows]) for rows in (*range(1, 33), 37, 43, 70)]
+        assert torch.get_num_threads() == 1
+        assert [torch.equal(one, other) for one, other in zip(found, asked, strict=True)] == [True] * len(asked)
+        assert torch.equal(head.logits(rows_RE, sizes), by_size)
+    finally:
+        take_served_products_in(own)
+        torch.set_num_threads(own)

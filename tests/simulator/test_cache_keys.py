@@ -1,13 +1,15 @@
 """What rounds differently is told apart and said in words: whose CPU it is, and how exact products of fp32 are."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from replay.simulator import cache_keys as keys
-from replay.simulator.cache_keys import cpu_make, fp32_products, kernels_of, say_unlike, set_fp32_products
+from replay.simulator.cache_keys import cpu_make, kernels_of, say_unlike
+from replay.simulator.product_settings import ProductSettings, fp32_products, set_fp32_products
 
 EXACT = ("ieee", "ieee")
 
@@ -27,10 +29,39 @@ def test_products_of_less_exact_fp32_are_others(monkeypatch: pytest.MonkeyPatch)
     torch.set_float32_matmul_precision("high")
     high = kernels_of("cpu")
     assert say_unlike(high, plain) == "fp32-products-on-cpu=tf32 and fp32-products-on-cpu=ieee"
-    assert kernels_of("cpu", products=EXACT) == plain
+    here = replace(ProductSettings.here(), cpu="ieee", gpu="ieee")
+    assert kernels_of("cpu", settings=here) == plain
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
-    gpu = [kernels_of("cuda:0", products=(cpu, gpu)) for cpu, gpu in (EXACT, ("ieee", "tf32"))]
+    gpu = [kernels_of("cuda:0", settings=replace(here, gpu=gpu)) for gpu in ("ieee", "tf32")]
     assert say_unlike(*gpu) == "fp32-products-on-gpu=ieee and fp32-products-on-gpu=tf32"
+
+
+def test_switches_of_products_go_along_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, matmul = ProductSettings.here(), torch.backends.cuda.matmul
+    assert here == ProductSettings("ieee", "ieee", torch.get_num_threads())
+    plain = kernels_of("cpu")
+    try:
+        torch.backends.mkldnn.enabled = False
+        matmul.allow_fp16_reduced_precision_reduction = False
+        other = ProductSettings.here()
+        assert say_unlike(kernels_of("cpu"), plain) == "no-onednn and none"
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+        found = say_unlike(kernels_of("cuda:0"), kernels_of("cuda:0", settings=here))
+        assert found == "no-onednn allow_fp16_reduced_precision_reduction=False and none"
+        here.apply()
+        assert ProductSettings.here() == here
+        other.apply()
+        assert ProductSettings.here() == other != here
+    finally:
+        here.apply()
+
+
+def test_threads_of_products_of_a_servers_size_count_where_they_are_others() -> None:
+    here = replace(ProductSettings.here(), threads=2)
+    assert kernels_of("cpu", 2, here) == kernels_of("cpu", 2, replace(here, threads=2))
+    assert say_unlike(kernels_of("cpu", 1, here), kernels_of("cpu", 1, replace(here, threads=3))) == (
+        "products-of-server's-size-in-threads=2 and products-of-server's-size-in-threads=3"
+    )
 
 
 @pytest.mark.parametrize("cpu", ["ieee", "tf32", "bf16"])

@@ -29,7 +29,7 @@ from replay.cli.app import cli
 from replay.errors import CheckpointError, UsageError, WorkerError
 from replay.faults.table import parse_faults
 from replay.simulator.agreement import with_agreement
-from replay.simulator.cache_keys import fp32_products, kernels_of
+from replay.simulator.cache_keys import kernels_of
 from replay.simulator.cluster import ClusterWorkers, _check_kernels, _given_gpu, _UnderWay, open_cluster
 from replay.simulator.cluster_nodes import (
     THREADS,
@@ -43,6 +43,7 @@ from replay.simulator.cluster_nodes import (
     options_of,
 )
 from replay.simulator.connection import AUTO, LOCAL, check_connected
+from replay.simulator.product_settings import fp32_products
 from replay.simulator.replayer import HeadSource, Job
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds

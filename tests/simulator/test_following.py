@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from support.documents import sampled_trace
 from support.followed_maker import assert_same_followed
 from support.heads import invented_checkpoint
+from support.here import Here
 from support.served_maker import STEPS, WIRING, make_checkpoint, make_served
 from support.trace_maker import make_four, make_header, make_requests, write_trace
 from twins.noise import follow_with_noise
@@ -22,9 +24,11 @@ from replay.drafting.tree_shape import ORPHAN
 from replay.engines.profiles import NUMERICS
 from replay.errors import UsageError
 from replay.faults.table import parse_faults
+from replay.head.products import take_served_products_in
 from replay.simulator.binding import build_head, resolve
 from replay.simulator.following import follow_server
 from replay.simulator.inputs import draft_input
+from replay.simulator.replayer import Job, Replayer, StoredHead
 from replay.simulator.rounding import other_orders
 from replay.simulator.variant import Variant
 from replay.traces.reader import Trace
@@ -250,3 +254,22 @@ def test_the_noise_of_a_replay_in_low_precision_is_that_of_its_logits(tmp_path: 
     counted = agreement(followed, noise)
     assert (counted.alike, counted.unexplained, counted.flips) == (followed.rounds, 0, 0)
     assert followed.scales == (noise.scale,) and 0 < counted.flips_expected < 0.2 * counted.tokens
+
+
+def test_workers_with_fewer_threads_have_the_bits_of_this_process(tmp_path: Path) -> None:
+    """Products of a server's size: on a CPU with AVX2 those of 5 to 11 rows of fp32 depend on the threads."""
+    head, own = make_checkpoint(), torch.get_num_threads()
+    trace = make_served(tmp_path / "served", head, device="cpu")
+    variants = [replay.Variant("h", WIRING, STEPS, kv="stale"), replay.Variant("h", WIRING, STEPS)]
+    try:
+        torch.set_num_threads(2)
+        alone = follow_server(trace, {"h": head}, variants, trace.served_rounds())
+        job = Job(trace, {"h": StoredHead.carry(head)}, "cpu", threads=1)
+        hands = Here(trace, {"h": head})
+        hands.replayer = Replayer(job)
+        found = follow_server(trace, {"h": head}, variants, trace.served_rounds(), workers=hands)
+    finally:
+        torch.set_num_threads(own)
+        take_served_products_in(own)
+    for one, other in zip(alone, found, strict=True):
+        assert one.log_prob_N.tolist() == other.log_prob_N.tolist()

@@ -37,8 +37,9 @@ from replay.errors import CheckpointError, OutputError, UsageError, WorkerError
 from replay.faults.table import FAULTS, parse_faults
 from replay.simulator.agreement import with_agreement
 from replay.simulator.binding import resolve
-from replay.simulator.cache_keys import checkpoint_sha256, fp32_products, rows_sha256
+from replay.simulator.cache_keys import checkpoint_sha256, rows_sha256
 from replay.simulator.connection import check_address
+from replay.simulator.product_settings import fp32_products
 from replay.simulator.progress import ReplayProgress
 from replay.simulator.replayer import HeadSource, Job, Replayer, StoredHead
 from replay.simulator.tasks import Result, Task, plan_tasks

@@ -1,10 +1,11 @@
 """Workers without processes: tasks as several of them would be given, done one after the other in this one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from replay.checkpoint.checkpoint import Checkpoint
 from replay.simulator.cache_keys import kernels_of
+from replay.simulator.product_settings import ProductSettings
 from replay.simulator.replayer import Job, Replayer, StoredHead
 from replay.simulator.tasks import Result, Task
 from replay.traces.reader import Trace
@@ -18,7 +19,7 @@ class Here:
     checkpoints: Mapping[str, Checkpoint]
     count: int = 2
     asked: list[Task] = field(default_factory=list)
-    kernels: tuple[str | int, ...] = kernels_of("cpu", 1)
+    kernels: tuple[str | int, ...] = kernels_of("cpu", 1, replace(ProductSettings.here(), threads=1))
 
     def __post_init__(self) -> None:
         heads = {name: StoredHead.carry(one) for name, one in self.checkpoints.items()}

@@ -1,6 +1,7 @@
 """Traces of version 2: some taps of some requests, rows in fp8, prompts from some row on."""
 
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,6 +186,24 @@ def test_an_fp8_number_that_is_none_is_refused(tmp_path: Path, whole: Trace) -> 
         layout.path.write_bytes(before)
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_scale_is_above_0(tmp_path: Path, whole: Trace, scale: float) -> None:
+    """Read and written: it would turn the signs of a row, or make it zeros."""
+    less = make_less(tmp_path / "less", whole, rows="fp8")
+    layout = parse_layout(less.path / "shard-00000.safetensors")
+    one = captured_request(less, 0)
+    data, place = bytearray(layout.path.read_bytes()), layout.tensors["scale.2"].start + 4
+    data[place : place + 4] = struct.pack("<f", scale)
+    layout.path.write_bytes(data)
+    with pytest.raises(TraceCorruptError, match=rf"scale\.2 is {scale:g} in row 1 of request 'r0', it must be above 0"):
+        Trace.open(less.path, verify=False).read(0, ["2"])
+    wrong_scale = one.scales["2"].clone()
+    wrong_scale[1] = scale
+    with TraceWriter.create(tmp_path / "new", less.header) as writer:
+        with pytest.raises(CaptureError, match=r"scale of tap 2 must be above 0"):
+            writer.add([replace(one, scales={"2": wrong_scale})])
+
+
 def test_final_is_never_in_fp8() -> None:
     header = replace(make_header(), taps={"final": TapInfo(FP8, H)}, version=VERSION)
     with pytest.raises(TraceCorruptError, match=r"the tap final is float8_e4m3fn, it is stored as it was computed"):
@@ -211,6 +230,8 @@ def test_the_last_rows_of_prompts(tmp_path: Path, whole: Trace) -> None:
         assert torch.equal(less.tap_rows(index, "2", [first, 5]), every.taps["2"][[first, 5]])
     with pytest.raises(TraceError, match=r"holds no row 1 of request 'r2', whose rows it has from 2 on"):
         less.tap_rows(2, "2", [3, 1])
+    with pytest.raises(TraceError, match=r"holds no row 0 of request 'r1', whose rows it has from 1 on"):
+        less.rows_of_many("2", {0: [0], 1: [2, 0]})
     assert wrong(less) == []
     one = captured_request(less, 3)
     zeros = one.taps["2"].clone()
