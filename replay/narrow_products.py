@@ -48,8 +48,14 @@ def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 def in_fours(x_RI: Tensor) -> Tensor:
     """``x`` with rows of zeros behind it, so that its rows are whole fours."""
-    missing = -len(x_RI) % _FOUR
-    return torch.cat([x_RI, x_RI.new_zeros(missing, *x_RI.shape[1:])]) if missing else x_RI
+    if not lacks_fours(x_RI):
+        return x_RI
+    return torch.cat([x_RI, x_RI.new_zeros(-len(x_RI) % _FOUR, *x_RI.shape[1:])])
+
+
+def lacks_fours(x_RI: Tensor) -> bool:
+    """Whether its rows are no whole fours."""
+    return len(x_RI) % _FOUR != 0
 
 
 def multiply_by_head(x_NRI: Tensor, weight_NIO: Tensor) -> Tensor:

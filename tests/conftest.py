@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files of ``LONGEST`` before all others, which keep their order."""
     place = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """A worker's part that ran in this process leaves nothing of the threads that it was told."""
+    yield
+    if products := sys.modules.get("replay.head.products"):
+        products.take_served_products_in(None)
 
 
 @pytest.fixture(scope="session")

@@ -183,7 +183,7 @@ def _entry(address: str, told: dict[str, Any]) -> Entry:
     if not version:
         raise StorageError(
             f"{address} comes without an ETag, a checksum or a time of change, so a change of it would not be seen; "
-            "have its server send one, or copy it to this machine"
+            "have its server send one, or copy it to this machine (fsspec before 2025.9 tells no time of change)"
         )
     return Entry(address, size, version)
 

@@ -107,8 +107,8 @@ def new_file(path: str, *, size: int = 0, stamp: int | None = None, sync: bool =
             told = os.stat(temporary)
             if sync:
                 os.fsync(file.fileno())
-        if stamp is not None:
-            os.utime(temporary, ns=(told.st_atime_ns, stamp))
+        # used now: it may have taken long to come
+        os.utime(temporary, ns=(time.time_ns(), told.st_mtime_ns if stamp is None else stamp))
         os.replace(temporary, path)
     except OSError as error:
         raise unwritable(error) from error

@@ -157,19 +157,23 @@ class StoredRows:
         """Rows from ``first`` on. Raises TraceCorruptError where one is not finite."""
         bad = unfinite_row(tensor)
         if bad is not None:
-            lies = record if bad >= record.shared else stretches(self.records, record, bad, bad + 1)[0].record
             raise TraceCorruptError(
-                f"{self.path / lies.shard}: {name} holds NaN or Inf in row {first + bad} of request "
-                f"{record.request_id!r}"
+                f"{self.path / self._where(record, bad).shard}: {name} holds NaN or Inf in row {first + bad} of "
+                f"request {record.request_id!r}"
             )
         return tensor
 
+    def _where(self, record: RequestRecord, row: int) -> RequestRecord:
+        """The request with which a row of ``record`` lies."""
+        return record if row >= record.shared else stretches(self.records, record, row, row + 1)[0].record
+
     def _check_scales(self, record: RequestRecord, tap: str, scale: "torch.Tensor") -> None:
         if bool((low := scale <= 0).any()):
-            row = record.rows_left_out + int(low.nonzero()[0, 0])
+            bad = int(low.nonzero()[0, 0])
+            lies, row = self._where(record, bad), record.rows_left_out + bad
             raise TraceCorruptError(
-                f"{self.path}: scale.{tap} is {float(scale[low][0]):g} in row {row} of request {record.request_id!r}, "
-                "it must be above 0"
+                f"{self.path / lies.shard}: scale.{tap} is {float(scale[low][0]):g} in row {row} of request "
+                f"{record.request_id!r}, it must be above 0"
             )
 
     def _check_ids(self, record: RequestRecord, name: str, ids: "torch.Tensor") -> None:

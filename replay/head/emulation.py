@@ -19,7 +19,7 @@ from replay.checkpoint.tensor_table import LATENT_KV_B, NOT_LINEAR, linear_names
 from replay.engines.layer_names import fused_name
 from replay.engines.precision import Format, Precision, Scheme
 from replay.engines.profiles import PRECISIONS, EngineProfile
-from replay.head.held import Held, on_a_line
+from replay.head.held import Held, aligned
 from replay.head.products import Execution, ProductSizes, multiply
 from replay.head.quantise import LARGEST, largest_magnitude, quantise, quantise_weight
 
@@ -90,8 +90,8 @@ class Emulation:
     def weight(
         self, name: str, weight: Tensor, device: torch.device, held: Held, together: Sequence[Tensor] = ()
     ) -> Tensor:
-        """One tensor ready to run: the one copy that is made of it, none where it is as the head runs already or
-        ``held`` has it. A scale per tensor spans all that are ``together`` (none: this one alone).
+        """One tensor ready to run: the one copy that is made of it, none where it is as the head runs already (and, in
+        fp32, ``aligned``) or ``held`` has it. A scale per tensor spans all that are ``together`` (none: this alone).
         """
         if name.endswith(ROUTING_BIAS):
             return weight.to(device)
@@ -108,7 +108,7 @@ class Emulation:
             infinite = cast.isinf() & ~weight.to(device).isinf()
             _note(self._of_weights, f"values of {name} became infinite in fp16", infinite)
         how = (self._dtype, dtype, device)
-        return held.ready(weight, how, lambda: on_a_line(cast.to(device=device, dtype=self._dtype).to(dtype)))
+        return held.ready(weight, how, lambda: aligned(cast.to(device=device, dtype=self._dtype).to(dtype)))
 
     def _note_short_group(self, name: str, inputs: int, form: Format) -> None:
         if form.scaling.startswith("g") and inputs % int(form.scaling[1:]):

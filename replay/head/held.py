@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _LINE = 64  # bytes that torch aligns to what it joins; kernels may sum in another order where something lies otherwise
+_ALIGNED = 16  # bytes to which fp32 has to be aligned for the same sums everywhere
 _Key: TypeAlias = tuple[int, Hashable]  # the address of a source, and how it was made ready
 
 
@@ -71,10 +72,10 @@ class Held:
         return self._ready[key] is self._sources[key[0]]
 
 
-def on_a_line(weight: Tensor) -> Tensor:
-    """A weight where torch would have made it. fp32 products of one row sum in another order where it begins amid 16
-    bytes (MKL, as in torch 2.13 on an AVX2 CPU), as in a mapped file; the bits would be those of the file's header."""
-    elsewhere = weight.device.type == "cpu" and weight.dtype.itemsize >= 4 and weight.data_ptr() % _LINE
+def aligned(weight: Tensor) -> Tensor:
+    """A weight that is summed as where torch would have made it. fp32 products of one row sum in another order where it
+    begins amid 16 bytes (MKL, as in torch 2.13 on an AVX2 CPU), which a mapped file may do; then it is a copy."""
+    elsewhere = weight.device.type == "cpu" and weight.dtype.itemsize >= 4 and weight.data_ptr() % _ALIGNED
     return weight.clone() if elsewhere else weight
 
 

@@ -22,11 +22,12 @@ WHOLE_PROMPTS = 1 << 62
 # From 5 to 11 it was seen to matter. Where they have to be as many as a server's, they go in as many threads as in the
 # process that asks for them: a worker's share is smaller.
 _SMALL = range(5, 32)
-_threads: int | None = None  # None: as many as this process has
+_threads: int | None = None
 
 
-def take_served_products_in(threads: int) -> None:
-    """Let this process take those products of a server's size whose bits depend on it in so many threads."""
+def take_served_products_in(threads: int | None) -> None:
+    """Let this process take those products of a server's size whose bits depend on it in so many threads; None: in as
+    many as it has for all others."""
     global _threads
     _threads = threads
 
@@ -120,7 +121,8 @@ def _in_threads(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
         return product
 
     def taken(piece_RI: Tensor) -> Tensor:
-        if piece_RI.device.type != "cpu" or piece_RI.dtype != torch.float32 or len(piece_RI) not in _SMALL:
+        depends = piece_RI.dtype == torch.float32 and len(piece_RI) in _SMALL and narrow_products.lacks_fours(piece_RI)
+        if piece_RI.device.type != "cpu" or not depends:
             return product(piece_RI)
         torch.set_num_threads(_threads)
         try:

@@ -16,7 +16,7 @@ from replay.capture.target_files import fingerprint_target
 from replay.checkpoint.headers import fingerprint_head
 from replay.errors import CaptureError, CheckpointError, ReplayError, TraceError, UsageError, WorkerError
 from replay.simulator.cache_keys import kernels_of, program_sha256, say_unlike
-from replay.simulator.product_settings import ProductSettings
+from replay.simulator.product_settings import WAITING, ProductSettings, waiting
 from replay.simulator.replayer import HeadSource, Job
 from replay.traces import files
 from replay.traces.reader import Trace
@@ -25,7 +25,7 @@ from replay.traces.remote import as_source
 THREADS = 1  # of a task, which has one core
 GPUS = "cuda"  # a device of which each task is given its own
 # Without it Ray sets CUDA_VISIBLE_DEVICES for each task anew, which torch reads once in a process.
-_ALL_GPUS = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 _DISK = "put it on a disk that all nodes have at the same path"
 _LOOK = 120.0  # seconds for a node to start replay and look around
 
@@ -99,7 +99,13 @@ def check_cluster_device(device: str) -> None:
 
 def options_of(device: str) -> dict[str, Any]:
     """What of a node a task asks for: a core, and its own GPU if it runs on one."""
-    return {"num_cpus": 1, **({"num_gpus": 1, "runtime_env": _ALL_GPUS} if device == GPUS else {})}
+    return {"num_cpus": 1, **({"num_gpus": 1} if device == GPUS else {}), **environment_of(device)}
+
+
+def environment_of(device: str) -> dict[str, Any]:
+    """In which environment its process starts."""
+    told = {WAITING: waiting()} | (_ALL_GPUS if device == GPUS else {})
+    return {"runtime_env": {"env_vars": told}}
 
 
 class Nodes:
@@ -177,7 +183,7 @@ class Nodes:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         where = NodeAffinitySchedulingStrategy(identity, soft=False)
-        asked = {"runtime_env": _ALL_GPUS} if self._needed.device == GPUS else {}
+        asked = environment_of(self._needed.device)
         # It asks for no core, because all may be taken.
         remote = self._ray.remote(look_around).options(num_cpus=0, scheduling_strategy=where, **asked)
         return remote.remote(self._needed)
@@ -291,8 +297,10 @@ def _lacking_head(needed: Needed) -> str:
         head = as_source(path)
         if not head.is_dir():
             return f"has no draft head at {path}; {_DISK}"
-        if fingerprint and _fingerprint(fingerprint_head, head) != fingerprint:
-            return f"has another draft head at {path}; copy this one there"
+        found = _fingerprint(fingerprint_head, head)
+        if fingerprint and found != fingerprint:
+            which = "another draft head" if found else "no whole draft head"
+            return f"has {which} at {path}; copy this one there"
     return ""
 
 

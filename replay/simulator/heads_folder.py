@@ -10,7 +10,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _NAME = "replay-heads-"
@@ -23,20 +23,15 @@ _MOST_NAME = 1 << 10  # bytes of a machine's name
 def open_heads_folder() -> Iterator[Path]:
     """A folder that is there while the block runs; those that killed commands left are removed. Raises OSError."""
     _sweep()
-    new = Path(tempfile.mkdtemp(prefix=_NEW))
-    folder = new.with_name(new.name.replace(_NEW, _NAME, 1))
-    try:
+    with ExitStack() as stack:
+        new = Path(tempfile.mkdtemp(prefix=_NEW))
+        folder = new.with_name(new.name.replace(_NEW, _NAME, 1))
+        stack.callback(shutil.rmtree, new, ignore_errors=True)
         (new / _LOCK).write_text(socket.gethostname())
-        lock = hold(new)
+        stack.callback(os.close, hold(new))
+        stack.callback(remove, folder)
         new.rename(folder)
-    except OSError:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    try:
         yield folder
-    finally:
-        remove(folder)
-        os.close(lock)
 
 
 def hold(folder: Path) -> int:

@@ -1,5 +1,7 @@
 """What a process has set for its products: workers round as the process that asks for them only with the same."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,14 @@ _NAMED = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("bf1
 _GPU_SUMS = {
     "allow_bf16_reduced_precision_reduction": True,
     "allow_fp16_reduced_precision_reduction": True,
+    "allow_bf16_reduced_precision_reduction_split_k": True,
+    "allow_fp16_reduced_precision_reduction_split_k": True,
     "allow_fp16_accumulation": False,
 }
+# How OpenMP's threads wait for each other. Products of a server's size may take more threads than a worker's share, and
+# threads that spin keep the cores from those that work.
+WAITING = "OMP_WAIT_POLICY"
+_SPLIT = "_split_k"  # is set together with what it belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +52,8 @@ class ProductSettings:
         take_served_products_in(self.threads)
         if _mkldnn.enabled != self.onednn:
             _mkldnn.enabled = self.onednn
-        wanted = _GPU_SUMS | dict(self.gpu_sums)
-        for name, value in wanted.items():
-            if getattr(torch.backends.cuda.matmul, name, value) != value:
-                setattr(torch.backends.cuda.matmul, name, value)
+        if self.gpu_sums != ProductSettings.here().gpu_sums:
+            _set_gpu_sums(_GPU_SUMS | dict(self.gpu_sums))
 
     def say(self, *, on_gpu: bool) -> list[str]:
         """A word for each, as far as it counts there."""
@@ -56,6 +62,20 @@ class ProductSettings:
         if on_gpu:
             words += [f"fp32-products-on-gpu={self.gpu}", *(f"{name}={value}" for name, value in self.gpu_sums)]
         return words
+
+
+def _set_gpu_sums(wanted: Mapping[str, bool]) -> None:
+    matmul: Any = torch.backends.cuda.matmul
+    for name, value in wanted.items():
+        if name.endswith(_SPLIT) or not hasattr(matmul, name):
+            continue
+        split = hasattr(matmul, name + _SPLIT)
+        setattr(matmul, name, (value, wanted[name + _SPLIT]) if split else value)
+
+
+def waiting() -> str:
+    """How the threads of workers wait, which their processes are told when they start."""
+    return os.environ.get(WAITING, "PASSIVE")
 
 
 def fp32_products() -> tuple[str, str]:

@@ -23,6 +23,7 @@ from replay.simulator.cache_keys import hashed_once, kernels_of
 from replay.simulator.cluster import open_cluster
 from replay.simulator.cluster_nodes import GPUS
 from replay.simulator.heads_folder import hold, open_heads_folder, remove
+from replay.simulator.product_settings import WAITING, waiting
 from replay.simulator.replayer import AnyHead, HeadSource, Job, Replayer, no_temporary
 from replay.simulator.shared_heads import LEAST_BYTES, SharedHead, bytes_of
 from replay.simulator.tasks import Result, Task, Workers
@@ -175,9 +176,7 @@ class LocalWorkers:
         from loky import ProcessPoolExecutor
 
         if self._pool is None:
-            # Products of a server's size take more threads than a worker's share: these must not spin for each other.
-            told: dict[str, Any] = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
-            told |= {"OMP_NUM_THREADS": str(self._job.threads), _LEAK: "1e18"}
+            told: dict[str, Any] = {"OMP_NUM_THREADS": str(self._job.threads), WAITING: waiting(), _LEAK: "1e18"}
             self._pool = ProcessPoolExecutor(
                 self.count,
                 initializer=_begin,

@@ -86,5 +86,5 @@ def test_a_worker_takes_products_of_a_servers_size_in_the_threads_of_whoever_ask
         assert [torch.equal(one, other) for one, other in zip(found, asked, strict=True)] == [True] * len(asked)
         assert torch.equal(head.logits(rows_RE, sizes), by_size)
     finally:
-        take_served_products_in(own)
+        take_served_products_in(None)
         torch.set_num_threads(own)

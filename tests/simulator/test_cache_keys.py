@@ -42,15 +42,18 @@ def test_switches_of_products_go_along_and_count(monkeypatch: pytest.MonkeyPatch
     plain = kernels_of("cpu")
     try:
         torch.backends.mkldnn.enabled = False
-        matmul.allow_fp16_reduced_precision_reduction = False
+        matmul.allow_fp16_reduced_precision_reduction = (False, False)
         other = ProductSettings.here()
         assert say_unlike(kernels_of("cpu"), plain) == "no-onednn and none"
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
         found = say_unlike(kernels_of("cuda:0"), kernels_of("cuda:0", settings=here))
-        assert found == "no-onednn allow_fp16_reduced_precision_reduction=False and none"
+        named = "allow_fp16_reduced_precision_reduction"
+        assert found == f"no-onednn {named}=False {named}_split_k=False and none"
         here.apply()
         assert ProductSettings.here() == here
+        assert matmul.allow_fp16_reduced_precision_reduction_split_k
         other.apply()
+        assert not matmul.allow_fp16_reduced_precision_reduction_split_k
         assert ProductSettings.here() == other != here
     finally:
         here.apply()

@@ -425,7 +425,7 @@ def test_another_head_at_the_same_path_is_named_before_anything_is_replayed(
     assert lacking(needed) == ""
     for part in folder.glob("*model*"):
         part.unlink()
-    assert lacking(needed) == other
+    assert lacking(needed) == f"has no whole draft head at {folder}; copy this one there"
     assert needed_for(job_of(trace, replay.load_head(write()))) == needed
 
 
