@@ -3,7 +3,7 @@
 import sys
 
 try:
-    from replay.cli.app import main
+    from replay.cli.start import main
 except ModuleNotFoundError as error:  # a checkout's folder `replay/` has not all rooms, and python -m looks there first
     if not (error.name or "").startswith("replay."):
         raise

@@ -7,7 +7,6 @@ inside its functions.
 import errno
 import io
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from replay.cli.report import report
 from replay.cli.serve import serve
 from replay.cli.show import show
 from replay.cli.simulate import simulate
+from replay.cli.start import INTERRUPTED, STATUS
 from replay.cli.terminal import say
 from replay.cli.time import time_command
 from replay.cli.trace import trace
@@ -52,12 +52,12 @@ class _Refusal(click.ClickException):
 class _Interruption(_Refusal):
     """Ctrl-C; the exit code is that of a program that the signal ends."""
 
-    exit_code = 128 + signal.SIGINT
+    exit_code = STATUS
 
 
 class _Group(click.Group):
     def make_context(self, *arguments: Any, **named: Any) -> click.Context:
-        with _plain_usage_errors():
+        with _spoken_interrupts(), _plain_usage_errors():
             return super().make_context(*arguments, **named)
 
     def resolve_command(
@@ -70,19 +70,25 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _plain_usage_errors():
+            with _spoken_interrupts(), _plain_usage_errors():
                 return super().invoke(ctx)
         except ReplayError as error:
             raise _Refusal(str(error)) from error
         except MemoryError as error:
             raise _Refusal("the memory does not suffice for this; give less at once, or a larger machine") from error
-        except KeyboardInterrupt as error:
-            raise _Interruption("interrupted; what was whole before is kept, nothing half is left behind") from error
         except OSError as error:
             if error.filename is None:
                 raise
             said = f"{error.filename}: {error.strerror}; name a path that can be read and written"
             raise _Refusal(one_line(said)) from error
+
+
+@contextmanager
+def _spoken_interrupts() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise _Interruption(INTERRUPTED) from error
 
 
 @contextmanager
@@ -118,7 +124,7 @@ for _command in _COMMANDS:
 
 
 def main() -> None:
-    """Entry point of the ``replay`` command."""
+    """Run the command (start.py)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not a traceback
