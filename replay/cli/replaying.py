@@ -101,8 +101,9 @@ class FoundNotes:
             self.note(f"note: {what} were replayed before, {self.cache} has them")
         elif last and not self._said and self.cache is not None and next(self.cache.glob("??/*.sha256"), None):
             self.note(
-                f"note: {self.cache} has none of these variants whole as this version, its kernels, the trace and the "
-                "heads make them; they are replayed, and what lies there stays"
+                f"note: {self.cache} has none of these variants whole as this version, its kernels and threads, the "
+                "trace and the heads make them; they are replayed, and what lies there stays (a process has fewer "
+                "threads with --workers)"
             )
         self._said = self._said or last or found > 0
 

@@ -4,6 +4,7 @@ An interrupt amid an import would leave half a module behind, which numpy and to
 end of the import.
 """
 
+import os
 import signal
 import sys
 from types import CodeType, FrameType
@@ -18,6 +19,8 @@ _outermost: CodeType | None = None
 def main() -> None:
     """Entry point of the ``replay`` command."""
     put_off_in_imports()
+    if sys.stderr is None:
+        _open_stderr()
     try:
         from replay.cli.app import main as run
 
@@ -27,6 +30,13 @@ def main() -> None:
         sys.exit(STATUS)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # what waits still comes too late
+
+
+def _open_stderr() -> None:
+    """It was closed, and libraries write to it all the same, those of workers too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.set_inheritable(2, True)
+    sys.stderr = open(2, "w", closefd=False)
 
 
 def put_off_in_imports() -> None:

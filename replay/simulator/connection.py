@@ -1,6 +1,7 @@
 """The way to a Ray cluster: the addresses that can be typed, and whether a program is connected to one already."""
 
 import logging
+import os
 import re
 import socket
 import warnings
@@ -13,6 +14,8 @@ from replay.traces.fields import show
 
 AUTO, LOCAL = "auto", "local"
 _ADDRESS = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:]{2,45}\]):([0-9]{1,5})", re.ASCII)
+_SETTINGS = 4  # the type of a frame
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])  # with no settings in it
 _PATIENCE = 5.0  # seconds for a cluster to answer
 
 
@@ -87,9 +90,26 @@ def _is_here(address: str) -> bool:
 def _knock(host: str, port: int) -> None:
     """Whether anybody answers: ray itself waits for minutes."""
     try:
-        socket.create_connection((host, port), timeout=_PATIENCE).close()
+        with socket.create_connection((host, port), timeout=_PATIENCE) as line:
+            other = not os.environ.get("RAY_USE_TLS") and _speaks_otherwise(line)
     except OSError as error:
         raise WorkerError(
             f"nothing answers at {host}:{port} ({error.strerror or error}); name the address that ray start "
             "--head said, or take workers of this machine alone"
         ) from error
+    if other:
+        raise WorkerError(
+            f"what answers at {host}:{port} is no Ray cluster; name the address that ray start --head said, or take "
+            "workers of this machine alone"
+        )
+
+
+def _speaks_otherwise(line: socket.socket) -> bool:
+    """Whether the other side is no server of gRPC, which begins with a frame of settings (RFC 9113, 3.4)."""
+    line.settimeout(_PATIENCE)
+    try:
+        line.sendall(_HELLO)
+        said = line.recv(9)
+    except OSError:
+        return True  # it says nothing, or hangs up
+    return len(said) < 4 or said[3] != _SETTINGS

@@ -142,6 +142,7 @@ class LocalWorkers:
         self.count, self._job, self._devices, self._turns = count, job, devices, turns
         self.kernels = kernels_of(job.device, job.threads, job.settings)
         self._pool: ProcessPoolExecutor | None = None
+        self._processes = 0
 
     def replay(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         """Each task's place with its result, as they come. Raises what a task raises, and WorkerError."""
@@ -152,7 +153,8 @@ class LocalWorkers:
         while pending:
             try:
                 with start_workers():
-                    futures = {self._open().submit(_replay, task): place for place, task in pending.items()}
+                    pool = self._open(len(pending))
+                    futures = {pool.submit(_replay, task): place for place, task in pending.items()}
                 for future in as_completed(futures):
                     result = future.result()
                     del pending[futures[future]]
@@ -172,13 +174,18 @@ class LocalWorkers:
             self._pool.shutdown(wait=True, kill_workers=True)
             self._pool = None
 
-    def _open(self) -> "ProcessPoolExecutor":
+    def _open(self, tasks: int = MOST_WORKERS) -> "ProcessPoolExecutor":
+        """As many processes as are asked for, but no more than there are ``tasks``: each takes seconds to start."""
         from loky import ProcessPoolExecutor
 
+        wanted = min(self.count, tasks)
+        if self._pool is not None and self._processes < wanted:
+            self.close()
         if self._pool is None:
             told: dict[str, Any] = {"OMP_NUM_THREADS": str(self._job.threads), WAITING: waiting(), _LEAK: "1e18"}
+            self._processes = wanted
             self._pool = ProcessPoolExecutor(
-                self.count,
+                wanted,
                 initializer=_begin,
                 initargs=(self._job, os.getpid(), self._devices, self._turns),
                 env=told,

@@ -4,11 +4,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ from replay.simulator.cluster_nodes import (
     needed_for,
     options_of,
 )
-from replay.simulator.connection import AUTO, LOCAL, check_connected
+from replay.simulator.connection import AUTO, LOCAL, check_connected, connected
 from replay.simulator.product_settings import fp32_products
 from replay.simulator.replayer import HeadSource, Job
 from replay.traces.reader import Trace
@@ -543,3 +545,18 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(
 
 def test_workers_and_a_cluster_exclude_each_other(trace: Trace, head: Checkpoint) -> None:
     assert "type one of them" in typed(trace, head, "--ray", "auto", "--workers", "2")
+
+
+def test_another_program_at_the_address_is_named() -> None:
+    """Ray itself would ask it again and again."""
+
+    class Page(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(WorkerError, match=r"what answers at 127.0.0.1:\d+ is no Ray cluster; name the address"):
+            with connected(f"127.0.0.1:{server.server_port}"):
+                pass
+        server.shutdown()

@@ -52,6 +52,7 @@ from replay.simulator.workers import (
     threads_of_each,
     use_workers,
 )
+from replay.traces.parts import Part
 from replay.traces.reader import Trace
 from replay.traces.rounds import Rounds
 from replay.traces.rounds_file import write_rounds
@@ -418,3 +419,19 @@ def test_a_temporary_folder_that_is_full_is_said_in_a_sentence(tmp_path: Path, h
 def test_what_fails_beside_the_workers_is_not_said_of_their_folder(trace: Trace, head: Checkpoint) -> None:
     with pytest.raises(OSError, match=r"^mine$"), open_workers(2, trace, {"h": head}, "cpu"):
         raise OSError("mine")
+
+
+def test_there_are_no_more_workers_than_tasks(trace: Trace, head: Checkpoint) -> None:
+    """To start one takes seconds; a sweep with more tasks has more of them again."""
+    with open_workers(50, trace, {"h": head}, "cpu") as many:
+        few = replay.simulate(trace.take(Part(limit=1)), {"h": head}, VARIANTS[:1], workers=many)
+        assert len(psutil.Process().children()) < 10 and few.table.height
+        more = replay.simulate(trace, {"h": head}, VARIANTS[:2], workers=many)
+    assert more.table.equals(replay.simulate(trace, {"h": head}, VARIANTS[:2]).table)
+
+
+def test_workers_start_where_stderr_is_closed(tmp_path: Path, trace: Trace) -> None:
+    folder = write_head(tmp_path / "h", HEAD, random_tensors(parse_config(HEAD)))
+    line = f"'{sys.executable}' -Im replay simulate '{trace.path}' --draft '{folder}' --limit 1 --workers 2 2>&-"
+    done = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == 0 and "accept length" in done.stdout

@@ -21,7 +21,7 @@ from support.trace_maker import make_header, make_weights
 
 from replay.errors import OutputError, StorageError
 from replay.traces import cached_files, object_store
-from replay.traces.addresses import remote_folder
+from replay.traces.addresses import place_of, remote_folder
 from replay.traces.reader import Trace
 from replay.traces.remote import as_source, local_file
 from replay.traces.weights import TargetWeights
@@ -234,3 +234,14 @@ def test_a_table_that_has_changed_or_has_no_room(target: Path, tmp_path: Path, m
         with pytest.raises(StorageError, match="has changed while it was read"):
             _ = weights.embed
     assert not list((Path(remote_folder()) / "ranges").rglob("*-*"))
+
+
+def test_a_page_for_the_address_above_is_in_nobodys_way(target: Path, tmp_path: Path) -> None:
+    """A web server may answer a folder's address with a page, which the cache then has as a file."""
+    near = TargetWeights(tmp_path, make_header(), target, None).embed
+    with range_server(target.parent) as address:
+        above = Path(place_of(f"{address}/{target.name}"))
+        above.parent.mkdir(parents=True, exist_ok=True)
+        above.write_text("Index of")
+        found = TargetWeights(tmp_path, make_header(), as_source(f"{address}/{target.name}"), None).embed
+        assert found.equal(near) and above.is_dir()
