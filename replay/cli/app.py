@@ -24,13 +24,13 @@ from replay.cli.examples import epilog
 from replay.cli.faults import faults
 from replay.cli.import_dumps import import_dumps
 from replay.cli.inspect import inspect
+from replay.cli.interrupts import INTERRUPTED, STATUS
 from replay.cli.plan import plan
 from replay.cli.progress import add_verbosity
 from replay.cli.report import report
 from replay.cli.serve import serve
 from replay.cli.show import show
 from replay.cli.simulate import simulate
-from replay.cli.start import INTERRUPTED, STATUS
 from replay.cli.terminal import say
 from replay.cli.time import time_command
 from replay.cli.trace import trace

@@ -17,7 +17,7 @@ whole = True
 """
 SCRIPT = """
 import signal, sys
-from replay.cli.start import put_off_in_imports
+from replay.cli.interrupts import put_off_in_imports
 
 def run():
     put_off_in_imports()
