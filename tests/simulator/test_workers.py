@@ -149,7 +149,7 @@ class Ending:
 def test_workers_that_end_again_and_again_are_given_up(
     trace: Trace, head: Checkpoint, two: LocalWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalWorkers, "_open", lambda _: Ending())
+    monkeypatch.setattr(LocalWorkers, "_open", lambda *_: Ending())
     with pytest.raises(WorkerError, match=r"ended 4 times .* fewer than --workers 2"):
         replay.simulate(trace, {"h": head}, VARIANTS, workers=two)
 
