@@ -44,7 +44,7 @@ from replay.simulator.cluster_nodes import (
     needed_for,
     options_of,
 )
-from replay.simulator.connection import AUTO, LOCAL, check_connected, connected
+from replay.simulator.connection import AUTO, LOCAL, _knock, check_connected
 from replay.simulator.product_settings import fp32_products
 from replay.simulator.replayer import HeadSource, Job
 from replay.traces.reader import Trace
@@ -557,6 +557,5 @@ def test_another_program_at_the_address_is_named() -> None:
     with HTTPServer(("127.0.0.1", 0), Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(WorkerError, match=r"what answers at 127.0.0.1:\d+ is no Ray cluster; name the address"):
-            with connected(f"127.0.0.1:{server.server_port}"):
-                pass
+            _knock("127.0.0.1", server.server_port)  # a program that is connected already asks nobody
         server.shutdown()
