@@ -332,13 +332,6 @@ class Trace:
 
         Raises as that.
         """
-        for index, chosen in rows.items():
-            record = self.records[index]
-            if (early := min(chosen, default=record.rows_left_out)) < record.rows_left_out:
-                raise TraceError(
-                    f"{self.path} holds no row {early} of request {record.request_id!r}, whose rows it has from "
-                    f"{record.rows_left_out} on; ask for later ones"
-                )
         return self._stored.some_of_tap(tap, ((self.records[index], chosen) for index, chosen in rows.items()))
 
     @ReadingTrace()

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from replay.errors import TraceCorruptError
+from replay.errors import TraceCorruptError, TraceError
 from replay.traces.captured import unfinite_row
 from replay.traces.feed import Feed, read_feed
 from replay.traces.fp8 import dequantise, shake
@@ -92,11 +92,22 @@ class StoredRows:
         return self._finite(record, f"tap.{tap}", stored, record.rows_left_out)
 
     def some_of_tap(self, tap: str, wanted: Iterable[tuple[RequestRecord, Sequence[int]]]) -> "torch.Tensor":
-        """The ``wanted`` positions of ``tap`` of requests in rising order [R, width]: a copy."""
+        """The ``wanted`` positions of ``tap`` of requests in rising order [R, width]: a copy. Raises TraceError."""
         import torch
 
-        places = runs(self.records, wanted, f"tap.{tap}")
+        there = ((record, self._held(record, rows)) for record, rows in wanted)
+        places = runs(self.records, there, f"tap.{tap}")
         return torch.cat([self._taken(shard, tap, rows) for shard, rows in places])
+
+    def _held(self, record: RequestRecord, rows: Sequence[int]) -> Sequence[int]:
+        """The same rows. Raises TraceError where one was left out."""
+        first = record.rows_left_out
+        if (early := min(rows, default=first)) < first:
+            raise TraceError(
+                f"{self.path} holds no row {early} of request {record.request_id!r}, whose rows it has from {first} "
+                "on; ask for later ones"
+            )
+        return rows
 
     def logits(self, record: RequestRecord) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
         """topk_ids [n, k] int64, topk_logprobs [n, k] float32, logsumexp [n] float32. Raises TraceCorruptError."""
